@@ -1,0 +1,30 @@
+# make train: the main job, from nothing.   make test: every test that needs no special hardware.
+# Both make the environment first if it is missing; `make setup` does only that.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NPROC ?= 2
+ARGS ?=
+
+.PHONY: setup train test check clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	@touch $@
+
+train: setup
+	$(BIN)/echelon run --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache

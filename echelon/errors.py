@@ -1,0 +1,121 @@
+"""The one error tree.
+
+    EchelonError
+    ├── StoreError                  a store operation failed
+    │   ├── StoreTimeoutError       ... its deadline passed (also a TimeoutError)
+    │   ├── StoreConnectionError    ... the server cannot be reached or left (also a ConnectionError)
+    │   └── StoreProtocolError      ... the peer speaks something else, or broke a limit
+    ├── CollectiveError             an operation of a process group failed; carries `.ranks`
+    │   ├── CollectiveMismatchError ... ranks called different things under one sequence number
+    │   ├── CollectiveTimeoutError  ... ranks did not come in time (also a TimeoutError)
+    │   └── PeerLostError           ... a rank died or left
+    ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
+    └── LaunchError                 a job cannot be started as asked
+
+Who is at fault decides the type: a caller's mistake is a `ValueError` or `TypeError` at the public
+boundary, a failing world is one of these, and our own bug is an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class EchelonError(Exception):
+    """Base of everything this package raises because the world failed."""
+
+
+class StoreError(EchelonError):
+    """Say that a store operation failed.
+
+    Attributes:
+        key: the key (or the first of the keys) it was about, None if about none.
+        endpoint: "host:port" of the server, or the path of a file store.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, endpoint: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+        self.endpoint = endpoint
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """Say that a store operation's deadline passed.
+
+    Attributes:
+        missing: the keys that were not there, or the ranks that did not come.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        endpoint: str = "",
+        missing: Sequence[str | int] = (),
+    ) -> None:
+        super().__init__(message, key=key, endpoint=endpoint)
+        self.missing = tuple(missing)
+
+
+class StoreConnectionError(StoreError, ConnectionError):
+    """Say that the server cannot be reached, or that the connection to it broke."""
+
+
+class StoreProtocolError(StoreError):
+    """Say that the peer does not speak the store's protocol, or broke one of its limits."""
+
+
+class CollectiveError(EchelonError):
+    """Say that an operation of a process group failed.
+
+    Attributes:
+        group: the group's name.
+        operation: such as "all_reduce".
+        sequence: the operation's number in its group, from 0.
+        ranks: global ranks that the failure is about: who differs, is missing or is gone.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str = "",
+        operation: str = "",
+        sequence: int = -1,
+        ranks: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.group = group
+        self.operation = operation
+        self.sequence = sequence
+        self.ranks = tuple(ranks)
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Say that ranks called different operations under the same sequence number of a group."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """Say that ranks did not come to an operation within its timeout."""
+
+
+class PeerLostError(CollectiveError):
+    """Say that a rank of the group died or left while others needed it."""
+
+
+class DumpFormatError(EchelonError):
+    """Say that a ring or dump file cannot be read.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, message: str, *, path: str | Path) -> None:
+        super().__init__(message)
+        self.path = str(path)
+
+
+class LaunchError(EchelonError):
+    """Say that a job cannot be started as asked."""
