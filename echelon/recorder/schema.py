@@ -1,0 +1,356 @@
+"""What a black box holds: fields, dtypes, units, and the version of the format.
+
+The writer (`ring.py`), the readers (`read.py`) and `echelon.analysis` meet here and nowhere else.
+This module only declares; it opens nothing. Everything is little-endian, every stamp is the
+monotonic clock in nanoseconds (0: has not happened), every rank is a global one.
+
+Change rule: a new field raises `FORMAT_MINOR`, a changed or removed one `FORMAT_MAJOR`. Readers
+accept any minor of their own major. `docs/dump-format.md` says the same in words.
+
+[Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
+it front to back; a reader takes it only if both stamps agree, belong to this slot, and the CRC32 of
+the payload matches. Python offers no memory fences, so on weakly ordered machines the stamps alone
+could lie; the CRC cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+RING_MAGIC = b"ECHELRNG"
+DUMP_KIND = "echelon-dump"
+
+PAGE_BYTES = 4096
+STRINGS_BYTES = 1 << 20
+TABLE_FULL = "<table full>"
+MAX_TENSORS = 8  # inline in a slot; more are summarised
+MAX_DIMS = 8
+MAX_SPLITS = 64  # input and output splits together
+NUM_OPEN_SPANS = 64
+DEFAULT_NUM_OPERATIONS = 4096
+DEFAULT_NUM_SPANS = 1024
+
+
+class State(IntEnum):
+    """How far an operation came."""
+
+    EMPTY = 0
+    CREATED = 1
+    STARTED = 2
+    COMPLETED = 3
+    FAILED = 4
+
+
+class Flag(IntEnum):
+    """Bits of an operation's `flags`."""
+
+    P2P = 1
+    ASYNC = 2
+    SUMMARISED = 4  # more tensors, dims or splits than fit: see `Signature.summary`
+
+
+class Live(IntEnum):
+    """Indices of the u64 words of the live page. Each is written by one aligned store."""
+
+    HEARTBEAT_MONO_NS = 0  # from a Python thread: stale while running means the GIL is held
+    PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
+    NUM_OPERATIONS = 2  # begun since the start
+    NUM_SPANS = 3  # ended since the start
+    STEP = 4  # training step plus one; 0: `step()` was never called
+    STEP_MONO_NS = 5
+    STRINGS_USED_BYTES = 6
+    STRINGS_REFUSED = 7
+    OPEN_SPANS_REFUSED = 8
+    CLOSED = 9  # 1: the recorder was closed in an orderly way
+    INITIALISED = 10  # 1: the world group stands
+    NUM_WORDS = 11
+
+
+# One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; it is rewritten in place.
+BLOB_HEAD = np.dtype([("head", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("major", "<u2"),
+        ("minor", "<u2"),
+        ("page_bytes", "<u4"),
+        ("num_operations", "<u4"),
+        ("num_spans", "<u4"),
+        ("operation_slot_bytes", "<u4"),
+        ("span_slot_bytes", "<u4"),
+        ("strings_bytes", "<u4"),
+    ]
+)
+
+OPERATION_FIXED = np.dtype(
+    [
+        ("record", "<u8"),  # running number in this process: not comparable between ranks
+        ("sequence", "<i8"),  # number among the group's collectives, from 0; -1 for p2p
+        ("p2p_sequence", "<i8"),  # number among this group's p2p with this peer and way; -1
+        ("created_mono_ns", "<i8"),
+        ("step", "<i8"),  # -1: before the first `step()`
+        ("num_bytes", "<i8"),
+        ("timeout_ms", "<i8"),
+        ("group", "<u4"),  # these six point into the string table; 0 is ""
+        ("operation", "<u4"),
+        ("dtype", "<u4"),
+        ("reduce_op", "<u4"),
+        ("site", "<u4"),
+        ("stack", "<u4"),
+        ("root", "<i4"),  # -1: none
+        ("peer", "<i4"),  # -1: none
+        ("tag", "<i4"),
+        ("coalesced", "<i4"),  # number of the coalesced block; -1: none
+        ("thread", "<u4"),  # native thread id
+        ("flags", "<u2"),
+        ("num_tensors", "<u2"),
+    ]
+)
+# ndims, dims and splits follow the fixed part, packed; the slot reserves the largest case.
+TAIL_BYTES = 2 * 4 + MAX_TENSORS + 8 * MAX_TENSORS * MAX_DIMS + 8 * MAX_SPLITS
+
+OPERATION_STATE = np.dtype(
+    [
+        ("head", "<u8"),
+        ("started_mono_ns", "<i8"),
+        ("completed_mono_ns", "<i8"),  # completed or failed
+        ("error", "<u4"),
+        ("state", "<u4"),
+        ("crc", "<u4"),
+        ("reserved", "<u4"),
+        ("tail", "<u8"),
+    ]
+)
+
+OPERATION_SLOT = np.dtype(
+    [
+        ("head", "<u8"),
+        ("length", "<u4"),
+        ("crc", "<u4"),
+        ("fixed", OPERATION_FIXED),
+        ("rest", f"V{TAIL_BYTES}"),
+        ("tail", "<u8"),
+        ("state", OPERATION_STATE),
+    ]
+)
+
+SPAN_FIXED = np.dtype(
+    [
+        ("number", "<u8"),
+        ("started_mono_ns", "<i8"),
+        ("ended_mono_ns", "<i8"),  # 0: still open
+        ("step", "<i8"),
+        ("name", "<u4"),
+        ("detail", "<u4"),
+        ("site", "<u4"),
+        ("thread", "<u4"),
+        ("depth", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+
+SPAN_SLOT = np.dtype(
+    [("head", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("fixed", SPAN_FIXED), ("tail", "<u8")]
+)
+
+# ---- what readers hand out: indices into `Record.strings`, `.groups` and `.signatures` ----
+
+OPERATION = np.dtype(
+    [
+        ("record", "<u8"),
+        ("sequence", "<i8"),
+        ("p2p_sequence", "<i8"),
+        ("created_mono_ns", "<i8"),
+        ("started_mono_ns", "<i8"),
+        ("completed_mono_ns", "<i8"),
+        ("step", "<i8"),
+        ("num_bytes", "<i8"),
+        ("timeout_ms", "<i8"),
+        ("group", "<u4"),  # into groups
+        ("operation", "<u4"),  # into strings
+        ("signature", "<u4"),  # into signatures
+        ("reduce_op", "<u4"),  # into strings, "" if none
+        ("site", "<u4"),  # into strings: "file:line function"
+        ("stack", "<u4"),  # into strings: one frame a line, innermost first
+        ("error", "<u4"),  # into strings
+        ("root", "<i4"),
+        ("peer", "<i4"),
+        ("tag", "<i4"),
+        ("coalesced", "<i4"),
+        ("thread", "<u4"),
+        ("flags", "<u2"),
+        ("state", "u1"),
+    ]
+)
+
+SPAN = np.dtype(
+    [
+        ("number", "<u8"),
+        ("started_mono_ns", "<i8"),
+        ("ended_mono_ns", "<i8"),
+        ("step", "<i8"),
+        ("name", "<u4"),  # into strings
+        ("detail", "<u4"),  # into strings
+        ("site", "<u4"),  # into strings
+        ("thread", "<u4"),
+        ("depth", "<u4"),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Who wrote a black box, when and under which settings.
+
+    `mono_ns` and `wall_ns` were read together. A stamp of this rank lies on rank 0's clock at
+    `stamp + clock_offset_ns`, within `clock_error_ns`; -1 as error: the offset was never measured.
+    """
+
+    rank: int
+    local_rank: int = 0
+    world_size: int = 1
+    attempt: int = 0
+    job_id: str = ""
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    pid_start_ticks: int = 0
+    mono_ns: int = 0
+    wall_ns: int = 0
+    clock_offset_ns: int = 0
+    clock_error_ns: int = -1
+    stack_signal: int = 0  # 0: no handler is registered
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def changed(self, **changes: Any) -> Identity:
+        """Return a copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: its name and its members' global ranks, in group order."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operation was called with; equal on all ranks of a well-matched collective.
+
+    `summary` is set where the lists did not fit into the slot: (number of tensors, number of
+    elements, CRC32 of the full lists); `shapes` and the splits are then empty.
+    """
+
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+    summary: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        """Show it as a person would write it: `float32[1024, 4096]`."""
+        if self.summary is not None:
+            return f"{self.dtype}[{self.summary[0]} tensors, {self.summary[1]} elements]"
+        return " ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes) or self.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastWords:
+    """The uncaught exception that ended a rank, written by the rank itself."""
+
+    type: str
+    message: str
+    site: str  # "file:line function" of the innermost frame of the user's own code
+    traceback: str
+    mono_ns: int
+    bases: tuple[str, ...] = ()  # qualified names of the type's base classes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """What the agent saw of a rank from outside. None or "": not known, or not permitted."""
+
+    alive: bool | None = None
+    exit_code: int | None = None  # as in `subprocess`: -9 is SIGKILL
+    exited_mono_ns: int = 0
+    exit_order: int = -1  # 0: the first rank of this attempt that ended; -1: it has not
+    stopped_by_agent: bool = False  # the agent's own signal ended it
+    process_state: str = ""  # /proc state letter: R S D T Z ...
+    wait_channel: str = ""
+    cpu_share: float | None = None  # of one core, over the snapshot's sample
+    rss_bytes: int | None = None
+    oom_kill: bool | None = None
+    stacks: str = ""  # faulthandler's text, most recent call first
+    stderr_tail: str = ""
+    snapshot_mono_ns: int = 0
+    not_permitted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One rank's black box as read: columns over operations and spans, and what else is known.
+
+    `operations` [num_operations] of dtype `OPERATION`, oldest first; `spans` (ended ones) and
+    `open_spans` [...] of dtype `SPAN`, outermost first among the open ones of a thread.
+    """
+
+    path: str
+    identity: Identity
+    operations: npt.NDArray[Any]
+    spans: npt.NDArray[Any]
+    open_spans: npt.NDArray[Any]
+    strings: Sequence[str]
+    groups: Sequence[Group]
+    signatures: Sequence[Signature]
+    live: tuple[int, ...] = (0,) * Live.NUM_WORDS
+    last_words: LastWords | None = None
+    host: HostFacts = field(default_factory=HostFacts)
+    dumped_mono_ns: int = 0  # on the rank's own host
+    has_ring: bool = True  # False: the rank never opened one; only `host` speaks
+    warnings: tuple[str, ...] = ()
+
+
+def encode_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks as runs `first-last:stride`, so that a large regular group stays short."""
+    runs: list[str] = []
+    i = 0
+    while i < len(ranks):
+        j = i + 1
+        stride = ranks[j] - ranks[i] if j < len(ranks) else 1
+        while stride > 0 and j + 1 < len(ranks) and ranks[j + 1] - ranks[j] == stride:
+            j += 1
+        if stride <= 0 or j >= len(ranks) or j == i + 1:
+            runs.append(str(ranks[i]))
+            i += 1
+            continue
+        runs.append(f"{ranks[i]}-{ranks[j]}" + (f":{stride}" if stride > 1 else ""))
+        i = j + 1
+    return ",".join(runs)
+
+
+def decode_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
+    """Read what `encode_ranks` wrote.
+
+    Raises:
+        ValueError: the text is something else, or names more than `limit` ranks.
+    """
+    ranks: list[int] = []
+    for run in text.split(",") if text else []:
+        span, _, stride = run.partition(":")
+        first, dash, last = span.partition("-")
+        more = range(int(first), int(last if dash else first) + 1, int(stride or 1))
+        if len(ranks) + len(more) > limit:
+            raise ValueError(f"a group of more than {limit} ranks")
+        ranks.extend(more)
+    return tuple(ranks)
