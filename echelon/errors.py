@@ -3,7 +3,7 @@
     EchelonError
     ├── StoreError                  a store operation failed
     │   ├── StoreTimeoutError       ... its deadline passed (also a TimeoutError)
-    │   ├── StoreConnectionError    ... the server cannot be reached or left (also a ConnectionError)
+    │   ├── StoreConnectionError    ... the server is out of reach (also a ConnectionError)
     │   └── StoreProtocolError      ... the peer speaks something else, or broke a limit
     ├── CollectiveError             an operation of a process group failed; carries `.ranks`
     │   ├── CollectiveMismatchError ... ranks called different things under one sequence number

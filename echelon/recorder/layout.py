@@ -1,0 +1,61 @@
+"""Where each part of a ring file lies.
+
+    header | identity | live words | last words | open spans | strings | spans | operations
+
+All offsets follow from the two capacities, so a reader computes them from the header alone. Parts
+start on page boundaries: the live words never share a page with what is written often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.recorder.schema import (
+    HEADER,
+    NUM_OPEN_SPANS,
+    OPERATION_SLOT,
+    PAGE_BYTES,
+    SPAN_SLOT,
+    STRINGS_BYTES,
+    Live,
+)
+
+IDENTITY_OFFSET = 64
+IDENTITY_BYTES = PAGE_BYTES - IDENTITY_OFFSET
+LIVE_OFFSET = PAGE_BYTES
+LIVE_BYTES = 8 * Live.NUM_WORDS
+LAST_WORDS_OFFSET = 2 * PAGE_BYTES
+LAST_WORDS_BYTES = 4 * PAGE_BYTES
+OPEN_SPANS_OFFSET = LAST_WORDS_OFFSET + LAST_WORDS_BYTES
+
+assert HEADER.itemsize <= IDENTITY_OFFSET
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+STRINGS_OFFSET = OPEN_SPANS_OFFSET + _pages(NUM_OPEN_SPANS * SPAN_SLOT.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in bytes of a ring with these capacities."""
+
+    num_operations: int
+    num_spans: int
+
+    @property
+    def spans_offset(self) -> int:
+        """First slot of ended spans."""
+        return STRINGS_OFFSET + _pages(STRINGS_BYTES)
+
+    @property
+    def operations_offset(self) -> int:
+        """First operation slot."""
+        return self.spans_offset + _pages(self.num_spans * SPAN_SLOT.itemsize)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)

@@ -1,0 +1,466 @@
+"""Read black boxes: live rings, rings of dead processes, and dump files.
+
+Read-only and safe on untrusted bytes: counts are bounded by the file's size before anything is
+allocated, nothing is evaluated, and what does not check out is left out and counted in
+`Record.warnings`. A file that is no black box at all is a `DumpFormatError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+from zlib import crc32
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from echelon.errors import DumpFormatError
+from echelon.recorder.layout import (
+    IDENTITY_BYTES,
+    IDENTITY_OFFSET,
+    LAST_WORDS_BYTES,
+    LAST_WORDS_OFFSET,
+    LIVE_BYTES,
+    LIVE_OFFSET,
+    OPEN_SPANS_OFFSET,
+    STRINGS_OFFSET,
+    Layout,
+)
+from echelon.recorder.schema import (
+    BLOB_HEAD,
+    DUMP_KIND,
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    HEADER,
+    NUM_OPEN_SPANS,
+    OPERATION,
+    OPERATION_FIXED,
+    OPERATION_SLOT,
+    RING_MAGIC,
+    SPAN,
+    SPAN_SLOT,
+    STRINGS_BYTES,
+    Flag,
+    Group,
+    HostFacts,
+    Identity,
+    LastWords,
+    Live,
+    Record,
+    Signature,
+    State,
+    decode_ranks,
+)
+
+_T = TypeVar("_T")
+_MAX_CAPACITY = 1 << 22
+_MAX_DUMP_BYTES = 1 << 30
+_U32 = 0xFFFFFFFF
+
+
+def read(path: Path) -> Record:
+    """Read a ring or a dump, told apart by its first bytes.
+
+    Raises:
+        DumpFormatError: the file is neither, is too new, or cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(RING_MAGIC))
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    return read_ring(path) if magic == RING_MAGIC else read_dump(path)
+
+
+def read_ring(path: Path) -> Record:
+    """Read a ring file, also while its process writes it.
+
+    Raises:
+        DumpFormatError: no ring, a newer major version, or shorter than its header says.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    layout = _check_header(path, data)
+    identity_fields = _blob(data, IDENTITY_OFFSET, IDENTITY_BYTES)
+    if identity_fields is None:
+        # The identity is rewritten in place now and then; only a dead or racing writer tears it.
+        identity_fields = _blob(path.read_bytes(), IDENTITY_OFFSET, IDENTITY_BYTES)
+    if identity_fields is None:
+        raise DumpFormatError(f"{path}: the ring's identity is damaged", path=path)
+    live = tuple(int(v) for v in np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET))
+    words = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
+    parser = _RingParser(data, layout, live)
+    operations = parser.operations()
+    spans = parser.spans(layout.spans_offset, layout.num_spans)
+    open_spans = parser.spans(OPEN_SPANS_OFFSET, NUM_OPEN_SPANS)
+    return Record(
+        path=str(path),
+        identity=_dataclass(path, Identity, identity_fields),
+        operations=operations,
+        spans=spans[spans["ended_mono_ns"] > 0],
+        open_spans=open_spans[open_spans["ended_mono_ns"] == 0],
+        strings=parser.strings,
+        groups=parser.groups,
+        signatures=parser.signatures,
+        live=live,
+        last_words=None if words is None else _dataclass(path, LastWords, words),
+        warnings=tuple(parser.warnings),
+    )
+
+
+def read_dump(path: Path) -> Record:
+    """Read a dump file, as `dump.write_dump` makes it.
+
+    Raises:
+        DumpFormatError: no dump, damaged, or of a newer major version.
+    """
+    try:
+        if path.stat().st_size > _MAX_DUMP_BYTES:
+            raise DumpFormatError(f"{path}: larger than any dump ({_MAX_DUMP_BYTES} B)", path=path)
+        data = path.read_bytes()
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    try:
+        top = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as err:
+        raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path) from err
+    if not isinstance(top, dict) or top.get("kind") != DUMP_KIND:
+        raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path)
+    _check_version(path, top.get("version"))
+    try:
+        return _record_of_dump(path, top)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
+        raise DumpFormatError(f"{path}: damaged dump ({err!r})", path=path) from err
+
+
+def read_live(path: Path) -> tuple[int, ...]:
+    """Read only the live words of a ring (`Live`), as the agent does several times a second.
+
+    Raises:
+        DumpFormatError: the file is not there or no ring yet.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(LIVE_OFFSET)
+            data = file.read(LIVE_BYTES)
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    if len(data) < LIVE_BYTES:
+        raise DumpFormatError(f"{path}: shorter than a ring", path=path)
+    return tuple(int(v) for v in np.frombuffer(data, "<u8"))
+
+
+class _RingParser:
+    """Turn the bytes of a ring into columns; strings and signatures are read once each."""
+
+    def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...]) -> None:
+        self._data = data
+        self._layout = layout
+        self.warnings: list[str] = []
+        self.strings: list[str] = [""]
+        self.groups: list[Group] = []
+        self.signatures: list[Signature] = []
+        self._string_index: dict[int, int] = {0: 0}
+        self._group_index: dict[int, int] = {}
+        self._signature_index: dict[tuple[int, int, bytes], int] = {}
+        self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
+
+    def operations(self) -> npt.NDArray[Any]:
+        slots = np.frombuffer(
+            self._data, OPERATION_SLOT, self._layout.num_operations, self._layout.operations_offset
+        )
+        used = np.flatnonzero(slots["head"])
+        good = [i for i in used.tolist() if self._is_whole(slots, i)]
+        if len(good) < len(used):
+            self.warnings.append(f"{len(used) - len(good)} operations were being written")
+        slots = slots[good]
+        out = np.zeros(len(good), OPERATION)
+        fixed, state = slots["fixed"], slots["state"]
+        for name in set(OPERATION.names or ()) & set(OPERATION_FIXED.names or ()):
+            out[name] = fixed[name]
+        out["state"] = np.where(state["head"] == slots["head"], state["state"], State.CREATED)
+        own = state["head"] == slots["head"]
+        for name in ("started_mono_ns", "completed_mono_ns"):
+            out[name] = np.where(own, state[name], 0)
+        errors = np.where(own, state["error"], 0)
+        for name, refs in (
+            ("operation", fixed["operation"]),
+            ("reduce_op", fixed["reduce_op"]),
+            ("site", fixed["site"]),
+            ("stack", fixed["stack"]),
+            ("error", errors),
+        ):
+            out[name] = self._mapped(refs, self._string)
+        out["group"] = self._mapped(fixed["group"], self._group)
+        out["signature"] = [self._signature(slot) for slot in slots]
+        return out[np.argsort(out["record"], kind="stable")]
+
+    def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
+        slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
+        good = [
+            i
+            for i in np.flatnonzero(slots["head"]).tolist()
+            if slots["head"][i] == slots["tail"][i]
+            and crc32(slots["fixed"][i].tobytes()) == slots["crc"][i]
+        ]
+        fixed = slots["fixed"][good]
+        out = np.zeros(len(good), SPAN)
+        for name in ("number", "started_mono_ns", "ended_mono_ns", "step", "thread", "depth"):
+            out[name] = fixed[name]
+        for name in ("name", "detail", "site"):
+            out[name] = self._mapped(fixed[name], self._string)
+        return out[np.lexsort((out["depth"], out["number"]))]
+
+    def _is_whole(self, slots: npt.NDArray[Any], index: int) -> bool:
+        slot = slots[index]
+        head = int(slot["head"])
+        if head != int(slot["tail"]) or (head - 1) % self._layout.num_operations != index:
+            return False
+        length = int(slot["length"])
+        if not OPERATION_FIXED.itemsize <= length <= OPERATION_FIXED.itemsize + 8192:
+            return False
+        begin = self._layout.operations_offset + index * OPERATION_SLOT.itemsize + 16
+        end = begin + length
+        if crc32(self._data[begin:end]) != int(slot["crc"]):
+            return False
+        state = slot["state"]
+        if int(state["head"]) != head:
+            return True  # the payload is there, its state cell not yet: CREATED
+        body = state.tobytes()[8:32]
+        return int(state["tail"]) == head and crc32(body, head & _U32) == int(state["crc"])
+
+    def _mapped(self, refs: npt.NDArray[Any], one: Callable[[int], int]) -> npt.NDArray[Any]:
+        unique, inverse = np.unique(refs, return_inverse=True)
+        return np.array([one(int(ref)) for ref in unique], np.uint32)[inverse]
+
+    def _string(self, ref: int) -> int:
+        known = self._string_index.get(ref)
+        if known is not None:
+            return known
+        self.strings.append(self._text(ref))
+        self._string_index[ref] = len(self.strings) - 1
+        return len(self.strings) - 1
+
+    def _text(self, ref: int) -> str:
+        if ref + 2 > self._strings_used:
+            self.warnings.append(f"string {ref} lies outside the table")
+            return "<damaged>"
+        at = STRINGS_OFFSET + ref
+        length = int.from_bytes(self._data[at : at + 2], "little")
+        if ref + 2 + length > self._strings_used:
+            self.warnings.append(f"string {ref} lies outside the table")
+            return "<damaged>"
+        return self._data[at + 2 : at + 2 + length].decode("utf-8", "replace")
+
+    def _group(self, ref: int) -> int:
+        known = self._group_index.get(ref)
+        if known is not None:
+            return known
+        name, _, ranks = self._text(ref).rpartition("\n")
+        try:
+            group = Group(name, decode_ranks(ranks))
+        except ValueError:
+            group = Group(name or "<damaged>", ())
+            self.warnings.append(f"the members of group {name!r} cannot be read")
+        self.groups.append(group)
+        self._group_index[ref] = len(self.groups) - 1
+        return len(self.groups) - 1
+
+    def _signature(self, slot: Any) -> int:
+        length = int(slot["length"]) - OPERATION_FIXED.itemsize
+        tail = slot["rest"].tobytes()[:length]
+        flags = int(slot["fixed"]["flags"]) & Flag.SUMMARISED
+        key = (int(slot["fixed"]["dtype"]), flags, tail)
+        known = self._signature_index.get(key)
+        if known is not None:
+            return known
+        dtype = self._text(key[0])
+        num_tensors = int(slot["fixed"]["num_tensors"])
+        try:
+            signature = decode_signature(dtype, num_tensors, bool(flags), tail)
+        except ValueError:
+            signature = Signature(dtype)
+            self.warnings.append("a signature cannot be read")
+        self.signatures.append(signature)
+        self._signature_index[key] = len(self.signatures) - 1
+        return len(self.signatures) - 1
+
+
+def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
+    """Read the tail of an operation's payload, as `recorder.encode_signature` writes it.
+
+    Raises:
+        ValueError: the lengths in it do not fit the bytes.
+    """
+    if len(tail) < 8:
+        raise ValueError("too short")
+    num_inputs, num_outputs = (int(v) for v in np.frombuffer(tail, "<u4", 2))
+    if summarised:
+        count, numel, crc = (int(v) for v in np.frombuffer(tail, "<i8", 3, 8))
+        return Signature(dtype, summary=(count, numel, crc))
+    ndims = list(tail[8 : 8 + num_tensors])
+    numbers = np.frombuffer(tail, "<i8", -1, 8 + num_tensors).tolist()
+    if len(ndims) != num_tensors or len(numbers) != sum(ndims) + num_inputs + num_outputs:
+        raise ValueError("lengths do not fit")
+    shapes, at = [], 0
+    for ndim in ndims:
+        shapes.append(tuple(numbers[at : at + ndim]))
+        at += ndim
+    inputs = tuple(numbers[at : at + num_inputs])
+    return Signature(dtype, tuple(shapes), inputs, tuple(numbers[at + num_inputs :]))
+
+
+def _check_header(path: Path, data: bytes) -> Layout:
+    if len(data) < LIVE_OFFSET + LIVE_BYTES or not data.startswith(RING_MAGIC):
+        raise DumpFormatError(f"{path}: not an echelon ring", path=path)
+    header = np.frombuffer(data, HEADER, 1)[0]
+    _check_version(path, [int(header["major"]), int(header["minor"])])
+    layout = Layout(int(header["num_operations"]), int(header["num_spans"]))
+    if (
+        not 0 < layout.num_operations <= _MAX_CAPACITY
+        or not 0 < layout.num_spans <= _MAX_CAPACITY
+        or int(header["operation_slot_bytes"]) != OPERATION_SLOT.itemsize
+        or int(header["span_slot_bytes"]) != SPAN_SLOT.itemsize
+    ):
+        raise DumpFormatError(f"{path}: the ring's header is damaged", path=path)
+    if len(data) < layout.file_bytes:
+        raise DumpFormatError(
+            f"{path}: {len(data)} B, the header says {layout.file_bytes} B: truncated", path=path
+        )
+    return layout
+
+
+def _check_version(path: Path, version: object) -> None:
+    if (
+        not isinstance(version, Sequence)
+        or len(version) != 2
+        or not all(isinstance(v, int) for v in version)
+    ):
+        raise DumpFormatError(f"{path}: no format version", path=path)
+    if version[0] != FORMAT_MAJOR:
+        raise DumpFormatError(
+            f"{path}: format {version[0]}.{version[1]}, this fr-analyze reads "
+            f"{FORMAT_MAJOR}.x (written by {FORMAT_MAJOR}.{FORMAT_MINOR}). Upgrade it",
+            path=path,
+        )
+
+
+def _blob(data: bytes, at: int, room: int) -> dict[str, Any] | None:
+    """Read a blob; None if it was never written, is being written, or is damaged."""
+    head = np.frombuffer(data, BLOB_HEAD, 1, at)[0]
+    stamp, length = int(head["head"]), int(head["length"])
+    tail = int.from_bytes(data[at + room - 8 : at + room], "little")
+    begin = at + BLOB_HEAD.itemsize
+    if stamp == 0 or stamp != tail or length > room - BLOB_HEAD.itemsize - 8:
+        return None
+    body = data[begin : begin + length]
+    if crc32(body) != int(head["crc"]):
+        return None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _dataclass(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """Build a record class from untrusted fields: unknown ones are dropped, types are checked."""
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    taken = {name: value for name, value in values.items() if name in known}
+    for name, value in taken.items():
+        if not _fits(str(known[name].type), value):
+            raise DumpFormatError(f"{path}: field {name!r} is {value!r}", path=path)
+        if isinstance(value, list):
+            taken[name] = tuple(value)
+    try:
+        return kind(**taken)
+    except TypeError as err:
+        raise DumpFormatError(f"{path}: {kind.__name__} is incomplete", path=path) from err
+
+
+def _fits(annotation: str, value: object) -> bool:
+    plain: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "str": (str,),
+        "bool": (bool,),
+        "float": (int, float),
+    }
+    base, _, optional = annotation.partition(" | ")
+    if value is None:
+        return optional == "None"
+    if base in plain:
+        return isinstance(value, plain[base]) and (base == "bool" or not isinstance(value, bool))
+    if base.startswith("tuple[str"):
+        return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+    return isinstance(value, dict)
+
+
+def _record_of_dump(path: Path, top: dict[str, Any]) -> Record:
+    strings = [str(text) for text in top["strings"]] or [""]
+    groups = [Group(str(name), decode_ranks(ranks)) for name, ranks in top["groups"]]
+    signatures = [_signature_of(entry) for entry in top["signatures"]]
+    operations = _columns(OPERATION, top["operations"])
+    spans = _columns(SPAN, top["spans"])
+    open_spans = _columns(SPAN, top["open_spans"])
+    _check_indices(operations, "group", len(groups))
+    _check_indices(operations, "signature", len(signatures))
+    for name in ("operation", "reduce_op", "site", "stack", "error"):
+        _check_indices(operations, name, len(strings))
+    for name in ("name", "detail", "site"):
+        _check_indices(spans, name, len(strings))
+        _check_indices(open_spans, name, len(strings))
+    live = [int(v) for v in top["live"]][: Live.NUM_WORDS]
+    words = top.get("last_words")
+    return Record(
+        path=str(path),
+        identity=_dataclass(path, Identity, top["identity"]),
+        operations=operations,
+        spans=spans,
+        open_spans=open_spans,
+        strings=strings,
+        groups=groups,
+        signatures=signatures,
+        live=tuple(live + [0] * (Live.NUM_WORDS - len(live))),
+        last_words=None if words is None else _dataclass(path, LastWords, words),
+        host=_dataclass(path, HostFacts, top["host"]),
+        dumped_mono_ns=int(top["dumped_mono_ns"]),
+        has_ring=bool(top["has_ring"]),
+        warnings=tuple(str(text) for text in top["warnings"]),
+    )
+
+
+def _signature_of(entry: Sequence[Any]) -> Signature:
+    dtype, shapes, inputs, outputs, summary = entry
+    return Signature(
+        str(dtype),
+        tuple(tuple(int(n) for n in shape) for shape in shapes),
+        tuple(int(n) for n in inputs),
+        tuple(int(n) for n in outputs),
+        None if summary is None else (int(summary[0]), int(summary[1]), int(summary[2])),
+    )
+
+
+def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Read a table of columns; ones that this version does not know are skipped."""
+    length = int(table["length"])
+    columns: Mapping[str, bytes] = table["columns"]
+    names = [name for name in dtype.names or () if name in columns]
+    if any(len(columns[name]) != length * dtype[name].itemsize for name in names):
+        raise ValueError("a column's length differs from the table's")
+    if not names and length:
+        raise ValueError("a table without columns")
+    out = np.zeros(length, dtype)
+    for name in names:
+        out[name] = np.frombuffer(columns[name], dtype[name])
+    return out
+
+
+def _check_indices(table: npt.NDArray[Any], column: str, limit: int) -> None:
+    if len(table) and int(table[column].max()) >= limit:
+        raise ValueError(f"column {column!r} points outside its table")

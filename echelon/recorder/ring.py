@@ -1,0 +1,229 @@
+"""The ring: one mmap'ed file of fixed size that outlives the process writing it.
+
+The file belongs to the node, not to the process: what was stored before a SIGKILL, an OOM kill or a
+segfault is still there, and the agent reads it while the rank hangs inside C code. That is why the
+record is no Python list and no socket.
+
+The writer takes no locks on the hot path: slots are handed out by a counter, one thread fills a
+slot, and readers check what they see (schema.py, [Note: what makes a slot readable]). Only a new
+string, met once per call site, takes a lock. Nothing here decides what is recorded; `recorder.py`
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from echelon.recorder.layout import (
+    IDENTITY_BYTES,
+    IDENTITY_OFFSET,
+    LAST_WORDS_BYTES,
+    LAST_WORDS_OFFSET,
+    LIVE_BYTES,
+    LIVE_OFFSET,
+    OPEN_SPANS_OFFSET,
+    STRINGS_OFFSET,
+    Layout,
+)
+from echelon.recorder.schema import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    OPERATION_SLOT,
+    PAGE_BYTES,
+    RING_MAGIC,
+    SPAN_SLOT,
+    STRINGS_BYTES,
+    TABLE_FULL,
+    Identity,
+    LastWords,
+    Live,
+    State,
+)
+
+OPERATION_FIXED_STRUCT = struct.Struct("<QqqqqqqIIIIIIiiiiIHH")
+SPAN_FIXED_STRUCT = struct.Struct("<QqqqIIIIII")
+_HEADER_STRUCT = struct.Struct("<8sHHIIIIII")
+_HEAD_STRUCT = struct.Struct("<QII")
+_STAMP_STRUCT = struct.Struct("<Q")
+_STATE_BODY_STRUCT = struct.Struct("<qqII")
+_STATE_STRUCT = struct.Struct("<QqqIIIIQ")
+_SPAN_STRUCT = struct.Struct(f"<QII{SPAN_FIXED_STRUCT.size}sQ")
+_LENGTH_STRUCT = struct.Struct("<H")
+
+_SLOT_BYTES = OPERATION_SLOT.itemsize
+_TAIL_STAMP_OFFSET = OPERATION_SLOT.fields["tail"][1]  # type: ignore[index]
+_STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
+_MAX_STRING_BYTES = 4000
+_U32 = 0xFFFFFFFF
+
+
+class Ring:
+    """Write one rank's ring file; `close()` unmaps it and leaves the file in place.
+
+    Raises:
+        OSError: the file exists already, or the file system cannot hold it.
+    """
+
+    def __init__(
+        self, path: Path, identity: Identity, *, num_operations: int, num_spans: int
+    ) -> None:
+        self.path = path
+        self.identity = identity
+        self.num_operations = num_operations
+        self.num_spans = num_spans
+        layout = Layout(num_operations, num_spans)
+        self._operations_offset = layout.operations_offset
+        self._spans_offset = layout.spans_offset
+        self._map = _create(path, layout.file_bytes)
+        self._view = memoryview(self._map)
+        # Native 8-byte items: each store is one aligned move, so readers never see half a word.
+        self.live = self._view[LIVE_OFFSET : LIVE_OFFSET + LIVE_BYTES].cast("Q")
+        self._started = [0] * num_operations
+        self._strings: dict[str, int] = {}
+        self._strings_lock = threading.Lock()
+        self._strings_used = 0
+        self._blob_stamps = {IDENTITY_OFFSET: 0, LAST_WORDS_OFFSET: 0}
+        self.intern("")
+        self._table_full = self.intern(TABLE_FULL)
+        self.write_identity(identity)
+        _HEADER_STRUCT.pack_into(
+            self._map,
+            0,
+            RING_MAGIC,
+            FORMAT_MAJOR,
+            FORMAT_MINOR,
+            PAGE_BYTES,
+            num_operations,
+            num_spans,
+            _SLOT_BYTES,
+            SPAN_SLOT.itemsize,
+            STRINGS_BYTES,
+        )
+
+    def intern(self, text: str) -> int:
+        """Return the reference of a string, storing it if it is new. Thread-safe."""
+        known = self._strings.get(text)
+        if known is not None:
+            return known
+        data = text.encode("utf-8", "replace")[:_MAX_STRING_BYTES]
+        with self._strings_lock:
+            known = self._strings.get(text)
+            if known is not None:
+                return known
+            start = self._strings_used
+            end = start + _LENGTH_STRUCT.size + len(data)
+            if end > STRINGS_BYTES:
+                self.live[Live.STRINGS_REFUSED] += 1
+                return self._table_full
+            at = STRINGS_OFFSET + start
+            self._map[at + _LENGTH_STRUCT.size : STRINGS_OFFSET + end] = data
+            _LENGTH_STRUCT.pack_into(self._map, at, len(data))
+            self._strings_used = end
+            self.live[Live.STRINGS_USED_BYTES] = end
+            self._strings[text] = start
+            return start
+
+    def write_identity(self, identity: Identity) -> None:
+        """Replace the identity."""
+        self.identity = identity
+        self._write_blob(IDENTITY_OFFSET, IDENTITY_BYTES, asdict(identity))
+
+    def write_last_words(self, words: LastWords) -> None:
+        """Store the exception that ends this rank; texts are cut to what fits."""
+        fields = asdict(words)
+        fields["message"] = fields["message"][:2000]
+        fields["traceback"] = fields["traceback"][-6000:]
+        fields["bases"] = fields["bases"][:16]
+        self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, fields)
+
+    def write_operation(self, record: int, payload: bytes) -> None:
+        """Fill the slot of operation number `record`; its state becomes CREATED."""
+        slot = record % self.num_operations
+        at = self._operations_offset + slot * _SLOT_BYTES
+        stamp = record + 1
+        view = self._map
+        _HEAD_STRUCT.pack_into(view, at, stamp, len(payload), crc32(payload))
+        begin = at + _HEAD_STRUCT.size
+        view[begin : begin + len(payload)] = payload
+        _STAMP_STRUCT.pack_into(view, at + _TAIL_STAMP_OFFSET, stamp)
+        self._write_state(at, stamp, 0, 0, 0, State.CREATED)
+
+    def mark_started(self, record: int, now_ns: int) -> None:
+        """Note that the backend has taken the operation up."""
+        slot = record % self.num_operations
+        self._started[slot] = now_ns
+        at = self._operations_offset + slot * _SLOT_BYTES
+        self._write_state(at, record + 1, now_ns, 0, 0, State.STARTED)
+
+    def mark_ended(self, record: int, now_ns: int, state: State, error: int = 0) -> None:
+        """Note that the operation completed or failed. Too late (slot reused) is ignored."""
+        slot = record % self.num_operations
+        at = self._operations_offset + slot * _SLOT_BYTES
+        if _STAMP_STRUCT.unpack_from(self._map, at)[0] != record + 1:
+            return
+        self._write_state(at, record + 1, self._started[slot], now_ns, error, state)
+
+    def write_span(self, number: int, fields: bytes) -> None:
+        """Store an ended span as number `number` of the ring of spans."""
+        at = self._spans_offset + (number % self.num_spans) * SPAN_SLOT.itemsize
+        self._write_span_slot(at, number + 1, fields)
+
+    def write_open_span(self, index: int, number: int, fields: bytes) -> None:
+        """Store a span that is open (or, with its end stamp, no longer) in place `index`."""
+        self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
+
+    def close(self) -> None:
+        """Unmap the file. Safe to call twice."""
+        if self._map.closed:
+            return
+        self.live.release()
+        self._view.release()
+        self._map.close()
+
+    def _write_state(
+        self, at: int, stamp: int, started: int, ended: int, error: int, state: int
+    ) -> None:
+        crc = crc32(_STATE_BODY_STRUCT.pack(started, ended, error, state), stamp & _U32)
+        _STATE_STRUCT.pack_into(
+            self._map, at + _STATE_OFFSET, stamp, started, ended, error, state, crc, 0, stamp
+        )
+
+    def _write_span_slot(self, at: int, stamp: int, fields: bytes) -> None:
+        _SPAN_STRUCT.pack_into(self._map, at, stamp, len(fields), crc32(fields), fields, stamp)
+
+    def _write_blob(self, at: int, room: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value, separators=(",", ":")).encode()
+        if len(data) > room - _HEAD_STRUCT.size - _STAMP_STRUCT.size:
+            value = {k: v for k, v in value.items() if k not in ("settings", "traceback")}
+            data = json.dumps(value, separators=(",", ":")).encode()
+        stamp = self._blob_stamps[at] = self._blob_stamps[at] + 1
+        _HEAD_STRUCT.pack_into(self._map, at, stamp, len(data), crc32(data))
+        begin = at + _HEAD_STRUCT.size
+        self._map[begin : begin + len(data)] = data
+        _STAMP_STRUCT.pack_into(self._map, at + room - _STAMP_STRUCT.size, stamp)
+
+
+def _create(path: Path, num_bytes: int) -> mmap.mmap:
+    """Make the file with its blocks reserved: a sparse mapping on a full disk dies of SIGBUS."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    fd = os.open(path, flags, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, num_bytes)
+        else:
+            os.ftruncate(fd, num_bytes)
+        return mmap.mmap(fd, num_bytes)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
