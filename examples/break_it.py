@@ -1,0 +1,233 @@
+"""Train the same model as `train_gpt.py`, and break it on purpose on one rank.
+
+    echelon run --nproc-per-node 4 --stall-timeout 5 --on-stall stop \
+        examples/break_it.py --fault slow-data --rank 2
+
+A minute later you have a verdict to read: which rank, why, and at which line. Each fault is one
+short class that overrides one method of the training loop (`gpt/loop.py`), and the line that goes
+wrong is a line of its own, so that the verdict can name it. Without --fault training ends well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import threading
+
+import torch
+from gpt.arguments import OneLineParser, whole_number
+from gpt.data import LIMIT_BYTES, load_dataset
+from gpt.loop import Trainer, TrainingSettings
+from gpt.machine import limit_threads
+from gpt.model import GPTConfig
+from gpt.progress import Scale
+from gpt.report import Report, SilentReport
+from torch import Tensor
+
+import echelon.dist as dist
+
+TINY = GPTConfig(layers=2, width=64, heads=2, context=64)
+BATCH = 16  # sequences over all ranks
+BUCKET_BYTES = 128 * 1024  # four buckets of different sizes, so four all_reduces and the loss's
+TEXT_BYTES = LIMIT_BYTES // 16  # two megabytes are enough to break things
+
+
+class FaultyTrainer(Trainer):
+    """A trainer that does one thing wrong, once, when `at_step` steps are finished."""
+
+    at_step = 0
+
+    def is_due(self) -> bool:
+        """Say whether this is the step that goes wrong."""
+        return self.step == self.at_step
+
+
+class Kill(FaultyTrainer):
+    """Die between forward and backward, as if the kernel had chosen this process."""
+
+    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss, unless it is time to die."""
+        loss = super().compute_loss(tokens, targets)
+        if self.is_due():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+
+class Raise(FaultyTrainer):
+    """Meet a corrupt batch, and say so in an exception that nobody catches."""
+
+    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss of targets that have been checked."""
+        if self.is_due():
+            targets = targets + 256  # a reader took the wrong byte of each pair
+        self.check(targets)
+        return super().compute_loss(tokens, targets)
+
+    def check(self, targets: Tensor) -> None:
+        """Refuse what is no byte."""
+        largest = int(targets.max())
+        if largest > 255:
+            raise ValueError(f"step {self.step}: target {largest} is outside the vocabulary of 256")
+
+
+class Hang(FaultyTrainer):
+    """Wait in ordinary code for something that never comes."""
+
+    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss, once the tokenizer is ready."""
+        if self.is_due():
+            wait_for_tokenizer()
+        return super().compute_loss(tokens, targets)
+
+
+def wait_for_tokenizer() -> None:
+    """Wait for a lock that its owner forgot to release."""
+    tokenizer_is_busy = threading.Lock()
+    tokenizer_is_busy.acquire()
+    tokenizer_is_busy.acquire()
+
+
+class StarveOfData(FaultyTrainer):
+    """Wait for a batch from a loader thread that got stuck; the loop's `data_wait` span is open."""
+
+    def fetch_batch(self) -> tuple[Tensor, Tensor]:
+        """Get the batch from the source, or from the loader that never delivers."""
+        if self.is_due():
+            return self.next_from_loader()
+        return super().fetch_batch()
+
+    def next_from_loader(self) -> tuple[Tensor, Tensor]:
+        """Start a loader thread and take its first batch."""
+        batches: queue.Queue[tuple[Tensor, Tensor]] = queue.Queue()
+        mount_is_back = threading.Event()  # never: think of a network file system that went away
+        loader = threading.Thread(target=mount_is_back.wait, name="loader", daemon=True)
+        loader.start()
+        return batches.get()
+
+
+class SkipBucket(FaultyTrainer):
+    """Leave out one all_reduce, because this rank has nothing to contribute to it."""
+
+    def average_bucket(self, flat: Tensor) -> None:
+        """Average the bucket, but not one that "had no gradient" here."""
+        if self.is_due() and flat is self.buckets.flats[-1]:
+            return
+        super().average_bucket(flat)
+
+
+class WrongShape(FaultyTrainer):
+    """Average a bucket without its last element, as an off-by-one in a slice would."""
+
+    def average_bucket(self, flat: Tensor) -> None:
+        """Average the bucket, or most of it."""
+        if self.is_due():
+            self.world.all_reduce(flat[:-1], op="avg")
+        else:
+            super().average_bucket(flat)
+
+
+class WrongType(FaultyTrainer):
+    """Average a bucket in float64, where the others send float32."""
+
+    def average_bucket(self, flat: Tensor) -> None:
+        """Average the bucket, or a copy of another type."""
+        if self.is_due():
+            self.world.all_reduce(flat.to(torch.float64), op="avg")
+        else:
+            super().average_bucket(flat)
+
+
+class WrongOperation(FaultyTrainer):
+    """Call another collective than the others do."""
+
+    def average_bucket(self, flat: Tensor) -> None:
+        """Average the bucket, or take rank 0's."""
+        if self.is_due():
+            self.world.broadcast(flat, root=0)
+        else:
+            super().average_bucket(flat)
+
+
+FAULTS: dict[str, type[FaultyTrainer]] = {
+    "kill": Kill,
+    "exception": Raise,
+    "hang": Hang,
+    "slow-data": StarveOfData,
+    "skip": SkipBucket,
+    "shape": WrongShape,
+    "dtype": WrongType,
+    "op": WrongOperation,
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = OneLineParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--fault", choices=("none", *FAULTS), default="none")
+    parser.add_argument("--rank", type=whole_number(0), default=1, help="the rank that fails")
+    parser.add_argument("--at-step", type=whole_number(0), default=10, help="steps that go well")
+    parser.add_argument("--steps", type=whole_number(1), default=200)
+    return parser
+
+
+def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Trainer:
+    """Join the other ranks; the chosen one gets the trainer with the fault.
+
+    Raises:
+        ValueError: there is no such rank, or the step never comes.
+    """
+    world = dist.init()
+    breaks = options.fault != "none"
+    if breaks and options.rank >= world.size:
+        raise ValueError(f"--rank {options.rank}: there are {world.size} ranks, from 0")
+    if breaks and options.at_step >= options.steps:
+        raise ValueError(f"--at-step {options.at_step}: training ends after {options.steps} steps")
+    trainer_class = FAULTS[options.fault] if breaks and world.rank == options.rank else Trainer
+    dataset = load_dataset(None, limit_bytes=TEXT_BYTES)
+    trainer = trainer_class.build(TINY, settings, dataset.train, world=world)
+    if isinstance(trainer, FaultyTrainer):
+        trainer.at_step = options.at_step
+    return trainer
+
+
+def build_report(trainer: Trainer) -> Report:
+    """Give rank 0 a voice, and the other ranks a silent one."""
+    if trainer.world.rank != 0:
+        return SilentReport()
+    settings = trainer.settings
+    tokens_per_step = settings.batch * TINY.context
+    return Report(Scale(settings.steps, tokens_per_step, trainer.model.flops_per_token()))
+
+
+def main() -> None:
+    """Train to the end, or to the fault."""
+    parser = build_parser()
+    options = parser.parse_args()
+    settings = TrainingSettings(
+        steps=options.steps,
+        batch=BATCH,
+        lr=3e-3,
+        warmup=10,
+        clip=1.0,
+        seed=0,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    limit_threads()
+    try:
+        trainer = build_trainer(options, settings)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    report = build_report(trainer)
+    while trainer.step < options.steps:
+        loss = trainer.train_step()
+        report.step(trainer.step, loss)
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main()

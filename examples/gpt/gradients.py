@@ -1,0 +1,64 @@
+"""Gradients in a few large flat buffers, so that averaging them takes a few large operations.
+
+Each parameter's `.grad` is a view into its bucket's buffer for the whole run: backward accumulates
+straight into the buffer, the all_reduce averages the buffer in place, and the optimizer reads the
+views. Nothing is packed, unpacked or allocated in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+FOUR_MIB = 4 * 1024 * 1024
+
+
+class GradientBuckets:
+    """Own the gradients of some parameters of one dtype and device.
+
+    Attributes:
+        flats: the buffers, each 1D; a bucket holds whole parameters, in the order given.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], *, bucket_bytes: int = FOUR_MIB) -> None:
+        self.flats = [adopt(bucket) for bucket in fill_buckets(parameters, bucket_bytes)]
+
+    def zero(self) -> None:
+        """Forget the gradients, but keep the views (`zero_grad` would drop them)."""
+        for flat in self.flats:
+            flat.zero_()
+
+    def clip(self, max_norm: float) -> None:
+        """Scale all gradients so that their joint 2-norm is at most `max_norm`."""
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(flat) for flat in self.flats])
+        )
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for flat in self.flats:
+            flat.mul_(scale)
+
+
+def fill_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+    """Group parameters in order; a bucket closes before it would outgrow `bucket_bytes`."""
+    buckets: list[list[Parameter]] = []
+    used_bytes = 0
+    for parameter in parameters:
+        if not buckets or used_bytes + parameter.nbytes > bucket_bytes:
+            buckets.append([])
+            used_bytes = 0
+        buckets[-1].append(parameter)
+        used_bytes += parameter.nbytes
+    return buckets
+
+
+def adopt(bucket: list[Parameter]) -> Tensor:
+    """Make one zeroed buffer for these parameters and point each `.grad` into it."""
+    first = bucket[0]
+    flat = torch.zeros(sum(p.numel() for p in bucket), dtype=first.dtype, device=first.device)
+    pieces = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, piece in zip(bucket, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    return flat

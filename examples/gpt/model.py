@@ -1,0 +1,142 @@
+"""A decoder-only transformer over bytes, small enough to read in one sitting.
+
+Pre-norm blocks, rotary positions, causal attention through `F.scaled_dot_product_attention`, and an
+output head that shares its weights with the token embedding. There is no tokenizer, no dropout and
+no option that the example does not use.
+
+Shapes in the comments: B sequences, T tokens, C width, H heads, D = C / H.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 -- the name the field uses
+from torch import Tensor, nn
+
+VOCABULARY = 256  # every byte is a token
+INIT_STD = 0.02  # GPT-2's
+ROTARY_BASE = 10_000.0  # RoFormer's, Su et al. 2021
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The sizes of a model; `width` must be a multiple of `heads`, and of two per head."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model can have.
+
+        Raises:
+            ValueError: a size below one, or heads that do not divide the width evenly.
+        """
+        for name in ("layers", "width", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} does not split into {self.heads} heads of an even size"
+            )
+
+
+def rotary_table(context: int, head_width: int) -> Tensor:
+    """Return cosines and sines of every position's angles: [2, T, D / 2]."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_width, 2) / head_width)
+    angles = torch.outer(torch.arange(context), frequencies)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair of features of `x` [B, H, T, D] by its position's angle."""
+    cos, sin = table.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """Mix each position with those before it: [B, T, C] -> [B, T, C]."""
+        num_sequences, num_tokens, width = x.shape
+        heads = self.qkv(x).view(num_sequences, num_tokens, 3, self.heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
+        mixed = F.scaled_dot_product_attention(
+            rotate(query, rotary), rotate(key, rotary), value, is_causal=True
+        )
+        return self.out(mixed.transpose(1, 2).reshape(num_sequences, num_tokens, width))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """Add what attention and the feed-forward network have to say: [B, T, C] -> [B, T, C]."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Predict the next byte at every position."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token = nn.Embedding(VOCABULARY, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.width)
+        table = rotary_table(config.context, config.width // config.heads)
+        self.register_buffer("rotary", table, persistent=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Draw the weights; layers that write to the residual stream start smaller (GPT-2)."""
+        residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                nn.init.normal_(parameter, std=residual_std)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next byte: int64 [B, T] -> [B, T, 256]."""
+        rotary = self.rotary[:, : tokens.shape[1]]
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x, rotary)
+        return F.linear(self.final_norm(x), self.token.weight)  # tied: the embedding is the head
+
+    def num_parameters(self) -> int:
+        """Count the weights; the shared embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """Return what training on one token costs: 6 N + 12 L C T floating-point operations.
+
+        Two operations per weight forward and four backward make 6 N; N counts the embedding once,
+        as the head that it is. Scores and weighted sum of attention make 12 L C T. This is the
+        convention of the PaLM paper (appendix B): nothing is taken off for the causal half.
+        """
+        config = self.config
+        attention = 12 * config.layers * config.width * config.context
+        return 6 * self.num_parameters() + attention

@@ -1,0 +1,183 @@
+"""Say how training goes: a live line where someone is watching, a few plain lines where not.
+
+A live line is one line ended by a carriage return, so that the next one takes its place. It is
+used where standard output is a terminal, and under `echelon run` on a terminal: the launcher reads
+our pipe, keeps such a line at the bottom of its screen, and tells us the width in
+ECHELON_TERMINAL_COLUMNS. Rich's own live display cannot do that: it needs the terminal itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import StringIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+REDRAW_S = 0.2  # five times a second reads as live
+SMOOTHING = 0.1  # weight of the newest step in the speed that is shown
+NUM_PLAIN_LINES = 20  # a line every 5 % of the steps
+NUM_KEPT_LINES = 5  # beside a live line, what stays on the screen
+ERASE_LINE = "\x1b[2K"
+BAR_COLUMNS = 24
+MIN_BAR_COLUMNS = 6
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one step is worth, for the rates."""
+
+    num_steps: int
+    tokens_per_step: int
+    flops_per_token: int
+
+
+def live_columns(stream: TextIO) -> int | None:
+    """Return the width of the terminal that shows `stream`, or None where none does."""
+    if stream.isatty():
+        return shutil.get_terminal_size().columns
+    told = os.environ.get("ECHELON_TERMINAL_COLUMNS", "")
+    return int(told) if told.isdigit() and int(told) > 0 else None
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Write a number with three digits and a prefix: 23.4 k, 1.02 G."""
+    prefixes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    prefix = next((prefix for prefix, size in prefixes.items() if value >= size), "")
+    scaled = value / prefixes.get(prefix, 1.0)
+    num_decimals = 2 if scaled < 10 else 1 if scaled < 100 else 0
+    return f"{scaled:.{num_decimals}f} {prefix}{unit}"
+
+
+def as_minutes(seconds: float) -> str:
+    """Write a duration as 1:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+class Progress:
+    """Show step, loss, speed and remaining time of one run, from one rank.
+
+    Args:
+        scale: the work in a step, and the number of steps.
+        first_step: steps that were finished before (a resumed run).
+        columns: width of the live line; None for plain lines only.
+        now: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        scale: Scale,
+        *,
+        first_step: int = 0,
+        stream: TextIO = sys.stdout,
+        columns: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scale = scale
+        self.stream = stream
+        self.columns = columns
+        self.now = now
+        self.step = first_step
+        self.num_steps_seen = 0
+        self.training_s = 0.0  # pauses left out
+        self.step_s = 0.0  # a step's length, smoothed
+        self.changed_at = now()
+        self.drawn_at = -REDRAW_S
+
+    def update(self, step: int, loss: float) -> None:
+        """Take note of a finished step, and show it if it is time to."""
+        self._measure(step)
+        if self._line_is_due(step):
+            self.print(self.plain_line(loss))
+        elif self.columns and self.now() - self.drawn_at >= REDRAW_S:
+            self.drawn_at = self.now()
+            self.stream.write(f"{ERASE_LINE}{self.live_line(loss, self.columns)}\r")
+            self.stream.flush()
+
+    def print(self, text: str) -> None:
+        """Write lines that stay; a live line makes room for them (the launcher sees to its own)."""
+        erase = ERASE_LINE if self.columns and self.stream.isatty() else ""
+        self.stream.write(f"{erase}{text}\n")
+        self.stream.flush()
+
+    def forget_pause(self) -> None:
+        """Leave the time since the last step out of the speed: it was not spent training."""
+        self.changed_at = self.now()
+
+    def _measure(self, step: int) -> None:
+        now = self.now()
+        seconds = now - self.changed_at
+        self.num_steps_seen += 1
+        self.training_s += seconds
+        newest = max(SMOOTHING, 1 / self.num_steps_seen)  # a plain mean at first
+        self.step_s += newest * (seconds - self.step_s)
+        self.step = step
+        self.changed_at = now
+
+    def _line_is_due(self, step: int) -> bool:
+        """Space the lines that stay evenly over the run; the last step always has one."""
+        num_lines = NUM_KEPT_LINES if self.columns else NUM_PLAIN_LINES
+        return step * num_lines // self.scale.num_steps > (step - 1) * num_lines // (
+            self.scale.num_steps
+        )
+
+    def _figures(self, loss: float) -> tuple[str, ...]:
+        """Return what is said about this step, most important first."""
+        step_s = max(self.step_s, 1e-9)
+        tokens_per_s = self.scale.tokens_per_step / step_s
+        num_steps = self.scale.num_steps
+        return (
+            f"step {self.step:{len(str(num_steps))}}/{num_steps}",
+            f"loss {loss:.4f}",
+            with_unit(tokens_per_s, "tokens/s"),
+            with_unit(tokens_per_s * self.scale.flops_per_token, "FLOP/s"),
+            f"ETA {as_minutes((num_steps - self.step) * step_s)}",
+        )
+
+    def summary(self) -> str:
+        """Return the mean speed of the whole run, and what a FLOP is here."""
+        scale = self.scale
+        tokens_per_s = self.num_steps_seen * scale.tokens_per_step / max(self.training_s, 1e-9)
+        return (
+            f"{self.num_steps_seen} steps in {self.training_s:.1f} s: "
+            f"{with_unit(tokens_per_s, 'tokens/s')}, "
+            f"{with_unit(tokens_per_s * scale.flops_per_token, 'FLOP/s')} "
+            f"({with_unit(scale.flops_per_token, 'FLOP')} a token = 6 N + 12 L C T)"
+        )
+
+    def plain_line(self, loss: float) -> str:
+        """Return the line for a log."""
+        return "  ".join(self._figures(loss))
+
+    def live_line(self, loss: float, columns: int) -> str:
+        """Return the line for a terminal: one row of at most `columns - 1`, with a bar if it fits.
+
+        The last column stays free: a terminal that wraps there would make two rows of it.
+        """
+        step, *figures = self._figures(loss)
+        text = "  ".join(figures)
+        bar_columns = min(BAR_COLUMNS, columns - 1 - len(step) - len(text) - 4)
+        row = Table.grid(padding=(0, 2))
+        row.add_column(no_wrap=True)
+        if bar_columns >= MIN_BAR_COLUMNS:
+            row.add_column()
+            row.add_column(no_wrap=True)
+            row.add_row(step, ProgressBar(self.scale.num_steps, self.step, bar_columns), text)
+        else:
+            row.add_row(f"{step}  {text}")
+        return render(row, columns - 1)
+
+
+def render(row: Table, columns: int) -> str:
+    """Return what rich would print of `row` on a terminal of that width, without the newline."""
+    console = Console(file=StringIO(), width=columns, force_terminal=True, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(row)
+    return capture.get().rstrip("\n")

@@ -1,0 +1,29 @@
+"""Let the model write: the one result of training that needs no explanation."""
+
+from __future__ import annotations
+
+import torch
+
+from gpt.model import GPT
+
+TEMPERATURE = 0.7  # below 1: fewer surprises, more words
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: bytes, *, num_bytes: int, seed: int) -> str:
+    """Continue `prompt` by `num_bytes`, drawn one at a time; returns printable text."""
+    device = model.token.weight.device
+    random = torch.Generator(device).manual_seed(seed)
+    text = torch.tensor([list(prompt)], device=device)
+    for _ in range(num_bytes):
+        logits = model(text[:, -model.config.context :])[0, -1]
+        probabilities = torch.softmax(logits.float() / TEMPERATURE, dim=0)
+        drawn = torch.multinomial(probabilities, 1, generator=random)
+        text = torch.cat((text, drawn[None]), dim=1)
+    return printable(bytes(text[0].tolist()))
+
+
+def printable(text: bytes) -> str:
+    """Decode text for a terminal: what is no letter, space or newline becomes a question mark."""
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in decoded)

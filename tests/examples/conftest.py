@@ -1,0 +1,72 @@
+"""The examples are scripts: their folder goes on the path, as it does when they are run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the examples train with PyTorch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from gpt.data import Dataset, split  # noqa: E402 -- needs the path
+from gpt.loop import Trainer, TrainingSettings  # noqa: E402
+from gpt.model import GPTConfig  # noqa: E402
+
+TEXT = b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(2000))
+
+
+class LonelyWorld:
+    """A world of one whose collectives have nobody to talk to."""
+
+    rank = 0
+    size = 1
+    backend = "none"
+
+    def all_reduce(self, x: Any, op: str = "sum") -> None:
+        assert op in ("sum", "avg")
+
+    def broadcast(self, x: Any, root: int) -> None:
+        assert root == 0
+
+
+@pytest.fixture(scope="session")
+def dataset() -> Dataset:
+    return split(TEXT)
+
+
+@pytest.fixture
+def tiny_config() -> GPTConfig:
+    return GPTConfig(layers=1, width=16, heads=2, context=16)
+
+
+@pytest.fixture
+def make_trainer(dataset: Dataset, tiny_config: GPTConfig) -> Any:
+    """Return a function that builds a trainer in a world of one."""
+
+    def make(**changes: Any) -> Trainer:
+        options = {"steps": 20, "batch": 4, "lr": 3e-3, "warmup": 3, "clip": 1.0, "seed": 0}
+        settings = TrainingSettings(**{**options, **changes})
+        return Trainer.build(tiny_config, settings, dataset.train, world=LonelyWorld())
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute as the examples do: on one thread, which also makes sums repeatable."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(0)

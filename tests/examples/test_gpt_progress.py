@@ -1,0 +1,118 @@
+"""The progress line, on a clock of our own."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+from gpt.progress import ERASE_LINE, Progress, Scale, live_columns, with_unit
+from gpt.report import Report
+
+SCALE = Scale(num_steps=200, tokens_per_step=1000, flops_per_token=2_000_000)
+ESCAPE = re.compile(r"\x1b\[[0-9;]*[mK]")
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def run_steps(progress: Progress, clock: Clock, *, num_steps: int, step_s: float) -> None:
+    for step in range(progress.step + 1, progress.step + num_steps + 1):
+        clock.seconds += step_s
+        progress.update(step, 2.5)
+
+
+def make_progress(**options) -> tuple[Progress, Clock, io.StringIO]:
+    clock, stream = Clock(), io.StringIO()
+    return Progress(SCALE, stream=stream, now=clock, **options), clock, stream
+
+
+def test_a_log_gets_a_line_every_twentieth_of_the_run():
+    progress, clock, stream = make_progress()
+    run_steps(progress, clock, num_steps=200, step_s=0.5)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 20
+    assert lines[0] == ("step  10/200  loss 2.5000  2.00 ktokens/s  4.00 GFLOP/s  ETA 1:35")
+    assert lines[-1].startswith("step 200/200")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_resumed_run_counts_from_where_it_was():
+    progress, clock, stream = make_progress(first_step=190)
+    run_steps(progress, clock, num_steps=10, step_s=0.5)
+    assert len(stream.getvalue().splitlines()) == 1
+    assert progress.summary().startswith("10 steps in 5.0 s: 2.00 ktokens/s, 4.00 GFLOP/s (")
+
+
+def test_a_terminal_gets_at_most_five_live_lines_a_second():
+    progress, clock, stream = make_progress(columns=100)
+    run_steps(progress, clock, num_steps=190, step_s=0.01)
+    live = stream.getvalue().count("\r")
+    assert 5 <= live <= 10
+    assert stream.getvalue().count("\n") == 4
+
+
+@pytest.mark.parametrize("columns", [1, 2, 10, 40, 80, 200])
+def test_a_live_line_is_one_row_that_fits(columns):
+    progress, clock, stream = make_progress(columns=columns)
+    run_steps(progress, clock, num_steps=1, step_s=1.0)
+    text = stream.getvalue()
+    assert text.startswith(ERASE_LINE)
+    assert text.endswith("\r")
+    row = ESCAPE.sub("", text).removesuffix("\r")
+    assert "\n" not in row
+    assert len(row) < columns
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_live_line_shows_all_figures(columns):
+    progress, clock, stream = make_progress(columns=columns)
+    run_steps(progress, clock, num_steps=1, step_s=1.0)
+    row = ESCAPE.sub("", stream.getvalue())
+    for figure in ("step   1/200", "━", "loss 2.5", "ktokens/s", "GFLOP/s", "ETA 3:19"):
+        assert figure in row
+
+
+def test_pauses_do_not_count_as_training():
+    progress, clock, _ = make_progress()
+    run_steps(progress, clock, num_steps=5, step_s=0.5)
+    clock.seconds += 100
+    progress.forget_pause()
+    run_steps(progress, clock, num_steps=5, step_s=0.5)
+    assert progress.training_s == pytest.approx(5.0)
+
+
+def test_the_launcher_says_how_wide_its_terminal_is(monkeypatch):
+    monkeypatch.setenv("ECHELON_TERMINAL_COLUMNS", "97")
+    assert live_columns(io.StringIO()) == 97
+    for nothing in ("", "0", "wide", "-3"):
+        monkeypatch.setenv("ECHELON_TERMINAL_COLUMNS", nothing)
+        assert live_columns(io.StringIO()) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5, "0.50 x"), (12, "12.0 x"), (999.6, "1000 x"), (1234, "1.23 kx"), (7e10, "70.0 Gx")],
+)
+def test_numbers_keep_three_digits(value, text):
+    assert with_unit(value, "x") == text
+
+
+def test_the_log_has_one_line_a_step_at_full_precision(tmp_path, capsys):
+    report = Report(SCALE, log=tmp_path / "log")
+    loss = 1 / 3
+    report.step(1, loss)
+    report.close()
+    resumed = Report(SCALE, first_step=1, log=tmp_path / "log")
+    resumed.step(2, loss)
+    resumed.close()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": loss}, {"step": 2, "loss": loss}]
