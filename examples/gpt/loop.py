@@ -24,8 +24,9 @@ from gpt.schedule import learning_rate
 
 if TYPE_CHECKING:
     import numpy as np
-    from echelon.dist.group import ProcessGroup
     from numpy.typing import NDArray
+
+    from echelon.dist.group import ProcessGroup
 
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
 WEIGHT_DECAY = 0.1
