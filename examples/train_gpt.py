@@ -80,11 +80,18 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_argument("--seed", type=at_least_0, default=0)
 
     files = parser.add_argument_group("files")
-    files.add_argument("--data", type=Path, help="text to learn (default: Python's own source)")
-    files.add_argument("--checkpoint", type=Path, help="file to save to, at the end at least")
+    files.add_argument(
+        "--data", type=Path, metavar="FILE", help="text to learn (default: Python's own source)"
+    )
+    files.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="where to save, at the end at least; {step} in the name becomes the step",
+    )
     files.add_argument("--checkpoint-every", type=at_least_1, metavar="STEPS")
-    files.add_argument("--resume", type=Path, help="checkpoint to go on from")
-    files.add_argument("--log", type=Path, help="file for one JSON line a step")
+    files.add_argument("--resume", type=Path, metavar="FILE", help="checkpoint to go on from")
+    files.add_argument("--log", type=Path, metavar="FILE", help="one JSON line a step")
 
     watching = parser.add_argument_group("watching")
     watching.add_argument("--eval-every", type=at_least_1, default=500, metavar="STEPS")
@@ -201,8 +208,9 @@ def save(job: Job, trainer: Trainer) -> None:
     """Save a checkpoint, if one is wanted: rank 0 writes, as all ranks hold the same state."""
     if job.options.checkpoint is None or trainer.world.rank != 0:
         return
+    path = Path(str(job.options.checkpoint).replace("{step}", str(trainer.step)))
     with recorder.span("checkpoint"):
-        save_checkpoint(job.options.checkpoint, {"identity": job.identity, **trainer.state_dict()})
+        save_checkpoint(path, {"identity": job.identity, **trainer.state_dict()})
 
 
 def conclude(job: Job, trainer: Trainer, report: Report, validation_loss: float) -> None:

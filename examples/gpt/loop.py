@@ -115,6 +115,7 @@ class Trainer:
 
     def train_step(self) -> float:
         """Train on one batch and return the loss, averaged over the global batch."""
+        recorder.step(self.step)
         tokens, targets = self.next_batch()
         self.buckets.zero()
         loss = self.compute_loss(tokens, targets)
@@ -123,7 +124,6 @@ class Trainer:
         self.update()
         mean_loss = self.average_loss(loss)
         self.step += 1
-        recorder.step()
         return mean_loss
 
     def next_batch(self) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predict the next byte at every position."""
 
+    rotary: Tensor  # cosines and sines: [2, T, D / 2]
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
