@@ -6,6 +6,7 @@
 | ECHELON_RECORDER_SIZE | operations kept (default 4096); 0: no recording | user, launcher |
 | ECHELON_RECORDER_SPANS | ended spans kept (default 1024) | user |
 | ECHELON_STACK_SIGNAL | signal number that makes a rank write its stacks; 0: none | user |
+| ECHELON_ATTEMPT | number of this start of the job, part of its folders' names | launcher |
 | ECHELON_JOB_ID | the job's name in rings and reports | launcher |
 """
 
@@ -49,7 +50,7 @@ class Settings:
             rank=_number("RANK", 0, 0, 1 << 30),
             local_rank=_number("LOCAL_RANK", 0, 0, 1 << 30),
             world_size=_number("WORLD_SIZE", 1, 1, 1 << 30),
-            attempt=_number("TORCHELASTIC_RESTART_COUNT", 0, 0, 1 << 30),
+            attempt=_number("ECHELON_ATTEMPT", 0, 0, 1 << 30),
         )
 
     def allowed(self) -> dict[str, Any]:

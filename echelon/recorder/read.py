@@ -8,6 +8,7 @@ allocated, nothing is evaluated, and what does not check out is left out and cou
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -139,21 +140,48 @@ def read_dump(path: Path) -> Record:
         raise DumpFormatError(f"{path}: damaged dump ({err!r})", path=path) from err
 
 
-def read_live(path: Path) -> tuple[int, ...]:
-    """Read only the live words of a ring (`Live`), as the agent does several times a second.
+class LiveRing:
+    """A ring mapped read-only, to look at again and again while its process runs.
 
     Raises:
-        DumpFormatError: the file is not there or no ring yet.
+        DumpFormatError: the file is not there, or no whole ring yet.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(LIVE_OFFSET)
-            data = file.read(LIVE_BYTES)
-    except OSError as err:
-        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
-    if len(data) < LIVE_BYTES:
-        raise DumpFormatError(f"{path}: shorter than a ring", path=path)
-    return tuple(int(v) for v in np.frombuffer(data, "<u8"))
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as err:  # ValueError: still empty
+            raise DumpFormatError(f"{path}: {err}", path=path) from err
+        try:
+            layout = _check_header(path, self._map)
+        except DumpFormatError:
+            self._map.close()
+            raise
+        self._live = np.frombuffer(self._map, "<u8", Live.NUM_WORDS, LIVE_OFFSET)
+        self._slots = np.frombuffer(
+            self._map, OPERATION_SLOT, layout.num_operations, layout.operations_offset
+        )
+
+    def words(self) -> tuple[int, ...]:
+        """Return the live words, see `Live`."""
+        return tuple(int(word) for word in self._live)
+
+    def pending(self) -> tuple[int, int]:
+        """Return (when the oldest operation that has not ended was called, how many there are)."""
+        states = self._slots["state"]
+        head = self._slots["head"]
+        unfinished = (states["state"] == State.CREATED) | (states["state"] == State.STARTED)
+        open_slots = np.flatnonzero((head != 0) & (states["head"] == head) & unfinished)
+        if not len(open_slots):
+            return 0, 0
+        called = self._slots["fixed"]["created_mono_ns"][open_slots]
+        return int(called.min()), len(open_slots)
+
+    def close(self) -> None:
+        """Unmap the file."""
+        del self._live, self._slots
+        self._map.close()
 
 
 class _RingParser:
@@ -316,8 +344,8 @@ def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes
     return Signature(dtype, tuple(shapes), inputs, tuple(numbers[at + num_inputs :]))
 
 
-def _check_header(path: Path, data: bytes) -> Layout:
-    if len(data) < LIVE_OFFSET + LIVE_BYTES or not data.startswith(RING_MAGIC):
+def _check_header(path: Path, data: bytes | mmap.mmap) -> Layout:
+    if len(data) < LIVE_OFFSET + LIVE_BYTES or data[: len(RING_MAGIC)] != RING_MAGIC:
         raise DumpFormatError(f"{path}: not an echelon ring", path=path)
     header = np.frombuffer(data, HEADER, 1)[0]
     _check_version(path, [int(header["major"]), int(header["minor"])])

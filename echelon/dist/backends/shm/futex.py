@@ -1,0 +1,58 @@
+"""Sleep until a word in shared memory changes, and wake who sleeps on one (futex(2)).
+
+The C library wraps no futex, so the system call is made through ctypes, which releases the GIL
+around it. The numbers are the kernel's, per architecture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_WAIT, _WAKE = 0, 1
+_EVERYONE = 0x7FFFFFFF
+
+_number = _NUMBERS.get(platform.machine(), 0)
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if _number else None
+
+# Total store order: a plain store is seen by others after the stores before it.
+STORES_STAY_IN_ORDER = platform.machine() == "x86_64"
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def available() -> bool:
+    """Tell whether this machine's futex call is known."""
+    return _syscall is not None
+
+
+def wait(address: int, expected: int, timeout_s: float) -> None:
+    """Sleep at most `timeout_s` while the u32 at `address` is `expected`. May wake early."""
+    assert _syscall is not None
+    limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
+    _syscall(
+        ctypes.c_long(_number),
+        ctypes.c_void_p(address),
+        ctypes.c_int(_WAIT),
+        ctypes.c_uint32(expected),
+        ctypes.byref(limit),
+        None,
+        ctypes.c_uint32(0),
+    )
+
+
+def wake(address: int) -> None:
+    """Wake everyone who sleeps on the u32 at `address`. The kernel's full barrier comes first."""
+    assert _syscall is not None
+    _syscall(
+        ctypes.c_long(_number),
+        ctypes.c_void_p(address),
+        ctypes.c_int(_WAKE),
+        ctypes.c_int(_EVERYONE),
+        None,
+        None,
+        ctypes.c_uint32(0),
+    )

@@ -1,0 +1,95 @@
+"""What this room reads from the environment: torchrun's worker variables, here and nowhere else.
+
+| variable | meaning |
+|---|---|
+| RANK, WORLD_SIZE | this process and how many there are; without both, `init()` makes a world of one |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | the same within this node |
+| MASTER_ADDR, MASTER_PORT | the store |
+| TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | name space of this attempt's keys |
+| ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Who we are among whom, and where we meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    hosts_store: bool = False
+    namespace: str = ""
+    secret: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> Rendezvous:
+        """Read the worker's variables.
+
+        Raises:
+            ValueError: some are set and others that belong to them are missing or no numbers.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return cls()
+        rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+        if world_size == 1 and "MASTER_ADDR" not in os.environ:
+            return cls()
+        agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number("LOCAL_RANK", rank),
+            local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
+            master_addr=_text("MASTER_ADDR"),
+            master_port=_number("MASTER_PORT"),
+            hosts_store=rank == 0 and not agent_store,
+            namespace=(
+                f"echelon/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
+                f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            ),
+            secret=_secret(),
+        )
+
+
+def _text(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set but {name} is not: start the script with "
+            "`echelon run` or torchrun, or unset them for a world of one"
+        )
+    return value
+
+
+def _number(name: str, default: int | None = None) -> int:
+    if default is not None and name not in os.environ:
+        return default
+    text = _text(name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number") from None
+
+
+def _secret() -> str | None:
+    path = os.environ.get("ECHELON_JOB_FILE")
+    if not path:
+        return None
+    try:
+        job = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as err:
+        raise ValueError(f"ECHELON_JOB_FILE={path}: {err}") from err
+    secret = job.get("secret")
+    return secret if isinstance(secret, str) else None

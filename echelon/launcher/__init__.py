@@ -1,0 +1,1 @@
+"""`echelon run`: starts the ranks of a job, watches them, and says what happened."""

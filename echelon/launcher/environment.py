@@ -1,0 +1,78 @@
+"""The environment of a worker: torchrun's variables, and where its black box goes.
+
+A worker inherits the launcher's own environment. What is set here:
+
+| variable | meaning |
+|---|---|
+| RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
+  ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_* TORCH_NCCL_ASYNC_ERROR_HANDLING
+  | as torchrun sets them |
+| OMP_NUM_THREADS | 1 with several workers, unless the user has set it |
+| ECHELON_RANK_DIR | RUN/rank_<r>/attempt_<n>: ring, stacks and logs of this worker |
+| ECHELON_ATTEMPT | n |
+| ECHELON_JOB_ID | the job's name |
+| ECHELON_JOB_FILE | RUN/job.json (0600): endpoint and secret |
+| ECHELON_RECORDER_SIZE | operations that the black box keeps |
+| ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
+  a carriage return is shown there as a live line |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One start of all workers of the job."""
+
+    number: int  # of its folders: RUN/rank_<r>/attempt_<number>
+    restart: int  # within this job
+    max_restarts: int
+    job_id: str
+    world_size: int
+    master_addr: str
+    master_port: int
+    job_file: Path
+    recorder_size: int
+    terminal_columns: int | None
+
+
+def worker_environment(
+    base: Mapping[str, str], attempt: Attempt, rank: int, rank_dir: Path
+) -> dict[str, str]:
+    """Return the whole environment of a worker."""
+    world_size = str(attempt.world_size)
+    env = dict(base)
+    env.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        ROLE_RANK=str(rank),
+        ROLE_NAME="default",
+        WORLD_SIZE=world_size,
+        LOCAL_WORLD_SIZE=world_size,
+        GROUP_WORLD_SIZE="1",
+        ROLE_WORLD_SIZE=world_size,
+        MASTER_ADDR=attempt.master_addr,
+        MASTER_PORT=str(attempt.master_port),
+        TORCHELASTIC_RESTART_COUNT=str(attempt.restart),
+        TORCHELASTIC_MAX_RESTARTS=str(attempt.max_restarts),
+        TORCHELASTIC_RUN_ID=attempt.job_id,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_ERROR_FILE=str(rank_dir / "error.json"),
+        ECHELON_RANK_DIR=str(rank_dir),
+        ECHELON_ATTEMPT=str(attempt.number),
+        ECHELON_JOB_ID=attempt.job_id,
+        ECHELON_JOB_FILE=str(attempt.job_file),
+        ECHELON_RECORDER_SIZE=str(attempt.recorder_size),
+    )
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if attempt.world_size > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.pop("ECHELON_TERMINAL_COLUMNS", None)
+    if attempt.terminal_columns is not None:
+        env["ECHELON_TERMINAL_COLUMNS"] = str(attempt.terminal_columns)
+    return env

@@ -1,0 +1,84 @@
+"""When a job counts as stalled: a pure rule over what the rings show from outside.
+
+A job is stalled once an operation has been pending longer than the limit on a living rank, or once
+no living rank has recorded an operation, span or step for that long. Before the world group stands,
+loading libraries and data may take its time: five times the limit.
+
+One stall is reported once. The next one counts only after progress: the number of ended operations,
+spans and steps of some rank must have moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+START_FACTOR = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """What one living rank's ring shows; all stamps are monotonic ns, 0: none."""
+
+    rank: int
+    initialised: bool = False
+    progress_mono_ns: int = 0
+    pending_mono_ns: int = 0  # when the oldest operation that has not ended was called
+    num_ended: int = 0  # operations and spans that ended, and steps
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A stall was seen: why, and since when."""
+
+    reason: str
+    since_mono_ns: int
+
+
+class StallRule:
+    """Decide from one look at the ranks to the next. Reads no clock: `now` is handed in."""
+
+    def __init__(self, stall_timeout_s: float, started_mono_ns: int) -> None:
+        self._limit_s = stall_timeout_s
+        self._started_mono_ns = started_mono_ns
+        self._reported: dict[int, int] | None = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a reported stall still lasts."""
+        return self._reported is not None
+
+    def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
+        """Return a stall that was not reported yet."""
+        if not sights:
+            return None
+        ended = {sight.rank: sight.num_ended for sight in sights}
+        if self._reported is not None:
+            if all(ended[rank] <= self._reported.get(rank, -1) for rank in ended):
+                return None
+            self._reported = None
+        stall = self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
+        if stall is not None:
+            self._reported = ended
+        return stall
+
+    def _pending(self, sights: Sequence[Sight], now: int) -> Stall | None:
+        waiting = [sight for sight in sights if sight.pending_mono_ns]
+        if not waiting:
+            return None
+        first = min(waiting, key=lambda sight: sight.pending_mono_ns)
+        if now - first.pending_mono_ns < self._limit_s * 1e9:
+            return None
+        return Stall(
+            f"rank {first.rank} has an operation pending for {self._limit_s:g} s",
+            first.pending_mono_ns,
+        )
+
+    def _silent(self, sights: Sequence[Sight], now: int) -> Stall | None:
+        started = any(sight.initialised for sight in sights)
+        limit_s = self._limit_s if started else self._limit_s * START_FACTOR
+        latest = max([self._started_mono_ns, *(sight.progress_mono_ns for sight in sights)])
+        if now - latest < limit_s * 1e9:
+            return None
+        what = "no rank recorded anything" if started else "no rank reached init"
+        return Stall(f"{what} for {limit_s:g} s", latest)
