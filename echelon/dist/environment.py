@@ -2,7 +2,7 @@
 
 | variable | meaning |
 |---|---|
-| RANK, WORLD_SIZE | this process and how many there are; without both, `init()` makes a world of one |
+| RANK, WORLD_SIZE | this process, and how many there are; without both: a world of one |
 | LOCAL_RANK, LOCAL_WORLD_SIZE | the same within this node |
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |

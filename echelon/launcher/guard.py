@@ -1,8 +1,9 @@
 """The guard: the parent of a node's workers, and the end of everything they start.
 
 Run as a program of its own (`python -I -S guard.py FD`), single-threaded, importing nothing of the
-package. It is there for two things that the agent cannot do itself: it forks without threads beside
-it, and it outlives the agent by the moment that is needed to end the workers if the agent is killed.
+package. It is there for two things that the agent cannot do itself: it forks without threads
+beside it, and it outlives the agent by the moment that is needed to end the workers if the agent is
+killed.
 
 * Each worker leads its own session and gets a death signal tied to this process.
 * The guard is the child subreaper: whatever a worker leaves behind, also after `setsid`, becomes

@@ -1,8 +1,8 @@
 """The job's store server: a child process that ends with the agent.
 
 It is a process of its own so that neither a flood of output nor an analysis in the agent ever
-delays a rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends, however
-it ends, the pipe closes and the server goes.
+delays a rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends,
+however it ends, the pipe closes and the server goes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class StoreProcess:
 
     def __init__(self, host: str, secret: str) -> None:
         read_end, write_end = os.pipe()
+        command = [sys.executable, "-m", "echelon.store", "--host", host, "--port", "0"]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "echelon.store", "--host", host, "--port", "0"]
-                + ["--secret-file", f"/dev/fd/{read_end}"],
+                [*command, "--secret-file", f"/dev/fd/{read_end}"],
                 pass_fds=[read_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

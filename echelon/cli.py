@@ -1,0 +1,43 @@
+"""The `echelon` command: finds the sub-command and hands over; each lives in its own room."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from echelon import __version__
+
+_HELP = """\
+usage: echelon COMMAND [...]
+
+  run      launch a job on this machine; explain it if it stalls or dies
+  store    serve a key-value store for torch's TCPStore clients and ours
+
+`echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code, 2 for bad usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments.pop(0) if arguments else "--help"
+    if command == "run":
+        from echelon.launcher.cli import main as run
+
+        return run(arguments)
+    if command == "store":
+        from echelon.store.cli import main as store
+
+        return store(arguments)
+    if command in ("--version", "-V"):
+        print(f"echelon {__version__}")
+        return 0
+    if command in ("--help", "-h", "help"):
+        print(_HELP, end="")
+        return 0
+    print(f"echelon: no command {command!r}; there are run and store", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

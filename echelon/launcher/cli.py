@@ -1,0 +1,23 @@
+"""`echelon run`: read the command line, run the job, return its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from echelon.errors import LaunchError
+from echelon.launcher.options import parse
+from echelon.launcher.report import EXIT_USAGE
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code: the job's, or 2 for bad usage."""
+    options = parse(argv, os.environ)
+    from echelon.launcher.agent import run  # not before: `--help` answers at once
+
+    try:
+        return run(options)
+    except LaunchError as err:
+        print(f"echelon run: {err}", file=sys.stderr)
+        return EXIT_USAGE

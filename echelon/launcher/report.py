@@ -1,0 +1,89 @@
+"""How the job ended: its exit code, and report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.launcher.decide import EndedBy
+from echelon.launcher.harvest import Worker
+from echelon.launcher.rundir import write_json
+
+EXIT_USAGE = 2
+EXIT_STALL = 3
+
+
+@dataclass(slots=True)
+class Incident:
+    """One incident of the job, as the report tells it."""
+
+    folder: Path
+    kind: str
+    attempt: int
+    reason: str
+    verdict: Mapping[str, Any] | None = None
+    explained: bool = False
+    recovered: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Report:
+    """What happened to the job; filled as it goes."""
+
+    job_id: str
+    world_size: int
+    incidents: list[Incident] = field(default_factory=list)
+    attempts: int = 0
+    ended_by: EndedBy = EndedBy.WORKER
+    exit_code: int = 0
+    error: str = ""
+
+    def write(self, path: Path, workers: Sequence[Worker]) -> None:
+        """Write report.json."""
+        write_json(
+            path,
+            {
+                "format": 1,
+                "job_id": self.job_id,
+                "world_size": self.world_size,
+                "attempts": self.attempts,
+                "ended_by": self.ended_by.value,
+                "exit_code": self.exit_code,
+                "error": self.error,
+                "ranks": [{"rank": w.rank, "exit_code": w.exit_code} for w in workers],
+                "incidents": [
+                    {
+                        "folder": str(incident.folder.relative_to(path.parent)),
+                        "kind": incident.kind,
+                        "attempt": incident.attempt,
+                        "reason": incident.reason,
+                        "verdict": incident.verdict,
+                        "recovered": incident.recovered,
+                    }
+                    for incident in self.incidents
+                ],
+            },
+        )
+
+
+def exit_code(workers: Sequence[Worker], verdict: Mapping[str, Any] | None) -> int:
+    """Return the exit code of a job whose workers failed: the root cause's own.
+
+    128 + signal for one killed by a signal; 1 for a root cause that exited 0 or still hung; the
+    first failure's where the verdict names nobody.
+    """
+    by_rank = {worker.rank: worker for worker in workers}
+    culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]
+    if culprits:
+        codes = [_as_shell(w.exit_code) for w in culprits if not w.stopped_by_agent]
+        return next((code for code in codes if code), 1)
+    failed = sorted((w for w in workers if w.exit_code), key=lambda w: w.exit_order)
+    return _as_shell(failed[0].exit_code) if failed else 0
+
+
+def _as_shell(code: int | None) -> int:
+    if code is None:
+        return 0
+    return code if code >= 0 else 128 - code
