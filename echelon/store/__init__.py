@@ -1,0 +1,22 @@
+"""The store: the meeting place of a job's processes, in torch's own protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.store.server import StoreServer
+from echelon.store.client import TCPStore
+from echelon.store.memory import MemoryStore
+from echelon.store.prefix import PrefixStore
+
+__all__ = ["TCPStore", "PrefixStore", "MemoryStore", "StoreServer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the server only when it is asked for: it brings asyncio along."""
+    if name == "StoreServer":
+        from echelon.store.server import StoreServer
+
+        return StoreServer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,9 @@
+"""`python -m echelon.store`: the same as `echelon store`."""
+
+from __future__ import annotations
+
+import sys
+
+from echelon.store.cli import main
+
+sys.exit(main())

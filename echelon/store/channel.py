@@ -1,0 +1,221 @@
+"""One connection of a client: bytes out, replies in, each call bounded by a deadline.
+
+A channel is used by one thread at a time; `TCPStore` sees to that. The socket never blocks: the
+channel polls it up to the deadline. After any failure in the middle of an exchange the channel is
+of no use, because replies carry no ids, and its owner closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+
+from echelon.errors import StoreConnectionError, StoreProtocolError
+from echelon.store import protocol as p
+from echelon.store import trust
+from echelon.store.base import Deadline
+
+_RECEIVE_BYTES = 64 << 10
+_CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
+
+
+class Channel:
+    """A connected socket that has passed the handshake.
+
+    Attributes:
+        instance: random bytes of our server's run; b"" on torch's server, which has no extensions.
+        num_unconfirmed: commands without a reply sent since the last reply: they may be lost
+            if the connection breaks now.
+    """
+
+    __slots__ = ("_at", "_buffer", "_header", "_poller", "_socket", "instance", "num_unconfirmed")
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._poller = select.poll()
+        self._poller.register(connected, select.POLLIN)
+        self._buffer = b""
+        self._at = 0
+        self._header: tuple[int, int] | None = None
+        self.instance = b""
+        self.num_unconfirmed = 0
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the server understands our extensions."""
+        return bool(self.instance)
+
+    def close(self) -> None:
+        """Close the socket; the server takes back what this connection waits for."""
+        self._socket.close()
+
+    def interrupt(self) -> None:
+        """Make a thread that waits on this channel fail; callable from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def is_stale(self) -> bool:
+        """Whether the server has closed, or sent what nobody asked for."""
+        return bool(self._poller.poll(0)) or self._at < len(self._buffer)
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send all of it.
+
+        Raises:
+            TimeoutError: the server did not take it in time.
+            OSError: the connection broke.
+        """
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent == len(data):
+            return
+        rest = memoryview(data)[sent:]
+        self._poller.modify(self._socket, select.POLLOUT)
+        try:
+            while rest:
+                if not self._poller.poll(deadline.left_s * 1000):
+                    raise TimeoutError("the server does not read")
+                with contextlib.suppress(BlockingIOError):
+                    rest = rest[self._socket.send(rest) :]
+        finally:
+            self._poller.modify(self._socket, select.POLLIN)
+
+    def take(self, size: int, deadline: Deadline) -> bytes:
+        """Return the next `size` bytes of the reply.
+
+        Raises:
+            TimeoutError: they did not come in time; those that did are kept.
+            ConnectionError: the server closed the connection.
+        """
+        end = self._at + size
+        if end > len(self._buffer):
+            self._fill(size, deadline)
+            end = size
+        data = self._buffer[self._at : end]
+        self._at = end
+        return data
+
+    def _fill(self, size: int, deadline: Deadline) -> None:
+        """Receive until `size` bytes are there, at the start of the buffer."""
+        pieces = [self._buffer[self._at :]]
+        have = len(pieces[0])
+        self._at = 0
+        try:
+            while have < size:
+                pieces.append(self._receive(max(_RECEIVE_BYTES, size - have), deadline))
+                have += len(pieces[-1])
+        finally:
+            self._buffer = b"".join(pieces)
+
+    def _receive(self, size: int, deadline: Deadline) -> bytes:
+        while True:
+            if not self._poller.poll(deadline.left_s * 1000):
+                raise TimeoutError("no answer")
+            try:
+                data = self._socket.recv(size)
+            except BlockingIOError:
+                continue
+            if not data:
+                raise ConnectionResetError("the server closed the connection")
+            return data
+
+    def take_string(self, deadline: Deadline) -> bytes:
+        """Return the next string of a torch reply."""
+        return self.take(p.unpack_u64(self.take(8, deadline)), deadline)
+
+    def take_int(self, deadline: Deadline) -> int:
+        """Return the next i64 of a torch reply."""
+        return p.unpack_i64(self.take(8, deadline))
+
+    def take_frame(self, deadline: Deadline) -> tuple[int, bytes]:
+        """Return (status, payload) of a reply to one of our queries.
+
+        After a TimeoutError it may be called again and goes on where it stopped.
+        """
+        if self._header is None:
+            self._header = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES, deadline))
+        status, length = self._header
+        payload = self.take(length, deadline)
+        self._header = None
+        return status, payload
+
+
+def connect(host: str, port: int, secret: bytes | None, deadline: Deadline) -> Channel:
+    """Connect to a store server, try every address of the host, and pass the handshake.
+
+    Raises:
+        OSError: no address could be reached, or the server left; trying again may help.
+        StoreConnectionError: the server was reached and will not have us.
+    """
+    channel = Channel(_dial(host, port, deadline))
+    try:
+        _shake_hands(channel, secret, deadline)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """Return a connected, non-blocking socket."""
+    problem: OSError = ConnectionRefusedError(f"{host} has no address")
+    for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        dialled = socket.socket(family, kind, number)
+        try:
+            dialled.settimeout(max(0.001, min(_CONNECT_S, deadline.left_s)))
+            dialled.connect(address)
+            if dialled.getsockname() == dialled.getpeername():
+                # Linux lets a socket meet itself when nobody listens on an ephemeral port.
+                raise ConnectionRefusedError("nobody listens there")
+        except OSError as error:
+            dialled.close()
+            problem = error
+            continue
+        dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(dialled)
+        dialled.setblocking(False)
+        return dialled
+    raise problem
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Have the kernel notice a peer whose machine is gone, within about half a minute."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        option = getattr(socket, name, None)
+        if option is not None:
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _shake_hands(channel: Channel, secret: bytes | None, deadline: Deadline) -> None:
+    """Announce ourselves; find out whose server this is; prove the secret if there is one."""
+    opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
+    channel.send(opening, deadline)
+    answer = channel.take(4, deadline)
+    if answer == p.pack_u32(p.OUR_NONCE):
+        if secret is not None:
+            raise StoreConnectionError("the server is torch's, which cannot prove our secret")
+        return
+    if answer != p.pack_u32(p.OUR_ANSWER):
+        raise StoreProtocolError(f"the server answered PING with {answer.hex()}: no store server")
+    client_nonce = trust.new_nonce()
+    channel.send(p.encode(p.HELLO, client_nonce, p.EXTENSION_VERSION), deadline)
+    status, payload = channel.take_frame(deadline)
+    if status != p.OK:
+        raise StoreConnectionError(payload.decode("utf-8", "replace"))
+    instance, server_nonce, proof = p.unpack_strings(payload)
+    if secret is not None:
+        expected = trust.server_proof(secret, client_nonce, server_nonce)
+        if not server_nonce or not trust.is_equal(proof, expected):
+            raise StoreConnectionError("the server does not know our secret: not our job's server")
+        mac = trust.client_proof(secret, client_nonce, server_nonce)
+        channel.send(p.encode(p.PROOF, mac), deadline)
+        status, payload = channel.take_frame(deadline)
+        if status != p.OK:
+            raise StoreConnectionError(payload.decode("utf-8", "replace"))
+    elif server_nonce:
+        raise StoreConnectionError("the server demands a secret: pass secret=...")
+    channel.instance = instance

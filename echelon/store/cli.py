@@ -1,0 +1,79 @@
+"""`echelon store`: a store server alone.
+
+Prints its port number, alone, on the first line, and serves until it is told to stop: by SIGTERM
+or SIGINT, and, only when standard input is a pipe, by its end, so that a parent that dies takes
+its server along while a server started from a terminal or with input closed goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+
+from echelon.errors import EchelonError
+from echelon.store.server import StoreServer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit code: 0, 1 for a failure to serve, 2 for bad usage."""
+    args = _parse(argv)
+    has_parent_pipe = sys.stdin is not None and _is_pipe(0)
+    try:
+        secret = _read_secret(args.secret_file)
+        server = StoreServer(args.host, args.port, secret=secret)
+    except (EchelonError, ValueError, OSError) as error:
+        print(f"echelon store: {error}", file=sys.stderr)
+        return 1
+    if has_parent_pipe:
+        threading.Thread(target=_stop_at_end, args=(server,), daemon=True).start()
+    server.serve_forever(on_ready=lambda: print(server.port, flush=True))
+    server.close()
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="echelon store",
+        description="Serve a key-value store that torch's TCPStore clients and ours can join.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default %(default)s)")
+    parser.add_argument("--port", type=_port, default=0, help="port, 0 for any free one (default)")
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="file that holds the shared secret; without it everyone who can reach the port "
+        "is let in",
+    )
+    return parser.parse_args(argv)
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not a port (0-65535)")
+    return port
+
+
+def _read_secret(path: Path | None) -> bytes | None:
+    """Return the file's content without the final line break."""
+    if path is None:
+        return None
+    return path.read_bytes().rstrip(b"\r\n")
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:  # closed
+        return False
+
+
+def _stop_at_end(server: StoreServer) -> None:
+    """Read standard input to its end, then stop the server."""
+    while os.read(0, 4096):
+        pass
+    server.stop_soon()

@@ -1,0 +1,517 @@
+"""The client: torch's Store API over a connection to our server or torch's.
+
+Blocking, safe from several threads, each call bounded by a deadline. A get of a key that is there
+takes one round trip (CHECK and GET in one packet); only when it is missing does the call wait,
+on a connection of its own (see the note in `connections`). On our server gather, barrier, get and
+queue_pop wait inside the server; on torch's they are built of plain commands.
+
+What may be repeated after a broken connection without harm (reading, waiting) is repeated; what
+may not (add, append, compare_set, queue operations, rounds) fails, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from echelon.errors import StoreError, StoreTimeoutError
+from echelon.store import protocol as p
+from echelon.store import trust
+from echelon.store.base import (
+    DEFAULT_TIMEOUT_S,
+    Deadline,
+    Observer,
+    Store,
+    Timeout,
+    seconds,
+)
+from echelon.store.channel import Channel
+from echelon.store.connections import Connections
+
+T = TypeVar("T")
+
+_INIT_KEY: Final = b"init/"
+_CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
+_CHECK_ONE: Final = bytes((p.CHECK,)) + p.pack_u64(1)
+_GET: Final = bytes((p.GET,))
+_SET: Final = bytes((p.SET,))
+
+
+def _wire(key: bytes) -> bytes:
+    return b"/" + key
+
+
+def _wires(keys: list[bytes]) -> list[bytes]:
+    return [b"/" + key for key in keys]
+
+
+def _show(key: bytes) -> str:
+    return key.decode("utf-8", "replace")
+
+
+class TCPStore(Store):
+    """Join the store server at an address, or host it.
+
+    Args:
+        host_name, port: the server; the master binds them, and port 0 is any free one.
+        world_size: how many clients to expect; None if that is not known.
+        is_master: host the server in this process as well.
+        timeout: how long connecting may take, and each call that names no timeout of its own.
+        wait_for_workers: have the master wait in here until `world_size` clients have joined.
+        multi_tenant: let several masters of this process share one server at the port.
+        master_listen_fd: descriptor of a listening socket for the master to take over.
+        use_libuv: accepted for torch's sake; there is one server.
+        observer: see `Store.observer`.
+        secret: what clients and server must both know; None for an open store.
+
+    Raises:
+        StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
+        StoreError: the master's address cannot be bound.
+        StoreConnectionError: the server is there and will not have us.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT_S,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,  # noqa: ARG002 - torch's signature
+        *,
+        observer: Observer | None = None,
+        secret: str | bytes | None = None,
+    ) -> None:
+        self._timeout_s = seconds(timeout)
+        self._observer = observer
+        self._secret = trust.secret_bytes(secret)
+        self._hosted: _Hosted | None = None
+        deadline = Deadline(self._timeout_s)
+        if is_master:
+            self._hosted = _host(host_name, port, self._secret, multi_tenant, master_listen_fd)
+            port = self._hosted.port
+        self._connections = Connections(host_name, port, self._secret)
+        try:
+            self._connections.open(deadline)
+            if world_size is not None and wait_for_workers:
+                self._join(world_size, is_master, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def host(self) -> str:
+        """The server's name or address, as given."""
+        return self._connections.host
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return self._connections.port
+
+    @property
+    def endpoint(self) -> str:
+        """The server as "host:port"."""
+        return self._connections.endpoint
+
+    @property
+    def has_extensions(self) -> bool:
+        """Whether the server is ours, so that gather and the like cost one round trip."""
+        return self._connections.is_ours
+
+    def clone(self) -> TCPStore:
+        """Return another client of the same server."""
+        return TCPStore(
+            self.host,
+            self.port,
+            timeout=self._timeout_s,
+            observer=self._observer,
+            secret=self._secret,
+        )
+
+    def close(self) -> None:
+        """Leave the server; if this store hosts it, stop it once nobody here shares it."""
+        connections = getattr(self, "_connections", None)
+        if connections is not None:
+            connections.close()
+        hosted, self._hosted = getattr(self, "_hosted", None), None
+        if hosted is not None:
+            hosted.leave()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # interpreter shutdown: what is gone is gone
+            self.close()
+
+    def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
+        """Count this client in; the master waits until all are."""
+        joined = self._add(_INIT_KEY, 1, "init/")
+        pause = threading.Event()
+        while is_master and joined < world_size:
+            if deadline.left_s <= 0:
+                raise StoreTimeoutError(
+                    f"TCPStore on {self.endpoint} after {deadline.timeout_s:.1f} s: "
+                    f"{joined} of {world_size} workers joined. See the output of those that did "
+                    f"not, and whether they dial this address",
+                    endpoint=self.endpoint,
+                )
+            pause.wait(0.005)
+            joined = self._add(_INIT_KEY, 0, "init/")
+
+    # Exchanges.
+
+    def _ask(
+        self,
+        operation: str,
+        key: bytes,
+        request: bytes,
+        read: Callable[[Channel, Deadline], T],
+        deadline: Deadline | None = None,
+        *,
+        can_repeat: bool = False,
+    ) -> T:
+        """Send a request that is answered at once and read its answer."""
+        deadline = deadline or Deadline(self._timeout_s)
+        name = _show(key)
+        connections = self._connections
+        with connections.turn(operation, name, deadline):
+            while True:
+                channel = connections.main(operation, name, deadline)
+                had_unconfirmed = channel.num_unconfirmed > 0
+                try:
+                    channel.send(request, deadline)
+                    answer = read(channel, deadline)
+                except TimeoutError as error:
+                    connections.drop(channel)
+                    raise connections.timed_out(operation, name, deadline, str(error)) from None
+                except OSError as error:
+                    failure = connections.lost(operation, name, channel, error)
+                    if not can_repeat or had_unconfirmed:
+                        raise failure from None
+                    continue
+                except BaseException:
+                    connections.drop(channel)
+                    raise
+                channel.num_unconfirmed = 0
+                return answer
+
+    def _tell(self, operation: str, key: bytes, request: bytes) -> None:
+        """Send a request that has no answer."""
+        deadline = Deadline(self._timeout_s)
+        name = _show(key)
+        connections = self._connections
+        with connections.turn(operation, name, deadline):
+            channel = connections.main(operation, name, deadline)
+            try:
+                channel.num_unconfirmed += 1
+                channel.send(request, deadline)
+            except TimeoutError as error:
+                connections.drop(channel)
+                raise connections.timed_out(operation, name, deadline, str(error)) from None
+            except OSError as error:
+                raise connections.lost(operation, name, channel, error) from None
+            except BaseException:
+                connections.drop(channel)
+                raise
+
+    def _hold(
+        self,
+        operation: str,
+        key: bytes,
+        request: bytes,
+        exchange: Callable[[Channel, Deadline], T],
+        deadline: Deadline,
+        *,
+        can_repeat: bool = False,
+    ) -> T:
+        """Run an exchange that waits for others on a connection of its own.
+
+        `exchange` reads the answer; at the deadline it cancels and returns or raises by itself.
+        """
+        name = _show(key)
+        connections = self._connections
+        while True:
+            channel = connections.take_away(operation, name, deadline)
+            try:
+                channel.send(request, deadline)
+                answer = exchange(channel, deadline)
+            except StoreError:
+                connections.give_back(channel)
+                raise
+            except TimeoutError as error:
+                connections.drop(channel)
+                raise connections.timed_out(operation, name, deadline, str(error)) from None
+            except OSError as error:
+                failure = connections.lost(operation, name, channel, error)
+                if can_repeat and deadline.left_s > 0 and not connections.is_closed:
+                    continue
+                raise failure from None
+            except BaseException:
+                connections.drop(channel)
+                raise
+            connections.give_back(channel)
+            return answer
+
+    def _framed(
+        self, operation: str, key: bytes, world_size: int = 0
+    ) -> Callable[[Channel, Deadline], bytes]:
+        """Return an exchange for a waiting query of ours: one frame, or a cancel."""
+
+        def exchange(channel: Channel, deadline: Deadline) -> bytes:
+            try:
+                status, payload = channel.take_frame(deadline)
+            except TimeoutError:
+                grace = Deadline(_CANCEL_S)
+                channel.send(p.encode(p.CANCEL), grace)
+                status, payload = channel.take_frame(grace)
+                if status != p.CANCELLED:
+                    channel.take_frame(grace)  # came after all; the cancel found nothing
+            if status == p.CANCELLED:
+                if not world_size:
+                    self._raise_wait_timeout(operation, [key], [key], deadline)
+                _, came, *missing = p.unpack_integers(payload)
+                self._raise_round_timeout(operation, key, world_size, came, missing, deadline)
+            return self._checked(operation, key, status, payload)
+
+        return exchange
+
+    def _checked(self, operation: str, key: bytes, status: int, payload: bytes) -> bytes:
+        """Return the payload of a frame, or raise what it says."""
+        if status == p.OK:
+            return payload
+        raise StoreError(
+            f"{operation}({_show(key)!r}) on {self.endpoint}: {payload.decode('utf-8', 'replace')}",
+            key=_show(key),
+            endpoint=self.endpoint,
+        )
+
+    def _ask_framed(self, operation: str, key: bytes, request: bytes) -> bytes:
+        """Send one of our queries that is answered at once."""
+        status, payload = self._ask(operation, key, request, Channel.take_frame)
+        return self._checked(operation, key, status, payload)
+
+    # Keys.
+
+    def _do_set(self, key: bytes, value: bytes) -> None:
+        self._tell("set", key, _SET + p.pack_string(_wire(key)) + p.pack_string(value))
+
+    def _do_get(self, key: bytes, deadline: Deadline) -> bytes:
+        string = p.pack_string(_wire(key))
+        request = _CHECK_ONE + string + _GET + string
+        while True:
+            value = self._ask("get", key, request, _take_if_present, deadline, can_repeat=True)
+            if value is not None:
+                return value
+            if self.has_extensions:
+                waiting = p.encode(p.AWAIT_GET, _wire(key))
+                exchange = self._framed("get", key)
+                return self._hold("get", key, waiting, exchange, deadline, can_repeat=True)
+            self._wait_present("get", [key], deadline)
+
+    def _do_add(self, key: bytes, amount: int) -> int:
+        return self._add(_wire(key), amount, _show(key))
+
+    def _add(self, wire: bytes, amount: int, name: str) -> int:
+        key = name.encode("utf-8", "replace")
+        if self.has_extensions:
+            return p.unpack_i64(self._ask_framed("add", key, p.encode(p.ACK_ADD, wire, amount)))
+        return self._ask("add", key, p.encode(p.ADD, wire, amount), Channel.take_int)
+
+    def _do_append(self, key: bytes, value: bytes) -> None:
+        self._tell("append", key, p.encode(p.APPEND, _wire(key), value))
+
+    def _do_check(self, keys: list[bytes]) -> bool:
+        if not keys:
+            return True
+        request = p.encode(p.CHECK, _wires(keys))
+        return self._ask("check", keys[0], request, _take_check, can_repeat=True)
+
+    def _do_compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        request = p.encode(p.COMPARE_SET, _wire(key), expected, desired)
+        return self._ask("compare_set", key, request, Channel.take_string)
+
+    def _do_delete(self, key: bytes) -> bool:
+        request = p.encode(p.DELETE_KEY, _wire(key))
+        return bool(self._ask("delete_key", key, request, Channel.take_int))
+
+    def _do_wait(self, keys: list[bytes], deadline: Deadline) -> None:
+        request = p.encode(p.CHECK, _wires(keys))
+        if not self._ask("wait", keys[0], request, _take_check, deadline, can_repeat=True):
+            self._wait_present("wait", keys, deadline)
+
+    def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
+        """Wait inside the server until all keys are there."""
+        request = p.encode(p.WAIT, _wires(keys))
+        is_there = self._hold(operation, keys[0], request, _take_wait, deadline, can_repeat=True)
+        if not is_there:
+            self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
+
+    def _missing_of(self, keys: list[bytes]) -> list[bytes]:
+        """Return which of the keys are not there, in one round trip."""
+        request = b"".join(p.encode(p.CHECK, [_wire(key)]) for key in keys)
+
+        def read(channel: Channel, deadline: Deadline) -> list[bytes]:
+            answers = channel.take(len(keys), deadline)
+            return [key for key, there in zip(keys, answers, strict=True) if there]
+
+        return self._ask("check", keys[0], request, read, can_repeat=True)
+
+    def _do_num_keys(self) -> int:
+        return self._ask("num_keys", b"", p.encode(p.NUM_KEYS), Channel.take_int, can_repeat=True)
+
+    def _do_list_keys(self) -> list[bytes]:
+        def read(channel: Channel, deadline: Deadline) -> list[bytes]:
+            count = channel.take_int(deadline)
+            return [channel.take_string(deadline) for _ in range(count)]
+
+        wires = self._ask("list_keys", b"", p.encode(p.LIST_KEYS), read, can_repeat=True)
+        return [wire[1:] for wire in wires if wire.startswith(b"/")]
+
+    def _do_multi_get(self, keys: list[bytes], deadline: Deadline) -> list[bytes]:
+        wires = _wires(keys)
+        request = p.encode(p.CHECK, wires) + p.encode(p.MULTI_GET, wires)
+
+        def read(channel: Channel, deadline: Deadline) -> list[bytes] | None:
+            is_there = _take_check(channel, deadline)
+            values = [channel.take_string(deadline) for _ in keys]
+            return values if is_there else None
+
+        while True:
+            values = self._ask("multi_get", keys[0], request, read, deadline, can_repeat=True)
+            if values is not None:
+                return values
+            self._wait_present("multi_get", keys, deadline)
+
+    def _do_multi_set(self, keys: list[bytes], values: list[bytes]) -> None:
+        pairs = [piece for pair in zip(_wires(keys), values, strict=True) for piece in pair]
+        self._tell("multi_set", keys[0], p.encode(p.MULTI_SET, pairs))
+
+    # Queues.
+
+    def _do_queue_push(self, key: bytes, value: bytes) -> None:
+        self._tell("queue_push", key, p.encode(p.QUEUE_PUSH, _wire(key), value))
+
+    def _do_queue_pop(self, key: bytes) -> bytes | None:
+        return self._ask("queue_pop", key, p.encode(p.QUEUE_POP, _wire(key)), _take_item)
+
+    def _do_queue_pop_wait(self, key: bytes, deadline: Deadline) -> bytes:
+        if self.has_extensions:
+            waiting = p.encode(p.AWAIT_POP, _wire(key))
+            return self._hold("queue_pop", key, waiting, self._framed("queue_pop", key), deadline)
+        while True:
+            self._wait_present("queue_pop", [key], deadline)
+            item = self._do_queue_pop(key)
+            if item is not None:
+                return item
+
+    def _do_queue_len(self, key: bytes) -> int:
+        request = p.encode(p.QUEUE_LEN, _wire(key))
+        return self._ask("queue_len", key, request, Channel.take_int, can_repeat=True)
+
+    # Rounds.
+
+    def _do_barrier(
+        self, key: bytes, rank: int | None, world_size: int, deadline: Deadline
+    ) -> None:
+        if self.has_extensions:
+            arrival = p.encode(p.ARRIVE, _wire(key), -1 if rank is None else rank, world_size)
+            exchange = self._framed("barrier", key, world_size)
+            self._hold("barrier", key, arrival, exchange, deadline)
+        elif rank is not None:
+            super()._do_barrier(key, rank, world_size, deadline)
+        elif not self._hold(
+            "barrier", key, p.encode(p.BARRIER, _wire(key), world_size), _take_wait, deadline
+        ):
+            self._raise_round_timeout("barrier", key, world_size, 1, (), deadline)
+
+    def _do_gather(
+        self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
+    ) -> list[bytes]:
+        if not self.has_extensions:
+            return super()._do_gather(key, rank, world_size, value, deadline)
+        arrival = p.encode(p.GATHER, _wire(key), rank, world_size, value)
+        exchange = self._framed("gather", key, world_size)
+        return p.unpack_strings(self._hold("gather", key, arrival, exchange, deadline))
+
+
+# How answers are read.
+
+
+def _take_check(channel: Channel, deadline: Deadline) -> bool:
+    return channel.take(1, deadline) == p.CHECK_PRESENT
+
+
+def _take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
+    """Read the answers to CHECK and GET."""
+    is_there = channel.take(1, deadline) == p.CHECK_PRESENT
+    value = channel.take_string(deadline)
+    return value if is_there else None
+
+
+def _take_item(channel: Channel, deadline: Deadline) -> bytes | None:
+    count = channel.take_int(deadline)
+    return channel.take_string(deadline) if count > 0 else None
+
+
+def _take_wait(channel: Channel, deadline: Deadline) -> bool:
+    """Read the answer to WAIT or BARRIER; at the deadline cancel it and return False."""
+    try:
+        channel.take(1, deadline)
+    except TimeoutError:
+        grace = Deadline(_CANCEL_S)
+        channel.send(p.encode(p.CANCEL_WAIT), grace)
+        if channel.take(1, grace) == p.WAIT_CANCELLED:
+            return False
+        channel.take(1, grace)  # it was woken meanwhile; the cancel is answered as well
+    return True
+
+
+# Hosting.
+
+
+class _Hosted:
+    """A server in this process, and how many stores share it."""
+
+    def __init__(self, host: str, port: int, secret: bytes | None, listen_fd: int | None) -> None:
+        from echelon.store.server import StoreServer
+
+        self._server = StoreServer(
+            host, port, secret=secret, listen_fd=listen_fd, bind_all_if_foreign=True
+        ).start()
+        self.port = self._server.port
+        self._num_stores = 1
+
+    def share(self) -> _Hosted:
+        """Count one more store."""
+        self._num_stores += 1
+        return self
+
+    def leave(self) -> None:
+        """Count one store less; the last one stops the server."""
+        with _shared_lock:
+            self._num_stores -= 1
+            if self._num_stores == 0:
+                _shared.pop(self.port, None)
+                self._server.close()
+
+
+_shared: weakref.WeakValueDictionary[int, _Hosted] = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def _host(
+    host: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
+) -> _Hosted:
+    """Start a server, or share the one that this process has at the port."""
+    with _shared_lock:
+        if multi_tenant and port in _shared:
+            return _shared[port].share()
+        hosted = _Hosted(host, port, secret, listen_fd)
+        if multi_tenant:
+            _shared[hosted.port] = hosted
+        return hosted

@@ -1,0 +1,204 @@
+"""What the connections of one server share: the state, the members, and the housekeeping.
+
+Everything here runs on the server's event loop. The hub delivers wake-ups, pushes watched
+changes, asks the kernel about local torch clients (in a thread, for many at once), and once a
+second looks for connections that never became members, or stopped inside a command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from echelon.store import protocol as p
+from echelon.store import trust
+from echelon.store.connection import Connection, Standing
+from echelon.store.state import StoreState, show_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+log = logging.getLogger("echelon.store")
+
+_SWEEP_S = 1.0
+_PROGRESS_BYTES = 64 << 10
+
+
+class Hub:
+    """Hold the state and the connections of one server.
+
+    Attributes:
+        state: the keys, queues and waiters.
+        limits: what a peer may ask for.
+        secret: what members must prove, None for an open store.
+        instance: random bytes by which a client notices that the server was restarted.
+        admitted_addresses: numeric addresses whose torch clients are let in without the secret.
+        num_refused: connections closed for what they did.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, limits: p.Limits, secret: bytes | None
+    ) -> None:
+        self.loop = loop
+        self.limits = limits
+        self.secret = secret
+        self.state = StoreState()
+        self.state.on_change = self._push_change
+        self.instance = secrets.token_bytes(16)
+        self.admitted_addresses: set[str] = set()
+        self.num_refused = 0
+        self._connections: set[Connection] = set()
+        self._watchers: dict[bytes, set[Connection]] = {}
+        self._asked: list[Connection] = []
+        self._asking: asyncio.Task[None] | None = None
+        self._old_promises: dict[Any, bytes] = {}
+        self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
+
+    # Members.
+
+    def accept(self, connection: Connection) -> bool:
+        """Take a new connection in; False when the server is full."""
+        if len(self._connections) >= self.limits.num_connections:
+            return False
+        self._connections.add(connection)
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        """Take back everything of a connection; called once or twice for each."""
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        self.unwatch(connection)
+        self.state.forget(connection)
+        if self.state.woken:
+            self.deliver_woken()
+
+    def log_refusal(self, connection: Connection, why: str) -> None:
+        """Say in one line whom the server turned away."""
+        self.num_refused += 1
+        log.warning("store: closed %s: %s", connection.peer, why)
+
+    def close(self) -> None:
+        """Close all connections and stop the housekeeping."""
+        self._sweeper.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+        for connection in list(self._connections):
+            connection.close()
+
+    # Deliveries.
+
+    def deliver_woken(self) -> None:
+        """Answer everyone whom the last commands have satisfied."""
+        woken = self.state.woken
+        values: list[bytes] | None = None
+        gathered = b""
+        while woken:
+            batch, woken[:] = woken[:], []
+            for waiter in batch:
+                if waiter.values is not None and waiter.values is not values:
+                    values = waiter.values
+                    gathered = self._frame_gathered(values)
+                assert isinstance(waiter.owner, Connection)
+                waiter.owner.deliver(waiter, gathered)
+
+    def _frame_gathered(self, values: Iterable[bytes]) -> bytes:
+        payload = p.pack_strings(values)
+        if len(payload) > self.limits.reply_bytes:
+            text = f"gather of {len(payload)} bytes, limit {self.limits.reply_bytes}"
+            return p.frame(p.ERROR, text.encode())
+        return p.frame(p.OK, payload)
+
+    def watch(self, connection: Connection, keys: Iterable[bytes]) -> None:
+        """Push changes of these keys to the connection until it closes."""
+        for key in keys:
+            self._watchers.setdefault(key, set()).add(connection)
+            connection.watched_keys.add(key)
+            self.state.watched.add(key)
+
+    def unwatch(self, connection: Connection) -> None:
+        """Stop pushing to the connection."""
+        for key in connection.watched_keys:
+            watchers = self._watchers[key]
+            watchers.discard(connection)
+            if not watchers:
+                del self._watchers[key]
+                self.state.watched.discard(key)
+        connection.watched_keys.clear()
+
+    def _push_change(self, key: bytes, value: bytes | None) -> None:
+        payload = bytes((value is not None,)) + p.pack_strings((key, value or b""))
+        event = p.frame(p.EVENT, payload)
+        for connection in list(self._watchers.get(key, ())):
+            connection.push_event(event)
+
+    # Admission of torch's clients.
+
+    def look_up(self, connection: Connection) -> None:
+        """Decide about a client that cannot prove the secret, now or a moment later."""
+        address = trust.plain_address(connection.address[0])
+        if address in self.admitted_addresses:
+            self.loop.call_soon(connection.settle, True)
+        elif not trust.is_loopback(address):
+            self.loop.call_soon(connection.settle, False)
+        else:
+            self._asked.append(connection)
+            if self._asking is None:
+                self._asking = self.loop.create_task(self._ask_kernel())
+
+    async def _ask_kernel(self) -> None:
+        """Find out whose the waiting loopback peers are, all in one look."""
+        try:
+            while self._asked:
+                asked, self._asked = self._asked, []
+                uids = await self.loop.run_in_executor(
+                    None, trust.owner_uids, [connection.address for connection in asked]
+                )
+                for connection in asked:
+                    ports = (connection.address[1], connection.address[3])
+                    connection.settle(uids.get(ports) == os.getuid())
+        finally:
+            self._asking = None
+
+    # Housekeeping.
+
+    def _sweep(self) -> None:
+        """Close who dawdles; free items promised to someone who went silent."""
+        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+        now = self.loop.time()
+        for connection in list(self._connections):
+            waited = now - connection.since
+            if connection.standing is not Standing.MEMBER:
+                if waited > self.limits.handshake_s:
+                    connection.refuse(f"no handshake within {self.limits.handshake_s:g} s")
+            elif connection.is_inside_command:
+                windows = 1 + connection.partial_bytes // _PROGRESS_BYTES
+                if waited > self.limits.command_s * windows:
+                    connection.refuse(f"a command is incomplete after {waited:.0f} s")
+        for owner, key in self._old_promises.items():
+            if self.state.promised_to.get(owner) == key:
+                self.state.release_promise(owner)
+        self._old_promises = dict(self.state.promised_to)
+        if self.state.woken:
+            self.deliver_woken()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return plain data about the server: what `StoreStatistics` holds."""
+        state = self.state
+        return {
+            "num_keys": len(state.values),
+            "num_queues": len(state.queues),
+            "num_connections": len(self._connections),
+            "num_waiters": state.num_waiters(),
+            "num_watched_keys": len(state.watched),
+            "num_presences": state.num_presences(),
+            "num_refused": self.num_refused,
+            "value_bytes": sum(map(len, state.values.values())),
+            "waiting": state.waiting_keys(),
+            "missing_ranks": {
+                show_key(key): round_.missing_ranks for key, round_ in state.rounds.items()
+            },
+        }

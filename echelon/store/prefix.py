@@ -1,0 +1,140 @@
+"""A view of a store in which every key carries a prefix.
+
+Every operation, gather and barrier included, goes to the store below under "prefix/key", so
+nothing is lost by looking through a prefix, and torch's PrefixStore sees the same keys.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+from echelon.store.base import MAX_KEY_BYTES, Deadline, Observer, Store, Timeout
+
+
+class PrefixStore(Store):
+    """Put a prefix before every key of another store.
+
+    Timeout and observer are those of the store below; setting them here sets them there.
+    `num_keys` counts all keys of that store, `list_keys` gives those under the prefix, without it.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(store, Store):
+            raise TypeError(
+                f"PrefixStore needs a store of echelon.store, got {type(store).__name__}"
+            )
+        self.prefix = prefix
+        self._store = store
+        self._raw_prefix = prefix.encode("utf-8", "surrogateescape") + b"/"
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store below this one."""
+        return self._store
+
+    @property
+    def observer(self) -> Observer | None:
+        """The observer of the store below; it is told the key as that store sees it."""
+        return self._store.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._store.observer = observer
+
+    @property
+    def endpoint(self) -> str:
+        """Where the store below is."""
+        return self._store.endpoint
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of the store below."""
+        return self._store.timeout
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the timeout of the store below."""
+        self._store.set_timeout(timeout)
+
+    def clone(self) -> PrefixStore:
+        """Return the same view of a clone of the store below."""
+        return PrefixStore(self.prefix, self._store.clone())
+
+    def close(self) -> None:
+        """Close the store below."""
+        self._store.close()
+
+    def _raw(self, key: bytes) -> bytes:
+        whole = self._raw_prefix + key
+        if len(whole) > MAX_KEY_BYTES:
+            raise ValueError(f"key of {len(whole)} bytes with its prefix, limit {MAX_KEY_BYTES}")
+        return whole
+
+    def _raws(self, keys: list[bytes]) -> list[bytes]:
+        return [self._raw(key) for key in keys]
+
+    def _deadline(self, timeout: Timeout | None) -> Deadline:
+        return self._store._deadline(timeout)
+
+    def _observed(self, operation: str, key: str) -> AbstractContextManager[object]:
+        return self._store._observed(operation, f"{self.prefix}/{key}")
+
+    def _do_set(self, key: bytes, value: bytes) -> None:
+        self._store._do_set(self._raw(key), value)
+
+    def _do_get(self, key: bytes, deadline: Deadline) -> bytes:
+        return self._store._do_get(self._raw(key), deadline)
+
+    def _do_add(self, key: bytes, amount: int) -> int:
+        return self._store._do_add(self._raw(key), amount)
+
+    def _do_append(self, key: bytes, value: bytes) -> None:
+        self._store._do_append(self._raw(key), value)
+
+    def _do_check(self, keys: list[bytes]) -> bool:
+        return self._store._do_check(self._raws(keys))
+
+    def _do_compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        return self._store._do_compare_set(self._raw(key), expected, desired)
+
+    def _do_delete(self, key: bytes) -> bool:
+        return self._store._do_delete(self._raw(key))
+
+    def _do_wait(self, keys: list[bytes], deadline: Deadline) -> None:
+        self._store._do_wait(self._raws(keys), deadline)
+
+    def _do_num_keys(self) -> int:
+        return self._store._do_num_keys()
+
+    def _do_list_keys(self) -> list[bytes]:
+        start = len(self._raw_prefix)
+        keys = self._store._do_list_keys()
+        return [key[start:] for key in keys if key.startswith(self._raw_prefix)]
+
+    def _do_multi_get(self, keys: list[bytes], deadline: Deadline) -> list[bytes]:
+        return self._store._do_multi_get(self._raws(keys), deadline)
+
+    def _do_multi_set(self, keys: list[bytes], values: list[bytes]) -> None:
+        self._store._do_multi_set(self._raws(keys), values)
+
+    def _do_queue_push(self, key: bytes, value: bytes) -> None:
+        self._store._do_queue_push(self._raw(key), value)
+
+    def _do_queue_pop(self, key: bytes) -> bytes | None:
+        return self._store._do_queue_pop(self._raw(key))
+
+    def _do_queue_pop_wait(self, key: bytes, deadline: Deadline) -> bytes:
+        return self._store._do_queue_pop_wait(self._raw(key), deadline)
+
+    def _do_queue_len(self, key: bytes) -> int:
+        return self._store._do_queue_len(self._raw(key))
+
+    def _do_barrier(
+        self, key: bytes, rank: int | None, world_size: int, deadline: Deadline
+    ) -> None:
+        self._store._do_barrier(self._raw(key), rank, world_size, deadline)
+
+    def _do_gather(
+        self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
+    ) -> list[bytes]:
+        return self._store._do_gather(self._raw(key), rank, world_size, value, deadline)

@@ -1,0 +1,291 @@
+"""The store's server: one event loop, on a thread of its own or in the foreground.
+
+`StoreServer` binds and listens when it is made, so that its port is known and a failure to bind
+is an exception of the caller; `start()` runs the loop (uvloop's, asyncio's where there is none) on
+one daemon thread, `serve_forever()` on the calling one. It binds the address that it was given and
+nothing else. Peers are numeric throughout: no name is ever looked up on the loop.
+
+[Note: the server in a training process] The loop holds the interpreter lock while it works, so a
+server inside a busy rank answers late. A job's own store belongs to the launcher or to
+`echelon store`; a rank hosts one for tests, small jobs and torch's habits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import errno
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from echelon.errors import StoreError
+from echelon.store import trust
+from echelon.store.connection import Connection
+from echelon.store.hub import Hub, log
+from echelon.store.protocol import Limits
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_BACKLOG = 4096
+_CLOSE_S = 5.0
+
+T = TypeVar("T")
+
+
+class StoreServer:
+    """Serve a store at one address.
+
+    Args:
+        host: address or name of this machine to bind; a name is resolved here, once, and all its
+            addresses are bound. "0.0.0.0" and "::" mean every interface.
+        port: 0 for any free one; `port` then says which.
+        secret: what our clients must prove to know. None leaves the store open to everyone who
+            can reach the address, as torch's is.
+        limits: what one peer may ask for.
+        listen_fd: descriptor of a socket that listens already; it is taken over.
+        bind_all_if_foreign: bind every interface when `host` resolves to no address of this
+            machine (a service address); needs a secret.
+
+    Raises:
+        StoreError: the address cannot be bound.
+
+    `start`, `close` and `statistics` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        secret: str | bytes | None = None,
+        limits: Limits | None = None,
+        listen_fd: int | None = None,
+        bind_all_if_foreign: bool = False,
+    ) -> None:
+        self.host = host
+        self._secret = trust.secret_bytes(secret)
+        self._limits = limits or Limits()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hub: Hub | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+        if listen_fd is not None:
+            self._sockets = [socket.socket(fileno=listen_fd)]
+        else:
+            self._sockets = _bind(host, port, bind_all_if_foreign and self._secret is not None)
+        self.port: int = self._sockets[0].getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        """The first bound numeric address."""
+        return str(self._sockets[0].getsockname()[0])
+
+    def start(self) -> Self:
+        """Serve on a daemon thread of its own; returns once connections are accepted."""
+        with self._lock:
+            assert self._thread is None, "start() was called before"
+            started = threading.Event()
+            self._prepare()
+            self._thread = threading.Thread(
+                target=self._run, args=(started.set,), name="echelon-store", daemon=True
+            )
+            self._thread.start()
+        started.wait()
+        atexit.register(self.close)
+        return self
+
+    def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve on this thread until `close()` from elsewhere, SIGTERM or SIGINT."""
+        with self._lock:
+            assert self._thread is None, "start() was called before"
+            self._prepare()
+            self._thread = threading.current_thread()
+        assert self._loop is not None
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._loop.stop)
+        self._run(on_ready or (lambda: None))
+
+    def stop_soon(self) -> None:
+        """Make `serve_forever` return; callable from any thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # closed already
+                loop.call_soon_threadsafe(loop.stop)
+
+    def close(self) -> None:
+        """Close every connection and free the port; waits at most 5 s for the thread."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        atexit.unregister(self.close)
+        if self._pid != os.getpid() or self._thread is None:
+            for listener in self._sockets:  # after a fork the loop's thread is not ours
+                listener.close()
+            return
+        self.stop_soon()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def __enter__(self) -> Self:
+        if self._thread is None:
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def admit(self, address: str) -> None:
+        """Let torch's clients in from a numeric address, without the secret.
+
+        For the addresses of agents that have authenticated. Such a client is trusted by its
+        address alone.
+        """
+        plain = trust.plain_address(address)
+        self._call(lambda hub: hub.admitted_addresses.add(plain))
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the server holds and who waits, as plain data.
+
+        Raises:
+            StoreError: the server is not running.
+        """
+        return self._call(lambda hub: hub.statistics())
+
+    # On the loop's thread.
+
+    def _call(self, ask: Callable[[Hub], T]) -> T:
+        """Run `ask` on the loop and return what it returns."""
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            assert self._hub is not None
+            try:
+                answer.set_result(ask(self._hub))
+            except Exception as error:  # noqa: BLE001 - handed to the caller's thread
+                answer.set_exception(error)
+
+        loop = self._loop
+        if loop is None or self._is_closed:
+            raise StoreError("the store server is not running", endpoint=self._endpoint)
+        loop.call_soon_threadsafe(run)
+        return answer.result(timeout=_CLOSE_S)
+
+    @property
+    def _endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def _prepare(self) -> None:
+        """Make the loop and the hub; nothing runs yet."""
+        _raise_descriptor_limit()
+        self._loop = _new_event_loop()
+        self._hub = Hub(self._loop, self._limits, self._secret)
+
+    def _run(self, on_ready: Callable[[], None]) -> None:
+        """Serve until the loop is stopped, then free everything."""
+        loop, hub = self._loop, self._hub
+        assert loop is not None
+        assert hub is not None
+        servers = [
+            loop.run_until_complete(
+                loop.create_server(lambda: Connection(hub), sock=listener, backlog=_BACKLOG)
+            )
+            for listener in self._sockets
+        ]
+        try:
+            loop.call_soon(on_ready)
+            loop.run_forever()
+        finally:
+            for server in servers:
+                server.close()
+            hub.close()
+            loop.run_until_complete(asyncio.sleep(0.02))  # lets last replies and closes out
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+            for listener in self._sockets:
+                listener.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a libuv loop, or asyncio's own where uvloop is not to be had (Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
+    """Bind every address of `host`, all to the same port.
+
+    Raises:
+        StoreError: none of them could be bound.
+    """
+    if not host:
+        raise ValueError("host is empty; name an address, or '0.0.0.0' for every interface")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise StoreError(f"store server: cannot resolve {host!r}: {error}") from None
+    bound: list[socket.socket] = []
+    problem: OSError | None = None
+    for family, _, _, _, address in dict.fromkeys(found):
+        if bound:
+            port = bound[0].getsockname()[1]
+        try:
+            bound.append(_listen(family, (str(address[0]), port, *address[2:])))
+        except OSError as error:
+            problem = error
+    if bound:
+        return bound
+    assert problem is not None
+    if problem.errno == errno.EADDRNOTAVAIL and may_bind_all:
+        log.warning("store: %s is not an address of this machine: binding all interfaces", host)
+        return [_listen(socket.AF_INET, ("0.0.0.0", port))]  # noqa: S104 - asked for, and authenticated
+    hint = ""
+    if problem.errno == errno.EADDRNOTAVAIL:
+        hint = ". Bind an address of this machine, or '0.0.0.0' (then with a secret)"
+    elif problem.errno == errno.EADDRINUSE:
+        hint = ". Another server has the port; use port 0 for any free one"
+    raise StoreError(
+        f"store server: cannot bind {host}:{port}: {problem.strerror}{hint}",
+        endpoint=f"{host}:{port}",
+    )
+
+
+def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
+    """Return a listening socket; the caller owns it."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit on open files to the hard one: a connection is a descriptor."""
+    try:
+        import resource
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

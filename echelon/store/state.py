@@ -1,0 +1,452 @@
+"""What a store holds, and who waits for it: one class, no I/O, no clock, no threads.
+
+`StoreState` is told what a member asks and answers at once, or keeps a `Waiter`. Waiters that
+an event has satisfied are collected in `woken`; whoever drives the state (the server's loop, or
+`MemoryStore` under its lock) drains that list and delivers. Everything that a member waits for or
+has put in for a time belongs to its `owner` token, and `forget(owner)` takes all of it back: a
+death or a cancel leaves nothing behind.
+
+[Note: items promised to a waiter] torch's blocking queue_pop is WAIT, then QUEUE_POP, and the
+server cannot tell that WAIT from the one of a get. Were all who wait woken by one push, all but
+one would fail on an empty queue. A push therefore wakes one such waiter (`Wants.CLAIM`) and keeps
+the item for its owner until that owner speaks again: if it pops, the item is its own; if it does
+anything else, dies, or says nothing for a while (the driver calls `release_promise`), the next
+waiter is woken. So no item is lost and no waiter sleeps beside one.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+# What a withdrawn waiter knows of its round: world size, how many had come (itself included), and
+# the ranks that had not. Of a wait for keys: (0, 0, []).
+RoundStory = tuple[int, int, list[int]]
+
+INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+
+class Wants(Enum):
+    """What a waiter wants delivered."""
+
+    WAKE = "wait"
+    CLAIM = "wait of a torch client"
+    VALUE = "get"
+    ITEM = "queue_pop"
+    BARRIER = "barrier"
+    GATHER = "gather"
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """One thing that one owner waits for.
+
+    Attributes:
+        owner: token of the connection or caller that it belongs to.
+        wants: what satisfies it.
+        keys: the keys it is about; a round has one.
+        missing: keys that were not there when last looked at.
+        is_framed: how the driver answers it; the state does not look at this.
+        rank: of a round, who arrived; -1 for an unnamed arrival.
+        value: of a gather what the rank put in; after waking, the value or item it gets.
+        values: after a gather, everyone's value by rank.
+        failure: set instead of a result when the wait can never be satisfied.
+    """
+
+    owner: Hashable
+    wants: Wants
+    keys: list[bytes]
+    missing: set[bytes] = field(default_factory=set)
+    is_framed: bool = False
+    rank: int = -1
+    value: bytes = b""
+    values: list[bytes] | None = None
+    failure: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Round:
+    """One use of a barrier or gather key: who has arrived so far."""
+
+    wants: Wants
+    world_size: int
+    arrivals: list[Waiter] = field(default_factory=list)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that have not come; empty when an unnamed arrival makes that unknowable."""
+        ranks = {waiter.rank for waiter in self.arrivals}
+        if -1 in ranks:
+            return []
+        return [rank for rank in range(self.world_size) if rank not in ranks]
+
+
+class StoreState:
+    """Hold keys, queues, rounds and waiters.
+
+    Attributes:
+        values: the plain keys.
+        queues: the queues that are not empty.
+        promised_to: for each owner with a promise the queue in which an item is kept for it.
+        woken: waiters satisfied since the driver last drained it.
+        rounds: the open barriers and gathers.
+        watched: keys whose changes are reported.
+        on_change: called with (key, value or None) when a watched key changes.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.queues: dict[bytes, deque[bytes]] = {}
+        self.woken: list[Waiter] = []
+        self.watched: set[bytes] = set()
+        self.on_change: Callable[[bytes, bytes | None], None] | None = None
+        self._waiting: dict[bytes, dict[Waiter, None]] = {}
+        self.rounds: dict[bytes, Round] = {}
+        self._waiters_of: dict[Hashable, dict[Waiter, None]] = {}
+        self.promised_to: dict[Hashable, bytes] = {}
+        self._promises: dict[bytes, int] = {}
+        self._present_by: dict[bytes, Hashable] = {}
+
+    # Keys.
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Store a value and wake who waits for the key."""
+        self.values[key] = value
+        if key in self._waiting:
+            self._wake_key(key)
+        if self._present_by:
+            self._present_by.pop(key, None)
+        if self.watched:
+            self._tell(key, value)
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the value, or None."""
+        return self.values.get(key)
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to a decimal number, 0 when missing.
+
+        Raises:
+            ValueError: the key holds no 64-bit integer, or would no longer.
+        """
+        held = self.values.get(key, b"0")
+        try:
+            total = int(held) + amount
+        except ValueError:
+            raise ValueError(f"key {show_key(key)} holds {held[:40]!r}, not an integer") from None
+        if not INT64_MIN <= total <= INT64_MAX:
+            raise ValueError(f"key {show_key(key)} would leave 64 bits: {total}")
+        self.set(key, b"%d" % total)
+        return total
+
+    def append(self, key: bytes, value: bytes) -> None:
+        """Append to a value, empty when missing."""
+        self.set(key, self.values.get(key, b"") + value)
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Store `desired` if the key holds `expected` (or is missing and that is empty).
+
+        Returns what the key holds afterwards; of a missing key that was not stored, `expected`,
+        as torch's clients rely on.
+        """
+        held = self.values.get(key)
+        if held is None and expected:
+            return expected
+        if held is None or held == expected:
+            self.set(key, desired)
+            return desired
+        return held
+
+    def delete(self, key: bytes) -> bool:
+        """Remove a key and the queue of the same name; say whether either was there."""
+        queue = self.queues.pop(key, None)
+        value = self.values.pop(key, None)
+        self._present_by.pop(key, None)
+        if value is not None and self.watched:
+            self._tell(key, None)
+        return queue is not None or value is not None
+
+    def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Store several values; no waiter runs in between."""
+        for key, value in pairs:
+            self.set(key, value)
+
+    def is_present(self, key: bytes) -> bool:
+        """Whether the key has a value or a queue with an item."""
+        return key in self.values or key in self.queues
+
+    # Queues.
+
+    def push(self, key: bytes, item: bytes) -> None:
+        """Append an item and hand it to, or wake, the one who has waited longest."""
+        self.queues.setdefault(key, deque()).append(item)
+        self._serve_queue(key)
+
+    def pop(self, key: bytes, owner: Hashable) -> tuple[int, bytes]:
+        """Take the oldest item; return how many there were, and it.
+
+        An item promised to another owner is not seen (see the note above).
+        """
+        if self.promised_to.get(owner) == key:
+            self._drop_promise(owner)
+        available = self._free_items(key)
+        return (available, self._take(key)) if available > 0 else (0, b"")
+
+    def queue_length(self, key: bytes) -> int:
+        """Return how many items the queue holds."""
+        queue = self.queues.get(key)
+        return len(queue) if queue else 0
+
+    def release_promise(self, owner: Hashable) -> None:
+        """Give the item kept for `owner` to the next waiter, if there is one kept."""
+        key = self._drop_promise(owner)
+        if key is not None:
+            self._serve_queue(key)
+
+    def _drop_promise(self, owner: Hashable) -> bytes | None:
+        key = self.promised_to.pop(owner, None)
+        if key is None:
+            return None
+        left = self._promises[key] - 1
+        if left:
+            self._promises[key] = left
+        else:
+            del self._promises[key]
+        return key
+
+    def _free_items(self, key: bytes) -> int:
+        queue = self.queues.get(key)
+        return len(queue) - self._promises.get(key, 0) if queue else 0
+
+    def _promise(self, owner: Hashable, key: bytes) -> None:
+        self.promised_to[owner] = key
+        self._promises[key] = self._promises.get(key, 0) + 1
+
+    def _serve_queue(self, key: bytes) -> None:
+        """Wake who waits for the queue to hold something, then hand free items out in turn."""
+        waiters = list(self._waiting.get(key, ()))
+        for waiter in waiters:
+            if waiter.wants is Wants.WAKE and key in self.queues:
+                self._look_again(waiter)
+        for waiter in waiters:
+            if self._free_items(key) <= 0:
+                return
+            if waiter.wants is Wants.ITEM:
+                waiter.value = self._take(key)
+                self._satisfy(waiter)
+            elif waiter.wants is Wants.CLAIM and waiter.owner not in self.promised_to:
+                self._look_again(waiter)
+
+    def _take(self, key: bytes) -> bytes:
+        queue = self.queues[key]
+        item = queue.popleft()
+        if not queue:
+            del self.queues[key]
+        return item
+
+    # Waiting.
+
+    def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
+        """Wait until all keys are present; None when they are already.
+
+        WAKE and CLAIM count a queue with an item as present, VALUE only a value.
+        """
+        waiter = Waiter(owner, wants, keys)
+        waiter.missing = self._missing(waiter)
+        if not waiter.missing:
+            self._claim(waiter)
+            return None
+        self._register(waiter)
+        return waiter
+
+    def _claim(self, waiter: Waiter) -> None:
+        """Keep an item for a satisfied waiter that may be about to pop it."""
+        key = waiter.keys[0] if waiter.keys else b""
+        if waiter.wants is not Wants.CLAIM or key in self.values or len(waiter.keys) != 1:
+            return
+        if waiter.owner not in self.promised_to:
+            self._promise(waiter.owner, key)
+
+    def wait_item(self, owner: Hashable, key: bytes) -> Waiter | bytes:
+        """Take the oldest free item, or wait for one."""
+        count, item = self.pop(key, owner)
+        if count:
+            return item
+        waiter = Waiter(owner, Wants.ITEM, [key], {key})
+        self._register(waiter)
+        return waiter
+
+    def _missing(self, waiter: Waiter) -> builtins.set[bytes]:
+        values, queues = self.values, self.queues
+        if waiter.wants is Wants.VALUE:
+            return {key for key in waiter.keys if key not in values}
+        if waiter.wants is Wants.WAKE:
+            return {key for key in waiter.keys if key not in values and key not in queues}
+        return {key for key in waiter.keys if key not in values and self._free_items(key) <= 0}
+
+    def _register(self, waiter: Waiter) -> None:
+        for key in waiter.missing:
+            self._waiting.setdefault(key, {})[waiter] = None
+        self._waiters_of.setdefault(waiter.owner, {})[waiter] = None
+
+    def _wake_key(self, key: bytes) -> None:
+        """Tell all who wait for the key that it has a value now."""
+        for waiter in list(self._waiting[key]):
+            if waiter.wants is not Wants.ITEM:
+                waiter.missing.discard(key)
+                self._unlist(waiter, key)
+                if not waiter.missing:
+                    self._look_again(waiter)
+
+    def _look_again(self, waiter: Waiter) -> None:
+        """Satisfy the waiter if all its keys are there, else list what is missing now.
+
+        A key that was there earlier may have been deleted while the waiter waited for another.
+        """
+        for key in waiter.missing:
+            self._unlist(waiter, key)
+        waiter.missing = self._missing(waiter)
+        if not waiter.missing:
+            if waiter.wants is Wants.VALUE:
+                waiter.value = self.values[waiter.keys[0]]
+            self._claim(waiter)
+            self._satisfy(waiter)
+            return
+        for key in waiter.missing:
+            self._waiting.setdefault(key, {})[waiter] = None
+
+    def _satisfy(self, waiter: Waiter) -> None:
+        self._unregister(waiter)
+        self.woken.append(waiter)
+
+    def _unlist(self, waiter: Waiter, key: bytes) -> None:
+        listed = self._waiting.get(key)
+        if listed is None:
+            return
+        listed.pop(waiter, None)
+        if not listed:
+            del self._waiting[key]
+
+    def _unregister(self, waiter: Waiter) -> None:
+        for key in waiter.missing:
+            self._unlist(waiter, key)
+        owned = self._waiters_of.get(waiter.owner)
+        if owned is not None:
+            owned.pop(waiter, None)
+            if not owned:
+                del self._waiters_of[waiter.owner]
+
+    # Rounds.
+
+    def arrive(
+        self,
+        owner: Hashable,
+        wants: Wants,
+        key: bytes,
+        rank: int,
+        world_size: int,
+        value: bytes = b"",
+    ) -> Waiter:
+        """Arrive at a barrier or gather; the last one of a round wakes all, itself among them.
+
+        A rank that arrives twice takes the place of its earlier arrival, which fails: the earlier
+        process is gone and its connection is only not yet known to be.
+
+        Raises:
+            ValueError: the arrival contradicts itself or those who came before.
+        """
+        named = rank >= 0 or wants is Wants.GATHER
+        if world_size < 1 or (named and not 0 <= rank < world_size):
+            raise ValueError(f"rank {rank} of world size {world_size} at {show_key(key)}")
+        round_ = self.rounds.setdefault(key, Round(wants, world_size))
+        if (round_.wants, round_.world_size) != (wants, world_size):
+            raise ValueError(
+                f"{wants.value} of {world_size} at {show_key(key)}, where others wait in a "
+                f"{round_.wants.value} of {round_.world_size}"
+            )
+        if rank >= 0:
+            self._replace_rank(round_, rank, key)
+        waiter = Waiter(owner, wants, [key], rank=rank, value=value)
+        round_.arrivals.append(waiter)
+        self._waiters_of.setdefault(owner, {})[waiter] = None
+        if len(round_.arrivals) == world_size:
+            self._complete(key, round_)
+        return waiter
+
+    def _replace_rank(self, round_: Round, rank: int, key: bytes) -> None:
+        for earlier in round_.arrivals:
+            if earlier.rank == rank:
+                earlier.failure = (
+                    f"rank {rank} arrived again at {show_key(key)}, in another process"
+                )
+                round_.arrivals.remove(earlier)
+                self._satisfy(earlier)
+                return
+
+    def _complete(self, key: bytes, round_: Round) -> None:
+        del self.rounds[key]
+        values: list[bytes] | None = None
+        if round_.wants is Wants.GATHER:
+            values = [w.value for w in sorted(round_.arrivals, key=lambda w: w.rank)]
+        for waiter in round_.arrivals:
+            waiter.values = values
+            self._satisfy(waiter)
+
+    # Owners.
+
+    def withdraw(self, waiter: Waiter) -> RoundStory:
+        """Stop waiting: undo an arrival, leave every key's list. Return what was seen so far."""
+        story: RoundStory = (0, 0, [])
+        round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
+        if round_ is not None and waiter in round_.arrivals:
+            story = (round_.world_size, len(round_.arrivals), round_.missing_ranks)
+            round_.arrivals.remove(waiter)
+            if not round_.arrivals:
+                del self.rounds[waiter.keys[0]]
+        self._unregister(waiter)
+        return story
+
+    def waiters_of(self, owner: Hashable) -> list[Waiter]:
+        """Return what the owner waits for."""
+        return list(self._waiters_of.get(owner, ()))
+
+    def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
+        """Store a value that goes away with its owner, unless someone stores another over it."""
+        self.set(key, value)
+        self._present_by[key] = owner
+
+    def forget(self, owner: Hashable) -> None:
+        """Take back everything of an owner that is gone."""
+        for waiter in self.waiters_of(owner):
+            self.withdraw(waiter)
+        self.release_promise(owner)
+        if self._present_by:
+            for key in [key for key, by in self._present_by.items() if by is owner]:
+                self.delete(key)
+
+    def waiting_keys(self) -> dict[str, int]:
+        """Return how many wait for each key, barriers and gathers included."""
+        waiting = {show_key(key): len(waiters) for key, waiters in self._waiting.items()}
+        for key, round_ in self.rounds.items():
+            waiting[show_key(key)] = waiting.get(show_key(key), 0) + len(round_.arrivals)
+        return waiting
+
+    def num_waiters(self) -> int:
+        """Return how many waits are open."""
+        return sum(map(len, self._waiters_of.values()))
+
+    def num_presences(self) -> int:
+        """Return how many keys go away with their owner."""
+        return len(self._present_by)
+
+    def _tell(self, key: bytes, value: bytes | None) -> None:
+        if key in self.watched and self.on_change is not None:
+            self.on_change(key, value)
+
+
+def show_key(key: bytes) -> str:
+    """Return a key as its user wrote it: without the leading "/" that travels with it."""
+    return key.decode("utf-8", "replace").removeprefix("/")
