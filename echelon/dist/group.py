@@ -167,7 +167,8 @@ class ProcessGroup:
             frame = sites.caller(1)
             if frame is not None:
                 err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
-            raise
+            # The message says it all; a user's traceback should end in the user's code, not ours.
+            raise err.with_traceback(None) from None
         return None
 
     def _record(self, operation: Operation, shown: View | None, async_op: bool) -> int:

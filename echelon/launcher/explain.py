@@ -21,11 +21,11 @@ def explain(incident: Path, shown: Path) -> dict[str, Any] | None:
     Returns:
         The verdict's JSON (the root finding), or None if there is none.
     """
-    from rich.console import Console
-
-    from echelon.analysis import analyze, render_text
-
     try:
+        from rich.console import Console
+
+        from echelon.analysis import analyze, render_text
+
         report = analyze(incident)
         answer = report.to_json()
         write_json(incident / "verdict.json", answer)
@@ -39,6 +39,5 @@ def explain(incident: Path, shown: Path) -> dict[str, Any] | None:
             file=sys.stderr,
         )
         return None
-    print(f"echelon: black boxes and this verdict: {shown}", file=sys.stderr, flush=True)
     verdict = answer["verdict"]
     return verdict if isinstance(verdict, dict) else None

@@ -34,6 +34,7 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 16 << 20
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # the agent decides
 _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds the race
 
 
@@ -119,8 +120,8 @@ class Guard:
             if os.getppid() != guard:  # it died before the signal was tied to it
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
-                signal.signal(number, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGXFSZ, *_IGNORED):
+                signal.signal(number, signal.SIG_DFL)  # exec keeps what is ignored
             null = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((null, 0), (streams[0], 1), (streams[1], 2)):
                 os.dup2(source, target)
@@ -228,8 +229,8 @@ def main() -> None:
     """Serve the agent on the descriptor given as the first argument."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # the agent decides, and its end is the end
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=int(sys.argv[1]))
     agent.set_inheritable(False)  # a worker holding it would hide the agent's end
     Guard(agent, prctl).run()
