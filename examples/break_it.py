@@ -30,7 +30,7 @@ import echelon.dist as dist
 
 TINY = GPTConfig(layers=2, width=64, heads=2, context=64)
 BATCH = 16  # sequences over all ranks
-BUCKET_BYTES = 128 * 1024  # four buckets of different sizes, so four all_reduces and the loss's
+BUCKET_BYTES = 128 * 1024  # makes five buckets, neighbours of different sizes
 TEXT_BYTES = LIMIT_BYTES // 16  # two megabytes are enough to break things
 
 

@@ -1,0 +1,71 @@
+"""Run the examples as a user does: as a command, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+LIMIT_S = 120  # far above what a run takes; a hang fails the test instead of the whole suite
+INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "ECHELON_", "PET_")
+
+SMALL_MODEL = (
+    "--layers=1",
+    "--width=32",
+    "--heads=2",
+    "--context=32",
+    "--batch=8",
+    "--eval-windows=8",
+    "--warmup=5",
+    "--lr=0.01",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def explain(self) -> str:
+        """Return all that it said, for a failed assertion."""
+        return f"exit code {self.code}\n--- stdout ---\n{self.out}\n--- stderr ---\n{self.err}"
+
+
+def run(*arguments: str | Path) -> Ended:
+    """Run Python with these arguments, free of any job that the tests run in."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=kept,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def launch(num_ranks: int, run_dir: Path, script: str, *arguments: str | Path) -> Ended:
+    """Run an example under `echelon run`."""
+    command = ("-m", "echelon", "run", "--nproc-per-node", str(num_ranks), "--run-dir", run_dir)
+    on_stall = ("--stall-timeout", "5", "--on-stall", "stop")
+    return run(*command, *on_stall, EXAMPLES / script, *arguments)
+
+
+def analyse(run_dir: Path) -> dict[str, Any]:
+    """Return what `fr-analyze --json` says about a run."""
+    return json.loads(run("-m", "echelon.analysis", run_dir, "--json").out)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Read a log of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,126 @@
+"""The main job, run as a command."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import train_gpt
+
+from tests.examples.runs import EXAMPLES, SMALL_MODEL, launch, read_log, run
+
+SCRIPT = EXAMPLES / "train_gpt.py"
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A short text, so that no run spends its time reading a long one."""
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(4000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """A run of twenty steps in one process, with what it wrote."""
+    folder = tmp_path_factory.mktemp("alone")
+    files = ("--log", folder / "log", "--checkpoint", folder / "gpt_{step}.pt")
+    options = ("--steps=20", "--checkpoint-every=12", "--data", text)
+    ended = run(SCRIPT, *SMALL_MODEL, *options, *files)
+    assert ended.code == 0, ended.explain()
+    return ended, folder
+
+
+def test_two_ranks_and_one_process_train_alike(alone, text, tmp_path):
+    _, alone_folder = alone
+    log = tmp_path / "log"
+    options = (*SMALL_MODEL, "--steps=20", "--data", text, "--log", log)
+    ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
+    assert ended.code == 0, ended.explain()
+    one, two = read_log(alone_folder / "log"), read_log(log)
+    assert [line["step"] for line in one] == [line["step"] for line in two] == list(range(1, 21))
+    losses = [line["loss"] for line in one]
+    assert [line["loss"] for line in two] == pytest.approx(losses, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.5  # they are alike because they train, not because they don't
+    assert re.search(r"validation loss +\d\.\d+", ended.out), ended.explain()
+
+
+def test_a_run_ends_with_its_figures_and_a_sample(alone):
+    ended, _ = alone
+    for line in (
+        r"^model: 1 layers, width 32, 2 heads, context 32: 20,\d{3} parameters, fp32$",
+        r"^step 20/20  loss \d\.\d{4}  \d.*tokens/s  .*FLOP/s  ETA 0:00$",
+        r"^20 steps in .*tokens/s, .*FLOP/s \(.*FLOP a token = 6 N \+ 12 L C T\)$",
+        r"^validation loss \d\.\d{4} ",
+        r"^bigram loss     \d\.\d{4} ",
+        r"^sample:\ndef ",
+    ):
+        assert re.search(line, ended.out, re.M), ended.explain()
+
+
+def test_a_resumed_run_goes_on_exactly(alone, text, tmp_path):
+    """From its checkpoint after 12 of 20 steps it takes the steps that the first run took."""
+    _, alone_folder = alone
+    files = ("--log", tmp_path / "log", "--resume", alone_folder / "gpt_12.pt")
+    resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
+    assert resumed.code == 0, resumed.explain()
+    assert "gpt_12.pt after step 12" in resumed.out
+    assert read_log(tmp_path / "log") == read_log(alone_folder / "log")[12:]
+
+
+def test_a_finished_run_can_be_looked_at_again(alone, text):
+    _, folder = alone
+    ended = run(
+        SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt_20.pt"
+    )
+    assert ended.code == 0, ended.explain()
+    assert "after step 20" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--steps 0", "argument --steps: '0' is not a whole number from 1 up"),
+        ("--lr -1", "argument --lr: '-1' is not a number above 0"),
+        ("--dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+        ("--heads 3", "width 128 does not split into 3 heads"),
+        ("--data /no/such/file", "No such file or directory: '/no/such/file'"),
+        ("--data {empty}", "the text has 0 bytes"),
+        ("--context 100000", "the text is too short"),
+        ("--checkpoint /no/such/folder/gpt.pt", "cannot write /no/such/folder/gpt.pt"),
+        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint FILE"),
+        ("--resume {empty}", "cannot read the checkpoint"),
+    ],
+)
+def test_bad_options_get_one_line_and_exit_code_2(
+    options, complaint, tmp_path, monkeypatch, capsys
+):
+    empty = tmp_path / "empty"
+    empty.touch()
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options.format(empty=empty).split()])
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main()
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert complaint in err
+    assert err.startswith("train_gpt.py: error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_a_checkpoint_of_other_settings_is_refused(alone, text):
+    _, folder = alone
+    other = (*SMALL_MODEL, "--seed=1", "--data", text, "--resume", folder / "gpt_20.pt")
+    ended = run(SCRIPT, *other)
+    assert ended.code == 2
+    assert "belongs to another run: seed 0 there, 1 here" in ended.err
+
+
+def test_more_ranks_than_sequences_are_refused(text, tmp_path):
+    options = (*SMALL_MODEL, "--batch=1", "--data", text)
+    ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
+    assert ended.code == 2, ended.explain()
+    assert "--batch 1 leaves some of 2 ranks without data" in ended.err
+    assert "Traceback" not in ended.err
