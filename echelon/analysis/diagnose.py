@@ -1,0 +1,83 @@
+"""From a picture to a report: ask the rules in order of precedence and choose the root.
+
+The first stage that has an answer holds the root. Later stages see mostly its consequences (after
+a death everybody waits), so of them only endings are still listed, beneath the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from echelon.analysis.evidence import Evidence
+from echelon.analysis.finding import Finding, Report
+from echelon.analysis.load import load
+from echelon.analysis.picture import Picture, take_picture
+from echelon.analysis.rules.desync import find_desync
+from echelon.analysis.rules.ended import find_ended
+from echelon.analysis.rules.mismatch import find_mismatch
+from echelon.analysis.rules.missing import find_missing, find_unknown
+from echelon.analysis.rules.p2p import find_unmatched
+from echelon.analysis.rules.skipped import find_skipped
+from echelon.analysis.rules.splits import find_split_mismatch
+from echelon.analysis.rules.straggler import find_straggler
+from echelon.analysis.rules.stuck import find_stuck
+from echelon.analysis.rules.transport import find_transport
+
+Rule = Callable[[Picture], list[Finding]]
+
+# In order of precedence: a slip explains a mismatch, a mismatch explains endings, and so on.
+STAGES: tuple[Rule, ...] = (
+    find_skipped,
+    find_mismatch,
+    find_split_mismatch,
+    find_ended,
+    find_unmatched,
+    find_desync,
+    find_stuck,
+    find_transport,
+    find_missing,
+    find_unknown,
+    find_straggler,
+)
+_LISTED_BENEATH: frozenset[Rule] = frozenset({find_ended})
+
+
+def analyze(path: str | Path) -> Report:
+    """Read an incident, a `dump/`, a run directory or torch's dumps, and say what happened.
+
+    Raises:
+        DumpFormatError: files are there and none of them can be read.
+        ValueError: there is no such folder, or it holds nothing that we know.
+    """
+    return diagnose(load(Path(path)))
+
+
+def diagnose(evidence: Evidence) -> Report:
+    """Find out what happened."""
+    return report_of(take_picture(evidence))
+
+
+def report_of(picture: Picture) -> Report:
+    """Ask the rules and put their findings in order, the root first."""
+    evidence = picture.evidence
+    return Report(
+        world_size=evidence.world_size,
+        ranks_present=tuple(evidence.ranks),
+        findings=tuple(_ask(picture, STAGES)),
+        origin=evidence.origin,
+        warnings=evidence.warnings,
+    )
+
+
+def _ask(picture: Picture, stages: Sequence[Rule]) -> list[Finding]:
+    findings: list[Finding] = []
+    for rule in stages:
+        rooted = any(not finding.info for finding in findings)
+        if rooted and rule not in _LISTED_BENEATH:
+            continue
+        named = {rank for finding in findings for rank in finding.culprit_ranks}
+        findings += [
+            f for f in rule(picture) if not rooted or not named.issuperset(f.culprit_ranks)
+        ]
+    return findings

@@ -1,0 +1,177 @@
+"""What an analysis says: findings, each with a cause, culprits and evidence, and the report.
+
+The words are those of `docs/verdicts.md`. A `Finding` is plain data and knows nothing of how it was
+found; `Report.to_json` is the one place that fixes the shape of `fr-analyze --json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+REPORT_FORMAT = 1
+
+
+class Cause(str, Enum):
+    """Why a job stopped, in the vocabulary of `docs/verdicts.md`."""
+
+    OP_MISMATCH = "op_mismatch"
+    SHAPE_MISMATCH = "shape_mismatch"
+    DTYPE_MISMATCH = "dtype_mismatch"
+    REDUCE_OP_MISMATCH = "reduce_op_mismatch"
+    ROOT_MISMATCH = "root_mismatch"
+    SPLIT_MISMATCH = "split_mismatch"
+    SKIPPED_COLLECTIVE = "skipped_collective"
+    ORDER_DESYNC = "order_desync"
+    P2P_UNMATCHED = "p2p_unmatched"
+    DATA_STARVATION = "data_starvation"
+    STORAGE_STALL = "storage_stall"
+    COMPILE_STALL = "compile_stall"
+    STORE_WAIT = "store_wait"
+    HOST_HANG = "host_hang"
+    GIL_HANG = "gil_hang"
+    EXCEPTION = "exception"
+    DEAD_PROCESS = "dead_process"
+    OUT_OF_MEMORY = "out_of_memory"
+    FROZEN_PROCESS = "frozen_process"
+    DEVICE_STUCK = "device_stuck"
+    NETWORK = "network"
+    STRAGGLER = "straggler"
+    UNKNOWN = "unknown"
+
+
+class Confidence(str, Enum):
+    """How sure a finding is: seen directly, the best reading, or one of several."""
+
+    CERTAIN = "certain"
+    LIKELY = "likely"
+    POSSIBLE = "possible"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is wrong, who caused it, and why we think so.
+
+    `operation` and `sequence` say where others wait for the culprits or where they differ; None
+    where no operation is involved. `info` findings are worth knowing and never the verdict.
+    """
+
+    cause: Cause
+    culprit_ranks: tuple[int, ...]
+    confidence: Confidence
+    summary: str
+    group: str | None = None
+    operation: str | None = None
+    sequence: int | None = None
+    evidence: tuple[str, ...] = ()
+    fallout_ranks: tuple[int, ...] = ()
+    would_settle: tuple[str, ...] = ()
+    next_action: str = ""
+    info: bool = False
+
+    def changed(self, **changes: Any) -> Finding:
+        """Return a copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as `fr-analyze --json` shows it."""
+        shown: dict[str, Any] = {
+            "cause": self.cause.value,
+            "culprit_ranks": list(self.culprit_ranks),
+            "confidence": self.confidence.value,
+            "group": self.group,
+            "operation": self.operation,
+            "sequence": self.sequence,
+            "summary": self.summary,
+            "evidence": list(self.evidence),
+            "fallout_ranks": list(self.fallout_ranks),
+            "would_settle": list(self.would_settle),
+            "next_action": self.next_action,
+        }
+        if self.info:
+            shown["severity"] = "info"
+        return shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The outcome of one analysis. `findings` has the root first; `verdict` is it, or None."""
+
+    world_size: int
+    ranks_present: tuple[int, ...]
+    findings: tuple[Finding, ...]
+    origin: str = ""  # what was read, in words
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Finding | None:
+        """The root finding; None when nothing is wrong."""
+        return next((finding for finding in self.findings if not finding.info), None)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.verdict is None
+
+    @property
+    def ranks_missing(self) -> tuple[int, ...]:
+        """Ranks of the world that left no readable record."""
+        present = set(self.ranks_present)
+        return tuple(rank for rank in range(self.world_size) if rank not in present)
+
+    @property
+    def exit_code(self) -> int:
+        """What `fr-analyze` exits with: 0 if nothing is wrong, else 1."""
+        return 0 if self.healthy else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return exactly what `fr-analyze --json` prints."""
+        verdict = self.verdict
+        return {
+            "format": REPORT_FORMAT,
+            "healthy": self.healthy,
+            "world_size": self.world_size,
+            "ranks_present": list(self.ranks_present),
+            "ranks_missing": list(self.ranks_missing),
+            "verdict": None if verdict is None else verdict.to_json(),
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def rank_list(ranks: Sequence[int], limit: int = 6) -> str:
+    """Name ranks as a person would: `rank 3`, `ranks 0-6`, `ranks 1, 4 and 9`."""
+    if not ranks:
+        return "no rank"
+    runs = _runs(sorted(set(ranks)))
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:limit]]
+    if len(runs) > limit:
+        shown.append(f"{sum(b - a + 1 for a, b in runs[limit:])} more")
+    text = shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " and " + shown[-1]
+    return f"rank {text}" if len(set(ranks)) == 1 else f"ranks {text}"
+
+
+def _runs(ranks: list[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return [pair for run in runs for pair in ([run] if run[1] - run[0] != 1 else _pair(run))]
+
+
+def _pair(run: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(run[0], run[0]), (run[1], run[1])]
+
+
+def seconds(duration_s: float) -> str:
+    """Show a duration: `840 us`, `31 ms`, `31.2 s`, `4 min 10 s`."""
+    if duration_s < 0.001:
+        return f"{duration_s * 1e6:.0f} us"
+    if duration_s < 1:
+        return f"{duration_s * 1e3:.0f} ms"
+    if duration_s < 120:
+        return f"{duration_s:.1f} s"
+    return f"{int(duration_s // 60)} min {int(duration_s % 60)} s"

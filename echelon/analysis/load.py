@@ -1,0 +1,163 @@
+"""Find and read what a folder holds: an incident, a `dump/`, a run directory, foreign dumps.
+
+A folder is recognised by what lies in it, a file by its first bytes; no rule looks at a name beyond
+the rank in it. One unreadable file among good ones is a warning and makes its rank a suspect;
+nothing readable at all is an error. A folder still being written (`.incident_<k>.partial`) is left
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.analysis.evidence import Evidence, EvidenceBuilder, Incident
+from echelon.errors import DumpFormatError
+from echelon.recorder.read import read
+
+_RANK_FILE = re.compile(r"rank_(\d{1,7})\Z")
+_INCIDENT = re.compile(r"incident_(\d{1,9})\Z")
+_ATTEMPT = re.compile(r"attempt_(\d{1,9})\Z")
+_MAX_INCIDENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What was chosen to be read: our files by rank, the incident they belong to, and words."""
+
+    files: tuple[tuple[int, Path], ...]
+    words: str
+    incident: Incident = field(default_factory=Incident)
+
+
+def load(path: Path) -> Evidence:
+    """Read everything below a folder that tells what happened.
+
+    Raises:
+        DumpFormatError: files are there and none can be read.
+        ValueError: there is no such folder, or it holds nothing that we know.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: no such folder")
+    place = find(path)
+    if place is not None:
+        return load_place(place)
+    from echelon.analysis.torch_dump import load_torch
+
+    return load_torch(path)
+
+
+def find(path: Path) -> Place | None:
+    """Choose what to read of our own files; None if the folder holds none of ours."""
+    if path.is_file():
+        return None if _looks_foreign(path) else Place(((-1, path),), f"one file, {path}")
+    for candidate in (path / "dump", path):
+        incident = _newest_incident(candidate)
+        if incident is not None:
+            return incident
+    return _incident(path) or _rings(path)
+
+
+def load_place(place: Place) -> Evidence:
+    """Read our own files of one incident or attempt.
+
+    Raises:
+        DumpFormatError: none of them can be read.
+    """
+    builder = EvidenceBuilder()
+    unreadable: list[int] = []
+    failure: DumpFormatError | None = None
+    for rank, file in place.files:
+        try:
+            builder.add(read(file))
+        except DumpFormatError as err:
+            failure = err
+            unreadable.append(rank)
+            builder.warnings.append(str(err))
+    if not builder.ranks and failure is not None:
+        raise failure
+    return builder.build(incident=place.incident, origin=place.words, unreadable=unreadable)
+
+
+def _newest_incident(folder: Path) -> Place | None:
+    numbered = sorted(_numbered(folder, _INCIDENT), reverse=True)
+    return next((place for _, path in numbered if (place := _incident(path)) is not None), None)
+
+
+def _incident(folder: Path) -> Place | None:
+    files = tuple(sorted(pair for pair in _numbered(folder, _RANK_FILE) if pair[1].is_file()))
+    if not files or all(_looks_foreign(file) for _, file in files):
+        return None
+    return Place(files, f"incident {folder}", read_incident(folder / "incident.json"))
+
+
+def _rings(folder: Path) -> Place | None:
+    """Take the newest attempt's ring of each rank."""
+    newest: dict[int, tuple[int, Path]] = {}
+    for rank, rank_folder in _numbered(folder, _RANK_FILE):
+        for attempt, path in _numbered(rank_folder, _ATTEMPT):
+            if (path / "ring").is_file() and attempt >= newest.get(rank, (-1, path))[0]:
+                newest[rank] = (attempt, path / "ring")
+    if not newest:
+        return None
+    last = max(attempt for attempt, _ in newest.values())
+    files = tuple(sorted((rank, ring) for rank, (n, ring) in newest.items() if n == last))
+    return Place(files, f"the final rings of attempt {last} in {folder}", Incident(attempt=last))
+
+
+def read_incident(path: Path) -> Incident:
+    """Read `incident.json`; fields that are missing or of a wrong type are left at their default.
+
+    A snapshot is worth reading without it, so a missing or broken file is no error.
+    """
+    try:
+        if path.stat().st_size > _MAX_INCIDENT_BYTES:
+            return Incident()
+        values = json.loads(path.read_text("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
+        return Incident()
+    if not isinstance(values, dict):
+        return Incident()
+    return Incident(
+        kind=_text(values.get("kind")),
+        number=_count(values.get("number")),
+        attempt=_count(values.get("attempt")),
+        world_size=_count(values.get("world_size")),
+        reason=_text(values.get("reason")),
+    )
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
+    """Yield the entries of a folder whose names match, with their number; none if unreadable."""
+    try:
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError:
+        return
+    for entry in entries:
+        match = pattern.match(entry.name)
+        if match:
+            yield int(match[1]), entry
+
+
+def _looks_foreign(path: Path) -> bool:
+    """Tell whether a file begins like torch's pickles or JSON, and so cannot be ours."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+    except OSError:
+        return False
+    return head[:1] == b"{" or (
+        head[:1] == b"\x80" and head[1:] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    )

@@ -1,0 +1,1 @@
+"""How a report is shown: terminal, HTML page, trace."""

@@ -1,0 +1,21 @@
+"""Make recorded strings safe to show.
+
+Whatever a dump holds was written by other processes, and perhaps by somebody who wants to move the
+cursor, set a title or forge a line. Control characters, bidirectional overrides and line breaks are
+replaced before a string reaches a terminal or a page; markup is escaped where it is put in.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+_MAX_CHARS = 2000
+
+
+def clean(text: str, limit: int = _MAX_CHARS) -> str:
+    """Return `text` without control characters, on one line, at most `limit` characters long."""
+    shown = _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text[: limit + 1].replace("\t", " "))
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"

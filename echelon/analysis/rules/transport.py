@@ -1,0 +1,96 @@
+"""Everybody is inside and nobody comes out: the transport, or a device beneath it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
+from echelon.analysis.picture import Picture, last_row
+from echelon.analysis.rules.ended import is_secondary
+from echelon.analysis.waits import Wait
+
+_NAMED = re.compile(r"(?:\branks?|\bmissing:?) (\d{1,7}(?:(?:, | and )\d{1,7})*)")
+_LOST = ("PeerLost", "StoreConnection", "ConnectionReset", "DistNetwork", "onnection closed")
+_SETTLES = (
+    "bytes moved per peer since the operation began, on every rank",
+    "socket queues (unread and unsent bytes) and retransmits per peer",
+    "device errors and an event query, if a device does the transport",
+)
+
+
+def find_transport(picture: Picture) -> list[Finding]:
+    """Report operations that all members are in and none has done, else broken connections."""
+    inside = [wait for wait in picture.graph.waits if _is_full(picture, wait)]
+    if inside:
+        return [_describe(picture, min(inside, key=lambda wait: wait.since_ns))]
+    return _broken(picture)
+
+
+def _is_full(picture: Picture, wait: Wait) -> bool:
+    if wait.absent or wait.completed or wait.vague or wait.members < 2:
+        return False
+    return not (wait.is_p2p and picture.evidence.incident.kind != "stall")
+
+
+def _describe(picture: Picture, wait: Wait) -> Finding:
+    age_s = picture.waited_s(wait)
+    since = f" for {seconds(age_s)}" if age_s >= 0.001 else ""
+    return Finding(
+        cause=Cause.NETWORK,
+        culprit_ranks=(),
+        confidence=Confidence.POSSIBLE,
+        group=wait.group,
+        operation=wait.operation,
+        sequence=wait.sequence,
+        summary=f"all {wait.members} ranks are inside {wait} of group '{wait.group}'{since} and "
+        "none is through: the transport or a device, and nothing recorded singles out a rank",
+        evidence=(f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', none done",),
+        fallout_ranks=wait.waiting,
+        would_settle=_SETTLES,
+        next_action="Check the links between this group's hosts and their socket queues.",
+    )
+
+
+def _broken(picture: Picture) -> list[Finding]:
+    """Nothing hangs, nobody died, yet ranks lost connections: name the end of most broken pairs."""
+    texts = {rank: text for rank, text in _errors(picture).items() if text}
+    if not texts:
+        return []
+    named = Counter(
+        other for rank, text in texts.items() for other in _named(text) if other != rank
+    ).most_common(2)
+    single = bool(named) and (len(named) == 1 or named[0][1] > named[1][1])
+    culprits = (named[0][0],) if single else ()
+    quoted = [f"rank {rank}: {text.splitlines()[0]}" for rank, text in list(texts.items())[:4]]
+    whom = f"most of them to {rank_list(culprits)}" if culprits else "no rank stands out"
+    return [
+        Finding(
+            cause=Cause.NETWORK,
+            culprit_ranks=culprits,
+            confidence=Confidence.LIKELY if culprits else Confidence.POSSIBLE,
+            summary=f"{rank_list(list(texts))} lost connections while every process lives; {whom}",
+            evidence=tuple(quoted),
+            fallout_ranks=tuple(sorted(set(texts) - set(culprits))),
+            would_settle=_SETTLES[:2],
+            next_action=f"Check the link of {rank_list(culprits)}'s host."
+            if culprits
+            else "Check the links between the hosts of this job.",
+        )
+    ]
+
+
+def _errors(picture: Picture) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for rank, facts in picture.evidence.ranks.items():
+        row = last_row(facts)
+        text = picture.evidence.error(row) if row is not None else ""
+        words = facts.last_words
+        if not any(sign in text for sign in _LOST) and words is not None:
+            text = words.message if is_secondary(words.type, words.message, words.bases) else ""
+        found[rank] = text if text and "Mismatch" not in text else ""
+    return found
+
+
+def _named(text: str) -> set[int]:
+    return {int(n) for match in _NAMED.findall(text) for n in re.findall(r"\d+", match)}

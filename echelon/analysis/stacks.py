@@ -1,0 +1,141 @@
+"""Find the line that matters in a stack: the innermost frame of the user's own code.
+
+Stacks come as faulthandler's text (all threads, most recent call first), as the short stacks of
+recorded operations, and as tracebacks on stderr. All are untrusted text of other processes: they
+are searched, never evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_THREAD = re.compile(
+    r"^(?:Current thread|Thread) (0x[0-9a-fA-F]+)([^\n]*)\(most recent call first\):"
+)
+_FRAME = re.compile(r'^  File "([^"\n]*)", line (\d+) in ([^\n]*)$')
+_TRACEBACK_FRAME = re.compile(r'^  File "([^"\n]*)", line (\d+), in ([^\n]*)$')
+_SITE = re.compile(r"^(.*):(\d+) (\S+)$", re.DOTALL)
+_LIBRARY = re.compile(
+    r"(?:^|[/\\])(?:site-packages|dist-packages)[/\\]"
+    r"|[/\\][Ll]ib[/\\]python3(?:\.\d+)?t?[/\\]"
+    r"|[/\\]Python3?\d*[/\\]Lib[/\\]"
+    r"|[/\\]Python\.framework[/\\].*[/\\]lib[/\\]"
+    r"|[/\\]echelon[/\\](?:dist|recorder|store|launcher|analysis)[/\\]"
+    r"|^<frozen "
+)
+_MAX_STACK_CHARS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call: where it stands."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the file is neither ours, nor the standard library's, nor an installed one's."""
+        return not _LIBRARY.search(self.file)
+
+    def __str__(self) -> str:
+        """Show it short: `train.py:88 in wait_for_tokenizer`."""
+        return f"{file_name(self.file)}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread's stack, innermost frame first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the stack begins in a script or in the interpreter's way into one."""
+        if not self.frames:
+            return False
+        outermost = self.frames[-1]
+        return outermost.function == "<module>" or "runpy" in outermost.file
+
+
+def file_name(path: str) -> str:
+    """Return the last part of a path, of either kind of slash."""
+    return re.split(r"[/\\]", path)[-1] or path
+
+
+def threads(text: str) -> tuple[Thread, ...]:
+    """Parse faulthandler's text. Of several snapshots in it, the last one counts."""
+    found: list[tuple[str, list[Frame]]] = []
+    seen: set[str] = set()
+    for line in text[-_MAX_STACK_CHARS:].splitlines():
+        head = _THREAD.match(line)
+        if head is not None:
+            if head[1] in seen:  # the same thread again: a new snapshot begins
+                found, seen = [], set()
+            seen.add(head[1])
+            found.append((head[1] + head[2].rstrip(), []))
+            continue
+        frame = _FRAME.match(line)
+        if frame is not None and found:
+            found[-1][1].append(Frame(frame[1], int(frame[2]), frame[3]))
+    return tuple(Thread(name, tuple(frames)) for name, frames in found)
+
+
+def main_thread(text: str) -> Thread | None:
+    """Return the main thread: the one that began in a script, else the last one listed."""
+    listed = threads(text)
+    mains = [thread for thread in listed if thread.is_main]
+    return mains[-1] if mains else (listed[-1] if listed else None)
+
+
+def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
+    """Return the innermost frame of the user's own code, else the innermost of all."""
+    if not frames:
+        return None
+    return next((frame for frame in frames if frame.is_users), frames[0])
+
+
+def site_frame(site: str) -> Frame | None:
+    """Parse a recorded site, "file:line function"; None if it is none."""
+    match = _SITE.match(site)
+    return Frame(match[1], int(match[2]), match[3]) if match else None
+
+
+def short_site(site: str) -> str:
+    """Show a recorded site short: `train.py:211 in step`; as it is where it cannot be parsed."""
+    frame = site_frame(site)
+    return str(frame) if frame else site
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The last traceback of a stderr: what was raised, and the user's innermost frame."""
+
+    type: str
+    message: str
+    frame: Frame | None
+
+
+_RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_HEAD = "Traceback (most recent call last):"
+
+
+def last_traceback(stderr: str) -> Raised | None:
+    """Find the last complete traceback in the tail of a stderr, None if there is none."""
+    _, head, block = stderr.rpartition(_HEAD)
+    if not head:
+        return None
+    frames: list[Frame] = []
+    for line in block.splitlines()[1:] if block.startswith("\n") else block.splitlines():
+        match = _TRACEBACK_FRAME.match(line)
+        if match is not None:
+            frames.insert(0, Frame(match[1], int(match[2]), match[3]))
+        elif line and not line.startswith(" "):
+            raised = _RAISED.match(line)
+            if raised is not None:
+                message = raised["message"] or ""
+                return Raised(raised["type"], message, users_frame(tuple(frames)))
+    return None

@@ -1,0 +1,255 @@
+"""Who waits for whom: the wait-for graph, across groups and point-to-point.
+
+A rank inside (group, sequence) waits for every member that has not entered it; a send or receive
+waits for its counterpart. One `Wait` stands for all ranks that wait for the same thing, so a world
+of thousands needs a few of them, not millions of edges. Ranks that others wait for and that wait
+for nobody are the sinks, where the cause is; a closed ring of waits is an order desync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echelon.analysis.evidence import Evidence, Flag, RankEvidence, State
+from echelon.analysis.lanes import Lanes
+
+SENDS = frozenset({"send", "isend"})
+RECEIVES = frozenset({"recv", "irecv"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """Some ranks inside one operation, and the ranks that they wait for.
+
+    `absent` is empty where everybody is inside: then it is the transport or a device.
+    """
+
+    group: str
+    operation: str
+    sequence: int
+    waiting: tuple[int, ...]
+    absent: tuple[int, ...]
+    since_ns: int  # when the first of them came, on rank 0's clock
+    completed: tuple[int, ...] = ()  # members that are already through
+    is_p2p: bool = False
+    members: int = 0
+    vague: bool = False  # the group's members were inferred
+    gave_up: bool = False  # an error is recorded: a timeout passed
+
+    def __str__(self) -> str:
+        """Name the operation: `all_reduce #1042` or `recv from rank 2`."""
+        return f"{self.operation} #{self.sequence}"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGraph:
+    """All waits of one snapshot."""
+
+    waits: tuple[Wait, ...]
+
+    @property
+    def blocked(self) -> frozenset[int]:
+        """Ranks that wait for another rank."""
+        return frozenset(rank for wait in self.waits if wait.absent for rank in wait.waiting)
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Ranks that another rank waits for."""
+        return frozenset(rank for wait in self.waits for rank in wait.absent)
+
+    @property
+    def sinks(self) -> tuple[int, ...]:
+        """Ranks that are waited for and wait for nobody."""
+        return tuple(sorted(self.wanted - self.blocked))
+
+    def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
+        """Return the waits in which one of `ranks` is absent, the earliest first."""
+        wanted = set(ranks)
+        found = [wait for wait in self.waits if wanted.intersection(wait.absent)]
+        return tuple(sorted(found, key=lambda wait: wait.since_ns))
+
+    def fallout(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return all ranks that wait for `ranks`, directly or through others."""
+        reached = set(ranks)
+        culprits = frozenset(reached)
+        pending = [wait for wait in self.waits if wait.absent]
+        grown = True
+        while grown:
+            grown = False
+            for wait in pending:
+                if reached.intersection(wait.absent) and not reached.issuperset(wait.waiting):
+                    reached.update(wait.waiting)
+                    grown = True
+        return tuple(sorted(reached - culprits))
+
+    def cycle(self) -> tuple[int, ...]:
+        """Return the ranks of a closed ring of waits, () if there is none.
+
+        Of several, the one with the earliest wait. Ranks that only wait for the ring are not in it.
+        """
+        successors: dict[Any, list[Any]] = {}
+        for number, wait in enumerate(self.waits):
+            if not wait.absent:
+                continue
+            node = ("wait", number)
+            successors[node] = list(wait.absent)
+            for rank in wait.waiting:
+                successors.setdefault(rank, []).append(node)
+        rings = [ring for ring in _components(successors) if len(ring) > 1]
+        if not rings:
+            return ()
+        first = min(rings, key=self._began)
+        return tuple(sorted(node for node in first if isinstance(node, int)))
+
+    def _began(self, ring: Sequence[Any]) -> int:
+        return min(self.waits[node[1]].since_ns for node in ring if isinstance(node, tuple))
+
+
+def wait_graph(evidence: Evidence, lanes: Sequence[Lanes]) -> WaitGraph:
+    """Build the graph of everything that is pending."""
+    waits = [wait for lane in lanes for wait in _collective_waits(evidence, lane)]
+    return WaitGraph(tuple(waits + _p2p_waits(evidence)))
+
+
+def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
+    """Yield one wait per column in which somebody is inside.
+
+    Every member's first pending column counts; a column that another member completed proves that
+    all had entered, so nobody is absent from it.
+    """
+    pending = lane.pending
+    for column in sorted(set(pending[pending >= 0].tolist())):
+        waiting = np.flatnonzero(pending == column)
+        done = np.flatnonzero(lane.state[:, column] == State.COMPLETED)
+        absent: tuple[int, ...] = ()
+        if not lane.proven[column]:
+            absent = (*lane.ranks(np.flatnonzero(lane.last < column)), *lane.strangers)
+        rows = [row for member in waiting.tolist() if (row := lane.row(member, column)) is not None]
+        yield Wait(
+            group=lane.name,
+            operation=_most_common([evidence.call(row).operation for row in rows]),
+            sequence=int(lane.sequences[column]),
+            waiting=lane.ranks(waiting),
+            absent=tuple(sorted(absent)),
+            since_ns=min(int(row["created_ns"]) for row in rows),
+            completed=lane.ranks(done),
+            members=len(lane.members) + len(lane.strangers),
+            vague=lane.group in evidence.vague_groups,
+            gave_up=any(evidence.error(row) for row in rows),
+        )
+
+
+def _p2p_waits(evidence: Evidence) -> list[Wait]:
+    waits: list[Wait] = []
+    for rank, facts in evidence.ranks.items():
+        for row in first_pending_p2p(evidence, facts):
+            call, peer = evidence.call(row), int(row["peer"])
+            if peer < 0 or peer == rank:
+                continue
+            posted = has_counterpart(evidence, rank, row)
+            waits.append(
+                Wait(
+                    group=evidence.groups[int(row["group"])].name,
+                    operation=f"{call.operation} {'to' if call.operation in SENDS else 'from'} "
+                    f"rank {peer}",
+                    sequence=int(row["p2p_sequence"]),
+                    waiting=(rank,),
+                    absent=() if posted else (peer,),
+                    since_ns=int(row["created_ns"]),
+                    is_p2p=True,
+                    members=2,
+                )
+            )
+    return waits
+
+
+def first_pending_p2p(evidence: Evidence, facts: RankEvidence) -> list[Any]:
+    """Return a rank's first pending p2p row per (group, peer, way)."""
+    rows = facts.rows
+    is_p2p = (rows["flags"] & Flag.P2P) > 0
+    inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
+    failed_last = np.zeros(len(rows), bool)
+    if len(rows):
+        failed_last[-1] = rows["state"][-1] == State.FAILED
+    first: dict[tuple[int, int, bool], Any] = {}
+    for index in np.flatnonzero(is_p2p & (inside | failed_last)).tolist():
+        row = rows[index]
+        way = (int(row["group"]), int(row["peer"]), evidence.call(row).operation in SENDS)
+        first.setdefault(way, row)
+    return list(first.values())
+
+
+def has_counterpart(evidence: Evidence, rank: int, row: Any) -> bool:
+    """Tell whether the peer of a p2p row has posted its side, as far as its record reaches."""
+    peer = evidence.ranks.get(int(row["peer"]))
+    if peer is None:
+        return False
+    wanted = RECEIVES if evidence.call(row).operation in SENDS else SENDS
+    rows = peer.rows
+    mask = (rows["flags"] & Flag.P2P > 0) & (rows["peer"] == rank) & (rows["group"] == row["group"])
+    sides = [other for other in rows[mask] if evidence.call(other).operation in wanted]
+    if int(row["p2p_sequence"]) >= 0:
+        return any(int(other["p2p_sequence"]) >= int(row["p2p_sequence"]) for other in sides)
+    return any(_could_match(row, other) for other in sides)
+
+
+def _could_match(row: Any, other: Any) -> bool:
+    """Match without a pair number, as in torch's records.
+
+    The other side is open, or it ended after this one was called (dumps taken a little apart).
+    """
+    if other["state"] in (State.CREATED, State.STARTED):
+        return True
+    return bool(other["ended_ns"] and other["ended_ns"] >= row["created_ns"])
+
+
+def _most_common(names: Sequence[str]) -> str:
+    return max(sorted(set(names)), key=list(names).count)
+
+
+def _components(successors: Mapping[Any, Sequence[Any]]) -> list[list[Any]]:
+    """Return the strongly connected components (Tarjan's algorithm, without recursion)."""
+    index: dict[Any, int] = {}
+    low: dict[Any, int] = {}
+    stack: list[Any] = []
+    on_stack: set[Any] = set()
+    found: list[list[Any]] = []
+    for root in list(successors):
+        if root in index:
+            continue
+        work: list[tuple[Any, int]] = [(root, 0)]
+        while work:
+            node, position = work.pop()
+            if position == 0:
+                index[node] = low[node] = len(index)
+                stack.append(node)
+                on_stack.add(node)
+            below = successors.get(node, ())
+            for place in range(position, len(below)):
+                other = below[place]
+                if other not in index:
+                    work += [(node, place + 1), (other, 0)]
+                    break
+                if other in on_stack:
+                    low[node] = min(low[node], index[other])
+            else:
+                if low[node] == index[node]:
+                    found.append(_pop_component(node, stack, on_stack))
+                if work:
+                    parent = work[-1][0]
+                    low[parent] = min(low[parent], low[node])
+    return found
+
+
+def _pop_component(node: Any, stack: list[Any], on_stack: set[Any]) -> list[Any]:
+    component: list[Any] = []
+    while True:
+        member = stack.pop()
+        on_stack.discard(member)
+        component.append(member)
+        if member == node:
+            return component
