@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from echelon.store.server import StoreServer
 from echelon.store.client import TCPStore
+from echelon.store.file import FileStore
 from echelon.store.memory import MemoryStore
 from echelon.store.prefix import PrefixStore
 
-__all__ = ["TCPStore", "PrefixStore", "MemoryStore", "StoreServer"]
+__all__ = ["TCPStore", "PrefixStore", "MemoryStore", "FileStore", "StoreServer"]
 
 
 def __getattr__(name: str) -> Any:

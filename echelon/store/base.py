@@ -15,58 +15,28 @@ once.
 from __future__ import annotations
 
 import contextlib
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from echelon.errors import StoreError, StoreTimeoutError
+from echelon.store import arguments
+from echelon.store.deadline import Deadline, Timeout, seconds
+from echelon.store.pipeline import Pipeline, Step
+from echelon.store.presence import Presence
+from echelon.store.watch import LookingWatch, Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Observer = Callable[[str, str], AbstractContextManager[object]]
-Timeout = float | timedelta
 
 DEFAULT_TIMEOUT_S: Final = 300.0
-MAX_KEY_BYTES: Final = 8191  # one less than the protocol's, for the "/" that travels with a key
-MAX_VALUE_BYTES: Final = 8 << 20
 
+_LOOK_S: Final = 0.05
 _UNOBSERVED: Final = contextlib.nullcontext()
-
-
-def seconds(timeout: Timeout) -> float:
-    """Return a timeout in seconds.
-
-    Raises:
-        ValueError: it is not positive.
-    """
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not value > 0:
-        raise ValueError(f"timeout must be positive, got {timeout!r}")
-    return value
-
-
-class Deadline:
-    """A point in time by which a call must be done.
-
-    Attributes:
-        timeout_s: how long it was when it was made.
-        at: `time.monotonic()` at which it passes.
-    """
-
-    __slots__ = ("at", "timeout_s")
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.at = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until it passes, at least 0."""
-        return max(0.0, self.at - time.monotonic())
 
 
 class Store(ABC):
@@ -131,40 +101,42 @@ class Store(ABC):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value under a key."""
-        self._do_set(_key(key), _value(value))
+        self._do_set(arguments.key(key), arguments.value(value))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return the value of a key; waits until it has one."""
-        raw = _key(key)
+        raw = arguments.key(key)
         with self._observed("get", key):
             return self._do_get(raw, self._deadline(timeout))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a decimal counter (0 when missing) and return the new value."""
-        return self._do_add(_key(key), _int64(amount))
+        return self._do_add(arguments.key(key), arguments.int64(amount))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of a key, which may be missing."""
-        self._do_append(_key(key), _value(value))
+        self._do_append(arguments.key(key), arguments.value(value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Say whether all keys are there; waits for nobody."""
-        return self._do_check(_keys(keys))
+        return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Store `desired` if the key holds `expected`, or is missing and that is empty.
 
         Returns what the key holds afterwards; `expected` if it is missing and was not stored.
         """
-        return self._do_compare_set(_key(key), _value(expected), _value(desired))
+        return self._do_compare_set(
+            arguments.key(key), arguments.value(expected), arguments.value(desired)
+        )
 
     def delete_key(self, key: str) -> bool:
         """Delete a key and the queue of that name; say whether either was there."""
-        return self._do_delete(_key(key))
+        return self._do_delete(arguments.key(key))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Wait until all keys have a value, or a queue of that name an item."""
-        raw = _keys(keys)
+        raw = arguments.keys(keys)
         if raw:
             with self._observed("wait", keys[0]):
                 self._do_wait(raw, self._deadline(timeout))
@@ -179,7 +151,7 @@ class Store(ABC):
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Return the values of several keys; waits until all have one."""
-        raw = _keys(keys)
+        raw = arguments.keys(keys)
         if not raw:
             return []
         with self._observed("multi_get", keys[0]):
@@ -187,17 +159,17 @@ class Store(ABC):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Store several values at once."""
-        raw = _keys(keys)
+        raw = arguments.keys(keys)
         if len(raw) != len(values):
             raise ValueError(f"multi_set of {len(raw)} keys and {len(values)} values")
         if raw:
-            self._do_multi_set(raw, [_value(value) for value in values])
+            self._do_multi_set(raw, [arguments.value(value) for value in values])
 
     # Queues.
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Append an item to a queue."""
-        self._do_queue_push(_key(key), _value(value))
+        self._do_queue_push(arguments.key(key), arguments.value(value))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Take the oldest item of a queue; waits for one unless `block` is False.
@@ -205,7 +177,7 @@ class Store(ABC):
         Raises:
             StoreError: the queue is empty and `block` is False.
         """
-        raw = _key(key)
+        raw = arguments.key(key)
         if block:
             with self._observed("queue_pop", key):
                 return self._do_queue_pop_wait(raw, self._deadline(timeout))
@@ -220,7 +192,7 @@ class Store(ABC):
 
     def queue_len(self, key: str) -> int:
         """Return how many items a queue holds."""
-        return self._do_queue_len(_key(key))
+        return self._do_queue_len(arguments.key(key))
 
     # Rounds.
 
@@ -237,8 +209,8 @@ class Store(ABC):
         Give `rank` to have a timeout say which ranks did not come. All callers of one round
         either give it or do not.
         """
-        raw = _key(key)
-        _check_place(rank, world_size)
+        raw = arguments.key(key)
+        arguments.check_place(rank, world_size)
         with self._observed("barrier", key):
             self._do_barrier(raw, rank, world_size, self._deadline(timeout))
 
@@ -255,10 +227,33 @@ class Store(ABC):
         The key can be used again for the next round at once. On a timeout `.missing` has the
         ranks that did not come, and this rank's arrival is withdrawn.
         """
-        raw = _key(key)
-        _check_place(rank, world_size)
+        raw = arguments.key(key)
+        arguments.check_place(rank, world_size)
         with self._observed("gather", key):
-            return self._do_gather(raw, rank, world_size, _value(value), self._deadline(timeout))
+            return self._do_gather(
+                raw, rank, world_size, arguments.value(value), self._deadline(timeout)
+            )
+
+    # Beyond torch's API. On our server each is one round trip; elsewhere plain operations stand in.
+
+    def set_confirmed(self, key: str, value: str | bytes) -> None:
+        """Store a value and return once the store has it; `set` may still be on its way."""
+        self._do_set_confirmed(arguments.key(key), arguments.value(value))
+
+    def pipeline(self) -> Pipeline:
+        """Return a block that sends its operations together: see `pipeline`."""
+        return Pipeline(self._do_pipeline)
+
+    def watch(self, keys: Sequence[str]) -> Watch:
+        """Return a watch that tells of every change of these keys from now on; close it."""
+        return self._do_watch(arguments.keys(keys))
+
+    def presence(self, key: str, value: str | bytes = b"") -> Presence:
+        """Store a key that goes away when the result is closed or this process ends.
+
+        That it goes away with a killed process needs our server.
+        """
+        return self._do_presence(arguments.key(key), arguments.value(value))
 
     # Primitives. Keys and values are bytes and checked; those with a deadline wait.
 
@@ -309,6 +304,43 @@ class Store(ABC):
 
     @abstractmethod
     def _do_queue_len(self, key: bytes) -> int: ...
+
+    def _do_set_confirmed(self, key: bytes, value: bytes) -> None:
+        self._do_set(key, value)
+
+    def _do_look(self, key: bytes) -> bytes | None:
+        """Return the value of a key at once, None when it is missing."""
+        if not self._do_check([key]):
+            return None
+        try:
+            return self._do_get(key, Deadline(_LOOK_S))
+        except StoreTimeoutError:  # deleted meanwhile, or a queue of that name
+            return None
+
+    def _do_pipeline(self, steps: list[Step]) -> None:
+        acts: dict[str, Callable[..., Any]] = {
+            "set": self._do_set,
+            "get": self._do_look,
+            "add": self._do_add,
+            "append": self._do_append,
+            "check": lambda key: self._do_check([key]),
+            "compare_set": self._do_compare_set,
+            "delete_key": self._do_delete,
+            "queue_push": self._do_queue_push,
+            "queue_len": self._do_queue_len,
+        }
+        for step in steps:
+            try:
+                step.reply.settle(acts[step.operation](step.key, *step.operands))
+            except StoreError as error:
+                step.reply.settle(error)
+
+    def _do_watch(self, keys: list[bytes]) -> Watch:
+        return LookingWatch(keys, self._do_look)
+
+    def _do_presence(self, key: bytes, value: bytes) -> Presence:
+        self._do_set(key, value)
+        return Presence(lambda: self._do_delete(key))
 
     def _do_barrier(
         self, key: bytes, rank: int | None, world_size: int, deadline: Deadline
@@ -366,7 +398,7 @@ class Store(ABC):
 
     def _raise_wait_timeout(
         self, operation: str, keys: list[bytes], missing: list[bytes], deadline: Deadline
-    ) -> None:
+    ) -> NoReturn:
         """Raise the error of a wait for keys that did not come."""
         names = [key.decode("utf-8", "replace") for key in missing]
         first = keys[0].decode("utf-8", "replace")
@@ -393,7 +425,7 @@ class Store(ABC):
         came: int,
         missing: Sequence[int],
         deadline: Deadline,
-    ) -> None:
+    ) -> NoReturn:
         """Raise the error of a barrier or gather to which not all came."""
         name = key.decode("utf-8", "replace")
         who = f" (missing: {_few([str(rank) for rank in missing])})" if missing else ""
@@ -410,44 +442,3 @@ def _few(names: Sequence[str], most: int = 16) -> str:
     """Join names for a message, cutting a long list."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown}, and {len(names) - most} more"
-
-
-def _key(key: str) -> bytes:
-    if not isinstance(key, str):
-        raise TypeError(f"key must be str, got {type(key).__name__}")
-    raw = key.encode("utf-8", "surrogateescape")
-    if len(raw) > MAX_KEY_BYTES:
-        raise ValueError(f"key of {len(raw)} bytes, limit {MAX_KEY_BYTES}: {key[:60]!r}...")
-    return raw
-
-
-def _keys(keys: Sequence[str]) -> list[bytes]:
-    if isinstance(keys, str):
-        raise TypeError(f"keys must be a list of str, got the str {keys[:60]!r}")
-    return [_key(key) for key in keys]
-
-
-def _value(value: Any) -> bytes:
-    if isinstance(value, str):
-        value = value.encode()
-    elif isinstance(value, bytearray | memoryview):
-        value = bytes(value)
-    elif not isinstance(value, bytes):
-        raise TypeError(f"value must be bytes or str, got {type(value).__name__}")
-    if len(value) > MAX_VALUE_BYTES:
-        raise ValueError(f"value of {len(value)} bytes, limit {MAX_VALUE_BYTES}")
-    raw: bytes = value
-    return raw
-
-
-def _int64(amount: int) -> int:
-    if not -(1 << 63) <= amount < 1 << 63:
-        raise ValueError(f"amount {amount} does not fit 64 bits")
-    return int(amount)
-
-
-def _check_place(rank: int | None, world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    if rank is not None and not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in a world of {world_size}")

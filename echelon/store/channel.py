@@ -14,7 +14,7 @@ import socket
 from echelon.errors import StoreConnectionError, StoreProtocolError
 from echelon.store import protocol as p
 from echelon.store import trust
-from echelon.store.base import Deadline
+from echelon.store.deadline import Deadline
 
 _RECEIVE_BYTES = 64 << 10
 _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
@@ -54,6 +54,16 @@ class Channel:
         """Make a thread that waits on this channel fail; callable from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def leave(self, deadline: Deadline) -> None:
+        """Say that no more will come and wait until the server has taken everything back.
+
+        Raises:
+            OSError: it did not in time, or the connection had broken before.
+        """
+        self._socket.shutdown(socket.SHUT_WR)
+        while self._poller.poll(deadline.left_s * 1000) and self._socket.recv(_RECEIVE_BYTES):
+            pass
 
     def is_stale(self) -> bool:
         """Whether the server has closed, or sent what nobody asked for."""

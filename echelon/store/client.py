@@ -13,29 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import protocol as p
 from echelon.store import trust
-from echelon.store.base import (
-    DEFAULT_TIMEOUT_S,
-    Deadline,
-    Observer,
-    Store,
-    Timeout,
-    seconds,
-)
+from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.channel import Channel
 from echelon.store.connections import Connections
+from echelon.store.deadline import Deadline, Timeout, seconds
+from echelon.store.hosting import Hosted, host
+from echelon.store.pipeline import Step
+from echelon.store.presence import Presence
+from echelon.store.statistics import StoreStatistics
+from echelon.store.watch import PushedWatch, Watch
 
 T = TypeVar("T")
+Read = Callable[[Channel, Deadline], Any]
 
 _INIT_KEY: Final = b"init/"
 _CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
 _CHECK_ONE: Final = bytes((p.CHECK,)) + p.pack_u64(1)
+_WINDOW_BYTES: Final = 32 << 10  # of a pipeline under way: fits a socket's buffers
 _GET: Final = bytes((p.GET,))
 _SET: Final = bytes((p.SET,))
 
@@ -91,10 +91,10 @@ class TCPStore(Store):
         self._timeout_s = seconds(timeout)
         self._observer = observer
         self._secret = trust.secret_bytes(secret)
-        self._hosted: _Hosted | None = None
+        self._hosted: Hosted | None = None
         deadline = Deadline(self._timeout_s)
         if is_master:
-            self._hosted = _host(host_name, port, self._secret, multi_tenant, master_listen_fd)
+            self._hosted = host(host_name, port, self._secret, multi_tenant, master_listen_fd)
             port = self._hosted.port
         self._connections = Connections(host_name, port, self._secret)
         try:
@@ -413,6 +413,116 @@ class TCPStore(Store):
         request = p.encode(p.QUEUE_LEN, _wire(key))
         return self._ask("queue_len", key, request, Channel.take_int, can_repeat=True)
 
+    # Beyond torch's API.
+
+    def statistics(self) -> StoreStatistics:
+        """Return what our server holds and who waits for what.
+
+        Raises:
+            StoreError: the server is torch's, which keeps none.
+        """
+        self._demand_extensions("statistics")
+        payload = self._ask_framed("statistics", b"", p.encode(p.STATISTICS))
+        return StoreStatistics.from_json(payload)
+
+    def _demand_extensions(self, operation: str) -> None:
+        if not self.has_extensions:
+            raise StoreError(
+                f"{operation} on {self.endpoint}: needs echelon's server, this one is torch's",
+                endpoint=self.endpoint,
+            )
+
+    def _do_set_confirmed(self, key: bytes, value: bytes) -> None:
+        if self.has_extensions:
+            self._ask_framed("set_confirmed", key, p.encode(p.ACK_SET, _wire(key), value))
+            return
+        request = p.encode(p.SET, _wire(key), value) + p.encode(p.PING, 0)
+        self._ask("set_confirmed", key, request, _take_pong)
+
+    def _do_pipeline(self, steps: list[Step]) -> None:
+        """Send in windows that fit the sockets' buffers, so that neither side waits for itself."""
+        while steps:
+            window: list[tuple[Step, Read]] = []
+            request: list[bytes] = []
+            size = 0
+            while len(window) < len(steps) and (not window or size < _WINDOW_BYTES):
+                step = steps[len(window)]
+                command, read = self._encode_step(step)
+                window.append((step, read))
+                request.append(command)
+                size += len(command)
+            self._send_window(window, b"".join(request))
+            steps = steps[len(window) :]
+
+    def _send_window(self, window: list[tuple[Step, Read]], request: bytes) -> None:
+        def read_all(channel: Channel, deadline: Deadline) -> list[object]:
+            answers = [read(channel, deadline) for _, read in window]
+            _take_pong(channel, deadline)
+            return answers
+
+        first = window[0][0].key
+        answers = self._ask("pipeline", first, request + p.encode(p.PING, 0), read_all)
+        for (step, _), answer in zip(window, answers, strict=True):
+            step.reply.settle(answer)
+
+    def _encode_step(self, step: Step) -> tuple[bytes, Read]:
+        """Return the command of a pipeline's step and the reader of its answer."""
+        wire = _wire(step.key)
+        if step.operation == "get":
+            return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), _take_if_present
+        if step.operation == "check":
+            return p.encode(p.CHECK, [wire]), _take_check
+        if step.operation == "add" and self.has_extensions:
+
+            def read_sum(channel: Channel, deadline: Deadline) -> object:
+                status, payload = channel.take_frame(deadline)
+                try:
+                    return p.unpack_i64(self._checked("add", step.key, status, payload))
+                except StoreError as error:
+                    return error
+
+            return p.encode(p.ACK_ADD, wire, *step.operands), read_sum
+        query, read = _STEPS[step.operation]
+        return p.encode(query, wire, *step.operands), read
+
+    def _do_watch(self, keys: list[bytes]) -> Watch:
+        if not self.has_extensions:
+            return super()._do_watch(keys)
+        self._confirm_writes()
+        channel = self._dedicate("watch", keys[0], p.encode(p.WATCH, _wires(keys)))
+        return PushedWatch(channel, lambda wire: _show(wire[1:]))
+
+    def _do_presence(self, key: bytes, value: bytes) -> Presence:
+        if not self.has_extensions:
+            return super()._do_presence(key, value)
+        self._confirm_writes()
+        channel = self._dedicate("presence", key, p.encode(p.PRESENCE, _wire(key), value))
+
+        def take_back() -> None:
+            with contextlib.suppress(OSError):  # the server is gone, and the key with it
+                channel.leave(Deadline(_CANCEL_S))
+            channel.close()
+
+        return Presence(take_back)
+
+    def _confirm_writes(self) -> None:
+        """Make sure that what this client has set has arrived."""
+        self._ask("ping", b"", p.encode(p.PING, 0), _take_pong)
+
+    def _dedicate(self, operation: str, key: bytes, request: bytes) -> Channel:
+        """Open a connection for one purpose and start it with one of our queries."""
+        deadline = Deadline(self._timeout_s)
+        channel = self._connections.dedicated(operation, _show(key), deadline)
+        try:
+            channel.send(request, deadline)
+            self._checked(operation, key, *channel.take_frame(deadline))
+        except TimeoutError as error:
+            channel.close()
+            raise self._connections.timed_out(operation, _show(key), deadline, str(error)) from None
+        except OSError as error:
+            raise self._connections.lost(operation, _show(key), channel, error) from None
+        return channel
+
     # Rounds.
 
     def _do_barrier(
@@ -453,6 +563,18 @@ def _take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
     return value if is_there else None
 
 
+def _take_pong(channel: Channel, deadline: Deadline) -> None:
+    channel.take(4, deadline)
+
+
+def _take_nothing(_: Channel, __: Deadline) -> None:
+    """Read the answer of a command that has none."""
+
+
+def _take_bool(channel: Channel, deadline: Deadline) -> bool:
+    return bool(channel.take_int(deadline))
+
+
 def _take_item(channel: Channel, deadline: Deadline) -> bytes | None:
     count = channel.take_int(deadline)
     return channel.take_string(deadline) if count > 0 else None
@@ -471,47 +593,12 @@ def _take_wait(channel: Channel, deadline: Deadline) -> bool:
     return True
 
 
-# Hosting.
-
-
-class _Hosted:
-    """A server in this process, and how many stores share it."""
-
-    def __init__(self, host: str, port: int, secret: bytes | None, listen_fd: int | None) -> None:
-        from echelon.store.server import StoreServer
-
-        self._server = StoreServer(
-            host, port, secret=secret, listen_fd=listen_fd, bind_all_if_foreign=True
-        ).start()
-        self.port = self._server.port
-        self._num_stores = 1
-
-    def share(self) -> _Hosted:
-        """Count one more store."""
-        self._num_stores += 1
-        return self
-
-    def leave(self) -> None:
-        """Count one store less; the last one stops the server."""
-        with _shared_lock:
-            self._num_stores -= 1
-            if self._num_stores == 0:
-                _shared.pop(self.port, None)
-                self._server.close()
-
-
-_shared: weakref.WeakValueDictionary[int, _Hosted] = weakref.WeakValueDictionary()
-_shared_lock = threading.Lock()
-
-
-def _host(
-    host: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
-) -> _Hosted:
-    """Start a server, or share the one that this process has at the port."""
-    with _shared_lock:
-        if multi_tenant and port in _shared:
-            return _shared[port].share()
-        hosted = _Hosted(host, port, secret, listen_fd)
-        if multi_tenant:
-            _shared[hosted.port] = hosted
-        return hosted
+_STEPS: Final[dict[str, tuple[int, Read]]] = {
+    "set": (p.SET, _take_nothing),
+    "append": (p.APPEND, _take_nothing),
+    "queue_push": (p.QUEUE_PUSH, _take_nothing),
+    "add": (p.ADD, Channel.take_int),
+    "queue_len": (p.QUEUE_LEN, Channel.take_int),
+    "compare_set": (p.COMPARE_SET, Channel.take_string),
+    "delete_key": (p.DELETE_KEY, _take_bool),
+}

@@ -12,7 +12,6 @@ a slow reader costs the server at most that plus one reply and one packet of com
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -93,6 +92,11 @@ class Connection(asyncio.Protocol):
         self._backlog.clear()
         self._out.clear()
         self.hub.leave(self)
+
+    def eof_received(self) -> bool:
+        """Take back everything of a peer that sends no more, then close."""
+        self.close()
+        return False
 
     def pause_writing(self) -> None:
         """Stop reading: the peer does not read what it asked for."""
@@ -454,7 +458,7 @@ class Connection(asyncio.Protocol):
         self._reply(p.frame(p.OK))
 
     def _on_statistics(self) -> None:
-        self._reply(p.frame(p.OK, json.dumps(self.hub.statistics()).encode()))
+        self._reply(p.frame(p.OK, self.hub.statistics().to_json()))
 
     # Deliveries.
 

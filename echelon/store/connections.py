@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import channel as channels
 from echelon.store import protocol as p
-from echelon.store.base import Deadline
 from echelon.store.channel import Channel
+from echelon.store.deadline import Deadline
 
 _FIRST_DELAY_S = 0.02
 _DELAY_GROWTH = 1.5
@@ -217,7 +217,7 @@ class Connections:
                 if isinstance(error, ConnectionRefusedError) and self._instance is not None:
                     window.at = min(window.at, started + _REFUSED_S)
                 if self.is_closed or window.left_s <= delay_s:
-                    raise self._unreachable(operation, key, deadline, window, error) from None
+                    raise self._unreachable(operation, key, deadline, error) from None
             time.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(delay_s * _DELAY_GROWTH, _MAX_DELAY_S)
         if self._instance is None:
@@ -232,11 +232,12 @@ class Connections:
         return channel
 
     def _unreachable(
-        self, operation: str, key: str, deadline: Deadline, window: Deadline, error: OSError
+        self, operation: str, key: str, deadline: Deadline, error: OSError
     ) -> StoreError:
+        waited_s = deadline.timeout_s - deadline.left_s
         text = (
-            f"{_call(operation, key)} on {self.endpoint}: no server after "
-            f"{deadline.timeout_s - deadline.left_s:.1f} s ({error}). Is it running, and is this its address and port?"
+            f"{_call(operation, key)} on {self.endpoint}: no server after {waited_s:.1f} s "
+            f"({error}). Is it running, and is this its address and port?"
         )
         if self._instance is None or deadline.left_s <= 0:
             return StoreTimeoutError(text, key=key or None, endpoint=self.endpoint)

@@ -17,6 +17,7 @@ from echelon.store import protocol as p
 from echelon.store import trust
 from echelon.store.connection import Connection, Standing
 from echelon.store.state import StoreState, show_key
+from echelon.store.statistics import StoreStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -185,20 +186,20 @@ class Hub:
         if self.state.woken:
             self.deliver_woken()
 
-    def statistics(self) -> dict[str, Any]:
-        """Return plain data about the server: what `StoreStatistics` holds."""
+    def statistics(self) -> StoreStatistics:
+        """Return what the server holds and who waits for what."""
         state = self.state
-        return {
-            "num_keys": len(state.values),
-            "num_queues": len(state.queues),
-            "num_connections": len(self._connections),
-            "num_waiters": state.num_waiters(),
-            "num_watched_keys": len(state.watched),
-            "num_presences": state.num_presences(),
-            "num_refused": self.num_refused,
-            "value_bytes": sum(map(len, state.values.values())),
-            "waiting": state.waiting_keys(),
-            "missing_ranks": {
-                show_key(key): round_.missing_ranks for key, round_ in state.rounds.items()
+        return StoreStatistics(
+            num_keys=len(state.values),
+            num_queues=len(state.queues),
+            num_connections=len(self._connections),
+            num_waiters=state.num_waiters(),
+            num_watched_keys=len(state.watched),
+            num_presences=state.num_presences(),
+            num_refused=self.num_refused,
+            value_bytes=sum(map(len, state.values.values())),
+            waiting=state.waiting_keys(),
+            missing_ranks={
+                show_key(key): tuple(round_.missing_ranks) for key, round_ in state.rounds.items()
             },
-        }
+        )

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from echelon.errors import StoreError
-from echelon.store.base import DEFAULT_TIMEOUT_S, Deadline, Observer, Store, Timeout, seconds
+from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
+from echelon.store.deadline import Deadline, Timeout, seconds
 from echelon.store.state import RoundStory, StoreState, Waiter, Wants
 
 T = TypeVar("T")

@@ -7,9 +7,15 @@ nothing is lost by looking through a prefix, and torch's PrefixStore sees the sa
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 
-from echelon.store.base import MAX_KEY_BYTES, Deadline, Observer, Store, Timeout
+from echelon.store import arguments
+from echelon.store.base import Observer, Store
+from echelon.store.deadline import Deadline, Timeout
+from echelon.store.pipeline import Step
+from echelon.store.presence import Presence
+from echelon.store.watch import Change, Watch
 
 
 class PrefixStore(Store):
@@ -65,10 +71,7 @@ class PrefixStore(Store):
         self._store.close()
 
     def _raw(self, key: bytes) -> bytes:
-        whole = self._raw_prefix + key
-        if len(whole) > MAX_KEY_BYTES:
-            raise ValueError(f"key of {len(whole)} bytes with its prefix, limit {MAX_KEY_BYTES}")
-        return whole
+        return arguments.fitting(self._raw_prefix + key)
 
     def _raws(self, keys: list[bytes]) -> list[bytes]:
         return [self._raw(key) for key in keys]
@@ -84,6 +87,9 @@ class PrefixStore(Store):
 
     def _do_get(self, key: bytes, deadline: Deadline) -> bytes:
         return self._store._do_get(self._raw(key), deadline)
+
+    def _do_set_confirmed(self, key: bytes, value: bytes) -> None:
+        self._store._do_set_confirmed(self._raw(key), value)
 
     def _do_add(self, key: bytes, amount: int) -> int:
         return self._store._do_add(self._raw(key), amount)
@@ -138,3 +144,27 @@ class PrefixStore(Store):
         self, key: bytes, rank: int, world_size: int, value: bytes, deadline: Deadline
     ) -> list[bytes]:
         return self._store._do_gather(self._raw(key), rank, world_size, value, deadline)
+
+    def _do_pipeline(self, steps: list[Step]) -> None:
+        self._store._do_pipeline([replace(step, key=self._raw(step.key)) for step in steps])
+
+    def _do_watch(self, keys: list[bytes]) -> Watch:
+        return _StrippedWatch(self._store._do_watch(self._raws(keys)), len(self.prefix) + 1)
+
+    def _do_presence(self, key: bytes, value: bytes) -> Presence:
+        return self._store._do_presence(self._raw(key), value)
+
+
+class _StrippedWatch(Watch):
+    """A watch of the store below, with keys as they are above the prefix."""
+
+    def __init__(self, watch: Watch, num_prefix_chars: int) -> None:
+        self._watch = watch
+        self._num_prefix_chars = num_prefix_chars
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _next(self, deadline: Deadline) -> Change | None:
+        change = self._watch._next(deadline)
+        return change and Change(change.key[self._num_prefix_chars :], change.value)

@@ -29,6 +29,7 @@ from echelon.store import trust
 from echelon.store.connection import Connection
 from echelon.store.hub import Hub, log
 from echelon.store.protocol import Limits
+from echelon.store.statistics import StoreStatistics
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -154,8 +155,8 @@ class StoreServer:
         plain = trust.plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
-    def statistics(self) -> dict[str, Any]:
-        """Return what the server holds and who waits, as plain data.
+    def statistics(self) -> StoreStatistics:
+        """Return what the server holds and who waits for what.
 
         Raises:
             StoreError: the server is not running.

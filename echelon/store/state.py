@@ -132,6 +132,12 @@ class StoreState:
         Raises:
             ValueError: the key holds no 64-bit integer, or would no longer.
         """
+        total = self.sum_with(key, amount)
+        self.set(key, b"%d" % total)
+        return total
+
+    def sum_with(self, key: bytes, amount: int) -> int:
+        """Return what `add` would make of a key, and change nothing."""
         held = self.values.get(key, b"0")
         try:
             total = int(held) + amount
@@ -139,7 +145,6 @@ class StoreState:
             raise ValueError(f"key {show_key(key)} holds {held[:40]!r}, not an integer") from None
         if not INT64_MIN <= total <= INT64_MAX:
             raise ValueError(f"key {show_key(key)} would leave 64 bits: {total}")
-        self.set(key, b"%d" % total)
         return total
 
     def append(self, key: bytes, value: bytes) -> None:

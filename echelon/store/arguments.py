@@ -1,0 +1,64 @@
+"""What callers may pass: keys, values, numbers and places, checked before anything is sent.
+
+Every function returns the argument in the form that travels, or raises ValueError or TypeError in
+one line. The limits are those of torch's protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+MAX_KEY_BYTES: Final = 8191  # one less than the protocol's, for the "/" that travels with a key
+MAX_VALUE_BYTES: Final = 8 << 20
+
+
+def key(text: Any) -> bytes:
+    """Return a key as bytes."""
+    if not isinstance(text, str):
+        raise TypeError(f"key must be str, got {type(text).__name__}")
+    return fitting(text.encode("utf-8", "surrogateescape"))
+
+
+def fitting(raw: bytes) -> bytes:
+    """Return a key, prefix and all, if it is not too long."""
+    if len(raw) > MAX_KEY_BYTES:
+        raise ValueError(f"key of {len(raw)} bytes, limit {MAX_KEY_BYTES}: {raw[:40]!r}...")
+    return raw
+
+
+def keys(texts: Sequence[str]) -> list[bytes]:
+    """Return several keys as bytes."""
+    if isinstance(texts, str):
+        raise TypeError(f"keys must be a list of str, got the str {texts[:40]!r}")
+    return [key(text) for text in texts]
+
+
+def value(given: Any) -> bytes:
+    """Return a value as bytes; text becomes UTF-8."""
+    if isinstance(given, str):
+        raw = given.encode()
+    elif isinstance(given, bytes):
+        raw = given
+    elif isinstance(given, bytearray | memoryview):
+        raw = bytes(given)
+    else:
+        raise TypeError(f"value must be bytes or str, got {type(given).__name__}")
+    if len(raw) > MAX_VALUE_BYTES:
+        raise ValueError(f"value of {len(raw)} bytes, limit {MAX_VALUE_BYTES}")
+    return raw
+
+
+def int64(number: int) -> int:
+    """Return an integer that fits 64 bits."""
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"{number} does not fit 64 bits")
+    return int(number)
+
+
+def check_place(rank: int | None, world_size: int) -> None:
+    """Hold a rank against its world."""
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if rank is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in a world of {world_size}")

@@ -1,0 +1,41 @@
+"""How long a call may take: timeouts as users give them, deadlines as calls use them."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+
+Timeout = float | timedelta
+
+
+def seconds(timeout: Timeout) -> float:
+    """Return a timeout in seconds.
+
+    Raises:
+        ValueError: it is not positive, or not finite: every wait has a deadline.
+    """
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < value < math.inf:
+        raise ValueError(f"timeout must be positive and finite, got {timeout!r}")
+    return value
+
+
+class Deadline:
+    """A point in time by which a call must be done.
+
+    Attributes:
+        timeout_s: how long it was when it was made.
+        at: `time.monotonic()` at which it passes.
+    """
+
+    __slots__ = ("at", "timeout_s")
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.at = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it passes, at least 0."""
+        return max(0.0, self.at - time.monotonic())

@@ -1,0 +1,123 @@
+"""Several operations in one packet.
+
+Answers come back in order, so a pipeline costs one round trip however many operations it holds,
+and when its `with` block ends all of them have arrived. Nothing in it waits for others: a `get`
+of a missing key answers None. On stores without a connection it saves nothing and works alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from echelon.errors import StoreError
+from echelon.store import arguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+
+class Reply(Generic[T]):
+    """What an operation of a pipeline will answer."""
+
+    __slots__ = ("_answer", "_is_there")
+
+    def __init__(self) -> None:
+        self._is_there = False
+        self._answer: object = None
+
+    @property
+    def value(self) -> T:
+        """The answer.
+
+        Raises:
+            StoreError: the store holds something with which the operation makes no sense.
+            RuntimeError: the pipeline has not been sent.
+        """
+        if not self._is_there:
+            raise RuntimeError("the pipeline was not sent yet: leave its `with` block first")
+        if isinstance(self._answer, StoreError):
+            raise self._answer
+        return cast(T, self._answer)
+
+    def settle(self, answer: object) -> None:
+        """Take the answer, or the error that stands for it."""
+        self._answer = answer
+        self._is_there = True
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a pipeline.
+
+    Attributes:
+        operation: its name in the Store API.
+        key: the key, as bytes.
+        operands: what else it takes, checked.
+        reply: where its answer goes.
+    """
+
+    operation: str
+    key: bytes
+    operands: tuple[Any, ...]
+    reply: Reply[Any]
+
+
+class Pipeline:
+    """Collect operations; send them when the `with` block ends without an exception."""
+
+    def __init__(self, send: Callable[[list[Step]], None]) -> None:
+        self._send = send
+        self._steps: list[Step] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        steps, self._steps = self._steps, []
+        if kind is None and steps:
+            self._send(steps)
+
+    def set(self, key: str, value: str | bytes) -> Reply[None]:
+        """Store a value."""
+        return self._step("set", key, arguments.value(value))
+
+    def get(self, key: str) -> Reply[bytes | None]:
+        """Return the value of a key, None when it is missing."""
+        return self._step("get", key)
+
+    def add(self, key: str, amount: int) -> Reply[int]:
+        """Add to a counter."""
+        return self._step("add", key, arguments.int64(amount))
+
+    def append(self, key: str, value: str | bytes) -> Reply[None]:
+        """Append to a value."""
+        return self._step("append", key, arguments.value(value))
+
+    def check(self, key: str) -> Reply[bool]:
+        """Say whether a key is there."""
+        return self._step("check", key)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Reply[bytes]:
+        """Store `desired` if the key holds `expected`."""
+        return self._step("compare_set", key, arguments.value(expected), arguments.value(desired))
+
+    def delete_key(self, key: str) -> Reply[bool]:
+        """Delete a key and the queue of that name."""
+        return self._step("delete_key", key)
+
+    def queue_push(self, key: str, value: str | bytes) -> Reply[None]:
+        """Append an item to a queue."""
+        return self._step("queue_push", key, arguments.value(value))
+
+    def queue_len(self, key: str) -> Reply[int]:
+        """Return how many items a queue holds."""
+        return self._step("queue_len", key)
+
+    def _step(self, operation: str, key: str, *operands: Any) -> Reply[Any]:
+        reply: Reply[Any] = Reply()
+        self._steps.append(Step(operation, arguments.key(key), operands, reply))
+        return reply

@@ -1,0 +1,37 @@
+"""A key that is there as long as its owner is.
+
+On our server the key belongs to a connection of its own and disappears when that closes, however
+the process ends. On every other store it is an ordinary key that `close` deletes: a process that
+is killed leaves it behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Presence:
+    """Keep a key in the store until closed.
+
+    Args:
+        take_back: ends the presence; called once.
+    """
+
+    def __init__(self, take_back: Callable[[], object]) -> None:
+        self._take_back: Callable[[], object] | None = take_back
+
+    def close(self) -> None:
+        """Take the key out of the store."""
+        take_back, self._take_back = self._take_back, None
+        if take_back is not None:
+            take_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

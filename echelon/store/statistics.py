@@ -1,0 +1,62 @@
+"""What a server tells about itself, as a frozen record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+
+from echelon.errors import StoreProtocolError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """A server at one moment.
+
+    Attributes:
+        num_keys: keys with a value.
+        num_queues: queues that hold an item.
+        num_connections: open connections, of members and of those who may become one.
+        num_waiters: calls that wait: for keys, items, barriers and gathers.
+        num_watched_keys: keys whose changes are pushed to someone.
+        num_presences: keys that go away with their connection.
+        num_refused: connections that were closed for what they did, so far.
+        value_bytes: bytes in all values together.
+        waiting: for each key how many wait for it.
+        missing_ranks: for each open barrier or gather the ranks that have not come; empty where
+            arrivals gave no rank.
+    """
+
+    num_keys: int
+    num_queues: int
+    num_connections: int
+    num_waiters: int
+    num_watched_keys: int
+    num_presences: int
+    num_refused: int
+    value_bytes: int
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    missing_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Encode for the wire."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps(plain, default=dict).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StoreStatistics:
+        """Decode what a server sent; fields that we do not know are left out.
+
+        Raises:
+            StoreProtocolError: it is not such a record.
+        """
+        try:
+            plain = json.loads(text)
+            known = {f.name: plain[f.name] for f in fields(cls)}
+            known["waiting"] = MappingProxyType(dict(known["waiting"]))
+            ranks = {key: tuple(value) for key, value in known["missing_ranks"].items()}
+            known["missing_ranks"] = MappingProxyType(ranks)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StoreProtocolError(f"the server's statistics cannot be read: {error}") from None
+        return cls(**known)

@@ -1,0 +1,124 @@
+"""Being told when keys change.
+
+On our server a watch has a connection of its own, on which the server pushes every change in
+order. On every other store it looks again every 20 ms, and then sees the newest value of a key
+but not each one in between.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from echelon.errors import StoreConnectionError, StoreProtocolError, StoreTimeoutError
+from echelon.store import protocol as p
+from echelon.store.deadline import Deadline, Timeout, seconds
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from echelon.store.channel import Channel
+
+_LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Change:
+    """A watched key has a new value.
+
+    Attributes:
+        key: the key.
+        value: what it holds now, None when it was deleted.
+    """
+
+    key: str
+    value: bytes | None
+
+
+class Watch(ABC):
+    """Changes of some keys, from when the watch was made until it is closed."""
+
+    def next(self, timeout: Timeout) -> Change:
+        """Return the next change; waits for it.
+
+        Raises:
+            StoreTimeoutError: nothing changed in time; the watch can be used on.
+            StoreConnectionError: the server left, or the watch was closed.
+        """
+        deadline = Deadline(seconds(timeout))
+        change = self._next(deadline)
+        if change is None:
+            raise StoreTimeoutError(f"watch: nothing changed within {deadline.timeout_s:.1f} s")
+        return change
+
+    def close(self) -> None:  # noqa: B027 - a watch that looks for itself holds nothing
+        """Stop watching."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _next(self, deadline: Deadline) -> Change | None:
+        """Return the next change, None at the deadline."""
+
+
+class PushedWatch(Watch):
+    """A watch whose changes our server pushes; owns the channel."""
+
+    def __init__(self, channel: Channel, show: Callable[[bytes], str]) -> None:
+        self._channel = channel
+        self._show = show
+
+    def close(self) -> None:
+        """Stop watching and close the connection."""
+        self._channel.close()
+
+    def _next(self, deadline: Deadline) -> Change | None:
+        try:
+            status, payload = self._channel.take_frame(deadline)
+        except TimeoutError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StoreConnectionError(f"watch: the connection broke ({error})") from None
+        if status != p.EVENT or not payload:
+            raise StoreProtocolError(f"watch: a frame of status {status} where events come")
+        key, value = p.unpack_strings(payload, 1)
+        return Change(self._show(key), value if payload[0] else None)
+
+
+class LookingWatch(Watch):
+    """A watch that asks for the keys again and again.
+
+    Args:
+        look: returns the value of a key at once, None when it is missing.
+    """
+
+    def __init__(self, keys: list[bytes], look: Callable[[bytes], bytes | None]) -> None:
+        self._look = look
+        self._seen = {key: look(key) for key in keys}
+        self._found: deque[Change] = deque()
+
+    def _next(self, deadline: Deadline) -> Change | None:
+        while True:
+            if not self._found:
+                self._look_again()
+            if self._found:
+                return self._found.popleft()
+            left_s = deadline.left_s
+            if left_s <= 0:
+                return None
+            time.sleep(min(_LOOK_S, left_s))
+
+    def _look_again(self) -> None:
+        for key, before in self._seen.items():
+            value = self._look(key)
+            if value != before:
+                self._seen[key] = value
+                self._found.append(Change(key.decode("utf-8", "surrogateescape"), value))
