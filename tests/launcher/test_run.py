@@ -1,0 +1,367 @@
+"""`echelon run` with real workers: ends, stops, stalls, restarts, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import read_json, run_echelon
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(code: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(code))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return tmp_path / "run"
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the living processes that carry a mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _wait_until_gone(mark: str, timeout_s: float = 5.0) -> list[int]:
+    deadline = time.monotonic() + timeout_s
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        select.select([], [], [], 0.02)
+    return left
+
+
+def test_a_good_job_exits_0_without_an_incident(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, sys
+            import echelon.dist as dist
+            import numpy as np
+            world = dist.init(timeout_s=30)
+            x = np.full(3, world.rank + 1.0)
+            world.all_reduce(x)
+            print("sum", x[0], os.environ["LOCAL_WORLD_SIZE"], sys.argv[1:])
+            dist.shutdown()
+            """
+        ),
+        "--flag", "value",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"{rank}| sum 3.0 2 ['--flag', 'value']" for rank in range(2)]
+    assert not (run_dir / "dump").exists()
+    report = read_json(run_dir / "report.json")
+    assert (report["ended_by"], report["exit_code"], report["incidents"]) == ("worker", 0, [])
+    assert (
+        run_dir / "rank_1/attempt_0/stdout.log"
+    ).read_text() == "sum 3.0 2 ['--flag', 'value']\n"
+    assert (run_dir / "rank_1/attempt_0/ring").exists()
+    assert (run_dir / "job.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_workers_get_torchruns_environment(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--rdzv-id", "job7", "--run-dir", str(run_dir),
+        script(
+            """
+            import os
+            names = '''RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE
+            GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT
+            TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE
+            TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING OMP_NUM_THREADS'''.split()
+            missing = [name for name in names if name not in os.environ]
+            assert not missing, missing
+            print(os.environ["RANK"], os.environ["TORCHELASTIC_RUN_ID"])
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0| 0 job7", "1| 1 job7"]
+
+
+def test_the_secret_is_in_no_argument_and_no_log(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "1", "--run-dir", str(run_dir),
+        script(
+            """
+            import json, os, pathlib
+            secret = json.loads(pathlib.Path(os.environ["ECHELON_JOB_FILE"]).read_text())["secret"]
+            assert len(secret) == 64
+            for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    assert secret.encode() not in path.read_bytes(), path
+                except OSError:
+                    pass
+            assert not any(secret in value for value in os.environ.values())
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    secret = read_json(run_dir / "job.json")["secret"].encode()
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != "job.json"]
+    assert files
+    assert not any(secret in path.read_bytes() for path in files)
+
+
+def test_the_jobs_exit_code_is_the_workers_own(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "3", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, signal, sys
+            if os.environ["RANK"] == "1":
+                sys.exit(42)
+            signal.pause()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 42, done.stderr
+    report = read_json(run_dir / "report.json")
+    assert report["ended_by"] == "worker"
+    (incident,) = report["incidents"]
+    assert incident["verdict"]["cause"] == "dead_process"
+    assert incident["verdict"]["culprit_ranks"] == [1]
+    assert {path.name for path in (run_dir / "dump/latest").glob("rank_*")} == {
+        "rank_0", "rank_1", "rank_2",
+    }  # fmt: skip
+
+
+def test_an_exception_before_any_ring_is_explained_from_stderr(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, signal
+            def load():
+                raise KeyError("no such column")
+            if os.environ["RANK"] == "1":
+                load()
+            signal.pause()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    verdict = read_json(run_dir / "dump/latest/verdict.json")["verdict"]
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("exception", [1])
+    assert "train.py:4" in verdict["summary"]
+
+
+def test_who_ignores_sigterm_is_killed_with_all_it_started(script, run_dir, monkeypatch):
+    mark = f"ECHELON_TEST_MARK={os.getpid()}-stubborn"
+    monkeypatch.setenv(*mark.split("="))
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--shutdown-timeout", "0.5", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, signal, subprocess, sys
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"],
+                             start_new_session=True)
+            if os.environ["RANK"] == "0":
+                sys.exit(3)
+            signal.pause()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert _wait_until_gone(mark) == []
+
+
+def test_a_stall_is_reported_once_and_its_end_is_noted(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--stall-timeout", "0.5", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, pathlib, select
+            import numpy as np
+            import echelon.dist as dist
+            world = dist.init(timeout_s=60)
+            world.barrier()
+            def load_table():
+                latest = pathlib.Path(os.environ["ECHELON_RANK_DIR"]).parents[1] / "dump/latest"
+                while not (latest / "verdict.json").exists():
+                    select.select([], [], [], 0.05)
+            if world.rank == 1:
+                load_table()
+            world.barrier()
+            dist.shutdown()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (incident,) = read_json(run_dir / "report.json")["incidents"]
+    assert (incident["kind"], incident["recovered"]) == ("stall", True)
+    assert (incident["verdict"]["cause"], incident["verdict"]["culprit_ranks"]) == (
+        "host_hang",
+        [1],
+    )
+    assert "load_table" in incident["verdict"]["summary"]
+    assert done.stderr.count("VERDICT") == 1
+
+
+def test_a_stall_before_init_counts_after_five_times_the_limit(script, run_dir):
+    done = run_echelon(
+        "run", "--stall-timeout", "0.3", "--on-stall", "stop", "--run-dir", str(run_dir),
+        script("import signal; signal.pause()"),
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    report = read_json(run_dir / "report.json")
+    assert report["ended_by"] == "stall"
+    assert report["incidents"][0]["reason"] == "no rank reached init for 1.5 s"
+
+
+def test_a_job_starts_again_and_a_used_run_directory_is_kept(script, run_dir):
+    program = script(
+        """
+        import os, sys
+        import echelon.dist as dist
+        world = dist.init(timeout_s=30)
+        world.barrier()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(9)
+        print("attempt", os.environ["ECHELON_ATTEMPT"])
+        dist.shutdown()
+        """
+    )
+    argv = ["run", "--nproc-per-node", "2", "--max-restarts", "1", "--run-dir", str(run_dir)]
+    done = run_echelon(*argv, program)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0| attempt 1", "1| attempt 1"]
+    report = read_json(run_dir / "report.json")
+    assert report["attempts"] == 2
+    assert [incident["recovered"] for incident in report["incidents"]] == [True]
+    done = run_echelon(*argv, program)
+    assert sorted(done.stdout.splitlines()) == ["0| attempt 3", "1| attempt 3"]
+    assert {path.name for path in (run_dir / "dump").glob("incident_*")} == {
+        "incident_0", "incident_1",
+    }  # fmt: skip
+
+
+def test_a_program_that_cannot_be_run_is_said_in_one_line(run_dir):
+    done = run_echelon("run", "--no-python", "--run-dir", str(run_dir), "/no/such/program")
+    assert done.returncode == 127, done.stderr
+    assert "cannot run ['/no/such/program']: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["no_such_script.py"], ["--nproc-per-node", "0", "x.py"]])
+def test_bad_usage_is_one_line_and_exit_code_2(argv):
+    done = run_echelon("run", *argv)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+_WAITING = """
+import pathlib, os, signal, sys
+def leave(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    if number != signal.SIGUSR1:
+        sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, leave)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+class _Job:
+    """A job in the background, and the lines that it printed."""
+
+    def __init__(self, *argv: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "echelon", "run", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def read_until(self, text: str, count: int) -> None:
+        while sum(text in line for line in self.lines) < count:
+            line = self.process.stdout.readline()
+            assert line, (self.lines, self.process.stderr.read())
+            self.lines.append(line.rstrip())
+
+    def end(self) -> int:
+        out, self.err = self.process.communicate(timeout=30)
+        self.lines += out.splitlines()
+        return self.process.returncode
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"]
+)
+def test_a_signal_reaches_the_workers_and_ends_the_job(script, run_dir, number, code):
+    job = _Job("--nproc-per-node", "2", "--run-dir", str(run_dir), script(_WAITING))
+    job.read_until("ready", 2)
+    job.process.send_signal(signal.SIGUSR1)
+    job.read_until("got SIGUSR1", 2)
+    job.process.send_signal(number)
+    assert job.end() == code, job.err
+    assert sum(f"got {number.name}" in line for line in job.lines) == 2
+    report = read_json(run_dir / "report.json")
+    assert (report["ended_by"], report["incidents"]) == ("signal", [])
+
+
+def test_nothing_outlives_an_agent_that_is_killed(script, run_dir, monkeypatch):
+    mark = f"ECHELON_TEST_MARK={os.getpid()}-killed"
+    monkeypatch.setenv(*mark.split("="))
+    job = _Job(
+        "--nproc-per-node", "2", "--run-dir", str(run_dir),
+        script(
+            "import subprocess, sys\n"
+            "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'],"
+            " start_new_session=True)\n" + _WAITING
+        ),
+    )  # fmt: skip
+    job.read_until("ready", 2)
+    assert len(_marked(mark)) >= 5  # agent, guard, store, workers and what they started
+    job.process.kill()
+    job.end()
+    assert _wait_until_gone(mark) == []
+
+
+def test_a_stopped_worker_is_named_and_ended(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "3", "--stall-timeout", "1", "--on-stall", "stop",
+        "--run-dir", str(run_dir),
+        script(
+            """
+            import os, signal
+            import echelon.dist as dist
+            world = dist.init(timeout_s=60)
+            world.barrier()
+            if world.rank == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            world.barrier()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    verdict = read_json(run_dir / "dump/latest/verdict.json")["verdict"]
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("frozen_process", [2])

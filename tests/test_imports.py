@@ -1,0 +1,106 @@
+"""Who may import whom, and what starting a command may cost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import echelon
+
+_PACKAGE = Path(echelon.__file__).parent
+_HEAVY = ("torch", "grpc", "uvloop", "asyncio", "rich")
+_ROOMS = ("store", "recorder", "dist", "launcher", "analysis")
+
+# room -> modules of echelon that it may import besides its own and echelon.errors
+_ALLOWED = {
+    "store": ("echelon.store",),
+    "recorder": ("echelon.recorder",),
+    "dist": ("echelon.dist", "echelon.store", "echelon.recorder"),
+    "launcher": ("echelon.launcher", "echelon.store", "echelon.recorder", "echelon.analysis"),
+    "analysis": ("echelon.analysis", "echelon.recorder.schema", "echelon.recorder.read"),
+}
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def _is_below(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+@pytest.mark.parametrize("room", _ROOMS)
+def test_rooms_import_only_what_the_architecture_allows(room):
+    files = list((_PACKAGE / room).rglob("*.py"))
+    assert files
+    allowed = (*_ALLOWED[room], "echelon.errors", "echelon.__version__")
+    for path in files:
+        for name in _imports(path):
+            if not _is_below(name, "echelon") or name == "echelon":
+                continue
+            parts_of_allowed = any(_is_below(module, name) for module in allowed)
+            assert parts_of_allowed or any(_is_below(name, module) for module in allowed), (
+                f"{path.relative_to(_PACKAGE)} imports {name}"
+            )
+
+
+@pytest.mark.parametrize("room", [room for room in _ROOMS if room != "dist"])
+def test_only_dist_imports_torch(room):
+    for path in (_PACKAGE / room).rglob("*.py"):
+        assert not any(_is_below(name, "torch") for name in _imports(path)), path
+
+
+def _loaded_after(code: str) -> set[str]:
+    probe = f"import sys, json\ntry:\n    {code}\nexcept SystemExit:\n    pass\n"
+    probe += f"print(json.dumps([m for m in {_HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import echelon",
+        "import echelon.dist",
+        "import echelon.recorder",
+        "import echelon.store",
+        "from echelon.cli import main; main(['run', '--help'])",
+        "from echelon.cli import main; main(['--version'])",
+        "from echelon.analysis.cli import main; main(['--help'])",
+    ],
+)
+def test_starting_loads_nothing_heavy(code):
+    assert _loaded_after(code) == set()
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "echelon", "--version"], ["-m", "echelon.analysis", "--version"]]
+)
+def test_every_command_tells_its_version(command):
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip().endswith(echelon.__version__)
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "lunch"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
