@@ -216,7 +216,8 @@ def save(job: Job, trainer: Trainer) -> None:
 def conclude(job: Job, trainer: Trainer, report: Report, validation_loss: float) -> None:
     """Print what the run came to. Nothing here needs the other ranks."""
     dataset, seed = job.dataset, job.settings.seed
-    report.say(report.progress.summary())
+    if report.progress.num_steps_seen:
+        report.say(report.progress.summary())
     report.say(f"validation loss {validation_loss:.4f} nats a byte, on text it never trained on")
     bigram = bigram_loss(dataset.train, dataset.validation)
     report.say(f"bigram loss     {bigram:.4f} nats a byte, same split: what needs no attention")

@@ -26,6 +26,7 @@ SMOOTHING = 0.1  # weight of the newest step in the speed that is shown
 NUM_PLAIN_LINES = 20  # a line every 5 % of the steps
 NUM_KEPT_LINES = 5  # beside a live line, what stays on the screen
 ERASE_LINE = "\x1b[2K"
+RANK_COLUMNS = 4  # the launcher writes "0| " before each line
 BAR_COLUMNS = 24
 MIN_BAR_COLUMNS = 6
 
@@ -44,7 +45,7 @@ def live_columns(stream: TextIO) -> int | None:
     if stream.isatty():
         return shutil.get_terminal_size().columns
     told = os.environ.get("ECHELON_TERMINAL_COLUMNS", "")
-    return int(told) if told.isdigit() and int(told) > 0 else None
+    return int(told) - RANK_COLUMNS if told.isdecimal() and int(told) > RANK_COLUMNS else None
 
 
 def with_unit(value: float, unit: str) -> str:
@@ -90,6 +91,7 @@ class Progress:
         self.step_s = 0.0  # a step's length, smoothed
         self.changed_at = now()
         self.drawn_at = -REDRAW_S
+        self.erase = ERASE_LINE if stream.isatty() else ""  # else the launcher sees to it
 
     def update(self, step: int, loss: float) -> None:
         """Take note of a finished step, and show it if it is time to."""
@@ -98,13 +100,16 @@ class Progress:
             self.print(self.plain_line(loss))
         elif self.columns and self.now() - self.drawn_at >= REDRAW_S:
             self.drawn_at = self.now()
-            self.stream.write(f"{ERASE_LINE}{self.live_line(loss, self.columns)}\r")
-            self.stream.flush()
+            self._write(f"{self.erase}{self.live_line(loss, self.columns)}\r")
+        if self.columns and step == self.scale.num_steps:
+            self._write(f"{ERASE_LINE}\r")  # nothing is live any more
 
     def print(self, text: str) -> None:
-        """Write lines that stay; a live line makes room for them (the launcher sees to its own)."""
-        erase = ERASE_LINE if self.columns and self.stream.isatty() else ""
-        self.stream.write(f"{erase}{text}\n")
+        """Write lines that stay."""
+        self._write(f"{self.erase}{text}\n")
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
         self.stream.flush()
 
     def forget_pause(self) -> None:

@@ -65,7 +65,6 @@ def test_a_live_line_is_one_row_that_fits(columns):
     progress, clock, stream = make_progress(columns=columns)
     run_steps(progress, clock, num_steps=1, step_s=1.0)
     text = stream.getvalue()
-    assert text.startswith(ERASE_LINE)
     assert text.endswith("\r")
     row = ESCAPE.sub("", text).removesuffix("\r")
     assert "\n" not in row
@@ -90,10 +89,33 @@ def test_pauses_do_not_count_as_training():
     assert progress.training_s == pytest.approx(5.0)
 
 
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_of_our_own_is_erased_before_each_line():
+    clock, stream = Clock(), Terminal()
+    progress = Progress(SCALE, stream=stream, now=clock, columns=100)
+    run_steps(progress, clock, num_steps=40, step_s=1.0)
+    pieces = re.split(r"[\r\n]", stream.getvalue().removesuffix("\n"))
+    assert len(pieces) == 40
+    assert all(piece.startswith(ERASE_LINE) for piece in pieces)
+
+
+def test_no_live_line_is_left_after_the_last_step():
+    progress, clock, stream = make_progress(columns=100)
+    run_steps(progress, clock, num_steps=200, step_s=1.0)
+    assert stream.getvalue().endswith(f"\n{ERASE_LINE}\r")
+
+
 def test_the_launcher_says_how_wide_its_terminal_is(monkeypatch):
+    """The rank that it writes before each line takes some of that width."""
     monkeypatch.setenv("ECHELON_TERMINAL_COLUMNS", "97")
-    assert live_columns(io.StringIO()) == 97
-    for nothing in ("", "0", "wide", "-3"):
+    assert live_columns(io.StringIO()) == 93
+    for nothing in ("", "0", "4", "wide", "-3"):
         monkeypatch.setenv("ECHELON_TERMINAL_COLUMNS", nothing)
         assert live_columns(io.StringIO()) is None
 
