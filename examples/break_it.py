@@ -20,7 +20,7 @@ import torch
 from gpt.arguments import OneLineParser, whole_number
 from gpt.data import LIMIT_BYTES, load_dataset
 from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import limit_threads
+from gpt.machine import limit_threads, load_optimizers
 from gpt.model import GPTConfig
 from gpt.progress import Scale
 from gpt.report import Report, SilentReport
@@ -200,8 +200,12 @@ def build_report(trainer: Trainer) -> Report:
     if trainer.world.rank != 0:
         return SilentReport()
     settings = trainer.settings
-    tokens_per_step = settings.batch * TINY.context
-    return Report(Scale(settings.steps, tokens_per_step, trainer.model.flops_per_token()))
+    scale = Scale(
+        num_steps=settings.steps,
+        tokens_per_step=settings.batch * TINY.context,
+        flops_per_token=trainer.model.flops_per_token(),
+    )
+    return Report(scale)
 
 
 def main() -> None:
@@ -218,6 +222,7 @@ def main() -> None:
         bucket_bytes=BUCKET_BYTES,
     )
     limit_threads()
+    load_optimizers()
     try:
         trainer = build_trainer(options, settings)
     except (ValueError, OSError) as error:

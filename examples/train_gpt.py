@@ -25,7 +25,7 @@ from gpt.bigram import bigram_loss
 from gpt.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from gpt.data import Dataset, load_dataset, validation_windows
 from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import limit_threads
+from gpt.machine import limit_threads, load_optimizers
 from gpt.model import GPTConfig
 from gpt.progress import Scale
 from gpt.report import Report, SilentReport
@@ -248,6 +248,7 @@ def main() -> None:
     except (ValueError, OSError, CheckpointError) as error:
         parser.error(str(error))
     limit_threads()
+    load_optimizers()
     world = dist.init()
     if job.settings.batch < world.size:
         parser.error(f"--batch {job.settings.batch} leaves some of {world.size} ranks without data")

@@ -17,6 +17,14 @@ def limit_threads() -> None:
         torch.set_num_threads(1)
 
 
+def load_optimizers() -> None:
+    """Have torch load what it loads only when the first optimizer is made, which takes seconds.
+
+    Before `dist.init` that counts as starting; after it, as ranks that have gone silent.
+    """
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+
+
 def choose_device(world: ProcessGroup) -> torch.device:
     """Return this rank's own GPU if the world's backend reduces there, else the CPU."""
     if torch.cuda.is_available() and "nccl" in world.backend:

@@ -31,7 +31,7 @@ BAR_COLUMNS = 24
 MIN_BAR_COLUMNS = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """What one step is worth, for the rates."""
 
@@ -140,7 +140,7 @@ class Progress:
         num_steps = self.scale.num_steps
         return (
             f"step {self.step:{len(str(num_steps))}}/{num_steps}",
-            f"loss {loss:.4f}",
+            f"loss {loss:.5f}",
             with_unit(tokens_per_s, "tokens/s"),
             with_unit(tokens_per_s * self.scale.flops_per_token, "FLOP/s"),
             f"ETA {as_minutes((num_steps - self.step) * step_s)}",
