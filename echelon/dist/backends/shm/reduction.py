@@ -44,9 +44,10 @@ def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str)
     combine = _COMBINE[reduce_op]
     shares_later_part = any(np.may_share_memory(target, part) for part in parts[2:])
     out = np.empty_like(target) if shares_later_part else target
-    combine(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        combine(out, part, out=out)
+    with np.errstate(over="ignore", invalid="ignore"):
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
     if reduce_op == "avg":
         np.divide(out, len(parts), out=out)
     if out is not target:
@@ -59,8 +60,9 @@ def _reduce_halves(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: s
     )
     combine = _COMBINE[reduce_op]
     total = widen(parts[0])
-    for part in parts[1:]:
-        combine(total, widen(part), out=total)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN are results
+        for part in parts[1:]:
+            combine(total, widen(part), out=total)
     if reduce_op == "avg":
         total /= np.float32(len(parts))
     if dtype == "bfloat16":

@@ -1,0 +1,105 @@
+"""Zero-copy views: what is viewed shares memory, and what cannot be viewed says why."""
+
+from __future__ import annotations
+
+import array
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from echelon.dist.arrays import view
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint64", "bool"])
+def test_a_numpy_array_is_viewed_in_place(dtype):
+    x = np.zeros((2, 3), dtype)
+    seen = view(x, "x", writable=True)
+    seen.data[4] = 1
+    assert x[1, 1] == 1
+    assert (seen.dtype, seen.shape, str(seen)) == (dtype, (2, 3), f"{dtype}[2, 3]")
+
+
+def test_ml_dtypes_bfloat16_travels_as_its_bits():
+    x = np.ones(3, ml_dtypes.bfloat16)
+    seen = view(x, "x", writable=True)
+    assert seen.dtype == "bfloat16"
+    assert seen.data.dtype == np.uint16
+    seen.data[0] = 0x4000
+    assert float(x[0]) == 2.0
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool"]
+)
+def test_a_torch_tensor_is_viewed_in_place(dtype):
+    x = torch.zeros(4, 2, dtype=getattr(torch, dtype))
+    seen = view(x, "x", writable=True)
+    seen.data.view(np.uint8)[:] = 1
+    assert (seen.dtype, seen.shape) == (dtype, (4, 2))
+    assert x.view(torch.uint8).eq(1).all()
+
+
+def test_a_tensor_that_requires_grad_is_viewed():
+    x = torch.zeros(2, requires_grad=True)
+    view(x, "x", writable=True).data[0] = 5
+    assert x[0] == 5
+
+
+def test_scalars_and_empty_arrays_have_views():
+    assert len(view(np.array(3.0), "x", writable=True).data) == 1
+    assert len(view(np.empty((0, 7)), "x", writable=True).data) == 0
+    assert len(view(torch.empty(0), "x", writable=True).data) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: np.zeros((4, 4))[:, ::2], "not contiguous"),
+        (lambda: np.zeros((4, 4)).T, "not contiguous"),
+        (lambda: torch.zeros(4, 4).t(), "not contiguous"),
+        (lambda: torch.zeros(4, 4).to_sparse(), "not contiguous"),
+        (lambda: np.zeros(3, ">f4"), "byte order"),
+        (lambda: np.zeros(3, "U5"), "dtype str"),
+        (lambda: np.zeros(3, object), "dtype object"),
+        (lambda: np.zeros(3, "complex64"), "dtype complex64"),
+        (lambda: torch.zeros(3, dtype=torch.complex64), "dtype complex64"),
+        (lambda: torch.zeros(3, device="meta"), "meta"),
+        (lambda: [1.0, 2.0], "got list"),
+        (lambda: array.array("d", [1.0]), "got array"),
+        (lambda: 3.0, "got float"),
+        (lambda: None, "got NoneType"),
+    ],
+)
+def test_what_cannot_be_viewed_is_a_value_error_that_names_the_argument(make, said):
+    with pytest.raises(ValueError, match=f"out: .*{said}"):
+        view(make(), "out", writable=True)
+
+
+def test_a_read_only_array_is_an_input_only():
+    x = np.zeros(3)
+    x.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        view(x, "x", writable=True)
+    assert len(view(x, "x", writable=False).data) == 3
+
+
+class _OnlyDlpack:
+    """An array of some other library: it has nothing but DLPack."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **kwargs):
+        return self.x.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+def test_any_dlpack_array_is_viewed_in_place():
+    x = np.zeros(3, np.float32)
+    view(_OnlyDlpack(x), "x", writable=True).data[1] = 2
+    assert x[1] == 2

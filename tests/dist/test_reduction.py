@@ -1,0 +1,64 @@
+"""The pure-Python reduction, bit for bit against another implementation of the same rules."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.dist.backends.shm.reduction import reduce_into
+from tests.dist import oracle
+
+
+def _reduce(parts, op, dtype):
+    raw = [part.view(np.uint16) if dtype == "bfloat16" else part for part in parts]
+    out = np.empty_like(raw[0])
+    reduce_into(out, raw, op, dtype)
+    return out.view(parts[0].dtype)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", oracle.DTYPES)
+def test_every_op_and_dtype_matches_the_oracle(dtype, num_parts):
+    parts = [oracle.data(dtype, [1027], rank) for rank in range(num_parts)]
+    for op in oracle.reduce_ops(dtype):
+        oracle.assert_same_bits(
+            _reduce(parts, op, dtype), oracle.reduced(parts, op), f"{op} of {dtype}"
+        )
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_the_result_may_lie_in_any_of_the_parts(which):
+    parts = [oracle.data("float32", [100], rank) for rank in range(4)]
+    expected = oracle.reduced(parts, "sum")
+    reduce_into(parts[which], parts, "sum", "float32")
+    oracle.assert_same_bits(parts[which], expected, f"into part {which}")
+
+
+def test_bfloat16_rounds_to_even_and_keeps_nan_and_infinity():
+    values = [0x3F80, 0x3F81, 0x7F80, 0xFF80, 0x7FC1, 0x7FFF, 0x7F7F, 0x0001, 0x8000]
+    a = np.array(values, np.uint16).view(ml_dtypes.bfloat16)
+    b = np.array([0x3B80] * 3 + [0x7F80] + [0x3F80] * 2 + [0x7F7F, 0x0001, 0x8000], np.uint16)
+    seen = _reduce([a, b.view(ml_dtypes.bfloat16)], "sum", "bfloat16").view(np.uint16)
+    assert seen.tolist() == [
+        0x3F80,  # 1 + 2^-8: a tie, to even
+        0x3F82,  # the next tie goes up
+        0x7F80,  # inf + finite
+        0x7FC0,  # -inf + inf
+        0x7FC0,  # NaN stays NaN
+        0x7FC0,  # also one whose rounding would carry over
+        0x7F80,  # overflow
+        0x0002,  # denormals are not flushed
+        0x8000,  # -0 + -0
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=40))
+def test_narrowing_agrees_with_ml_dtypes_on_any_floats(pairs):
+    parts = [np.array(side, np.float32).astype(ml_dtypes.bfloat16) for side in zip(*pairs)]
+    with np.errstate(invalid="ignore"):
+        seen, expected = _reduce(parts, "sum", "bfloat16"), oracle.reduced(parts, "sum")
+    np.testing.assert_array_equal(seen.astype(np.float32), expected.astype(np.float32))
