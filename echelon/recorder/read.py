@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -41,10 +43,12 @@ from echelon.recorder.schema import (
     OPERATION,
     OPERATION_FIXED,
     OPERATION_SLOT,
+    OPERATION_STATE,
     RING_MAGIC,
     SPAN,
     SPAN_SLOT,
     STRINGS_BYTES,
+    TAIL_BYTES,
     Flag,
     Group,
     HostFacts,
@@ -61,6 +65,14 @@ _T = TypeVar("_T")
 _MAX_CAPACITY = 1 << 22
 _MAX_DUMP_BYTES = 1 << 30
 _U32 = 0xFFFFFFFF
+_OPERATION_HEAD = struct.Struct("<QII")
+_MAX_PAYLOAD_BYTES = OPERATION_FIXED.itemsize + TAIL_BYTES
+_COPIED = tuple(
+    name
+    for name in OPERATION.names or ()
+    if name in (OPERATION_FIXED.names or ())
+    and name not in ("group", "operation", "reduce_op", "site", "stack")
+)
 
 
 def read(path: Path) -> Record:
@@ -83,6 +95,15 @@ def read_ring(path: Path) -> Record:
     Raises:
         DumpFormatError: no ring, a newer major version, or shorter than its header says.
     """
+    for last_try in (False, False, True):
+        record, num_torn = _read_ring_once(path)
+        if not num_torn or last_try:
+            break  # a dead writer's torn slot stays torn; a living one's is whole a moment later
+    return record
+
+
+def _read_ring_once(path: Path) -> tuple[Record, int]:
+    """Read a ring from one copy of its bytes; return how many slots were torn, too."""
     try:
         data = path.read_bytes()
     except OSError as err:
@@ -94,13 +115,13 @@ def read_ring(path: Path) -> Record:
         identity_fields = _blob(path.read_bytes(), IDENTITY_OFFSET, IDENTITY_BYTES)
     if identity_fields is None:
         raise DumpFormatError(f"{path}: the ring's identity is damaged", path=path)
-    live = tuple(int(v) for v in np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET))
+    live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
     words = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
     parser = _RingParser(data, layout, live)
     operations = parser.operations()
     spans = parser.spans(layout.spans_offset, layout.num_spans)
     open_spans = parser.spans(OPEN_SPANS_OFFSET, NUM_OPEN_SPANS)
-    return Record(
+    record = Record(
         path=str(path),
         identity=_dataclass(path, Identity, identity_fields),
         operations=operations,
@@ -111,8 +132,9 @@ def read_ring(path: Path) -> Record:
         signatures=parser.signatures,
         live=live,
         last_words=None if words is None else _dataclass(path, LastWords, words),
-        warnings=tuple(parser.warnings),
+        warnings=tuple(parser.all_warnings()),
     )
+    return record, parser.num_torn
 
 
 def read_dump(path: Path) -> Record:
@@ -169,14 +191,16 @@ class LiveRing:
 
     def pending(self) -> tuple[int, int]:
         """Return (when the oldest operation that has not ended was called, how many there are)."""
-        states = self._slots["state"]
-        head = self._slots["head"]
-        unfinished = (states["state"] == State.CREATED) | (states["state"] == State.STARTED)
-        open_slots = np.flatnonzero((head != 0) & (states["head"] == head) & unfinished)
-        if not len(open_slots):
-            return 0, 0
+        state, head = self._slots["state"], self._slots["head"]
+        ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
+        open_slots = np.flatnonzero((head != 0) & (self._slots["tail"] == head) & ~ended)
         called = self._slots["fixed"]["created_mono_ns"][open_slots]
-        return int(called.min()), len(open_slots)
+        # The oldest decides about a stall: it must not be a slot that is just being written.
+        for i in np.argsort(called, kind="stable").tolist():
+            copy = self._slots[open_slots[i] : open_slots[i] + 1].copy()
+            if _is_payload_whole(copy.tobytes(), 0):
+                return int(copy["fixed"]["created_mono_ns"][0]), len(open_slots)
+        return 0, 0
 
     def close(self) -> None:
         """Unmap the file."""
@@ -196,72 +220,86 @@ class _RingParser:
         self.signatures: list[Signature] = []
         self._string_index: dict[int, int] = {0: 0}
         self._group_index: dict[int, int] = {}
-        self._signature_index: dict[tuple[int, int, bytes], int] = {}
+        self._signature_index: dict[tuple[int, int, int, bytes], int] = {}
+        self.num_torn = 0
         self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
+
+    def all_warnings(self) -> list[str]:
+        """Return each warning once, with how often it came."""
+        return [
+            text if count == 1 else f"{text} ({count} times)"
+            for text, count in Counter(self.warnings).items()
+        ]
 
     def operations(self) -> npt.NDArray[Any]:
         slots = np.frombuffer(
             self._data, OPERATION_SLOT, self._layout.num_operations, self._layout.operations_offset
         )
-        used = np.flatnonzero(slots["head"])
-        good = [i for i in used.tolist() if self._is_whole(slots, i)]
-        if len(good) < len(used):
-            self.warnings.append(f"{len(used) - len(good)} operations were being written")
-        slots = slots[good]
-        out = np.zeros(len(good), OPERATION)
-        fixed, state = slots["fixed"], slots["state"]
-        for name in set(OPERATION.names or ()) & set(OPERATION_FIXED.names or ()):
+        used = np.flatnonzero(slots["head"] | slots["tail"])
+        chosen = self._whole(slots, used)
+        fixed, state = slots["fixed"][chosen], slots["state"][chosen]
+        out = np.zeros(len(chosen), OPERATION)
+        for name in _COPIED:
             out[name] = fixed[name]
-        out["state"] = np.where(state["head"] == slots["head"], state["state"], State.CREATED)
-        own = state["head"] == slots["head"]
+        own = self._states_known(slots["head"][chosen], state)
+        out["state"] = np.where(own, state["state"], State.CREATED)
         for name in ("started_mono_ns", "completed_mono_ns"):
             out[name] = np.where(own, state[name], 0)
-        errors = np.where(own, state["error"], 0)
-        for name, refs in (
-            ("operation", fixed["operation"]),
-            ("reduce_op", fixed["reduce_op"]),
-            ("site", fixed["site"]),
-            ("stack", fixed["stack"]),
-            ("error", errors),
-        ):
-            out[name] = self._mapped(refs, self._string)
+        for name in ("operation", "reduce_op", "site", "stack"):
+            out[name] = self._mapped(fixed[name], self._string)
+        out["error"] = self._mapped(np.where(own, state["error"], 0), self._string)
         out["group"] = self._mapped(fixed["group"], self._group)
-        out["signature"] = [self._signature(slot) for slot in slots]
+        out["signature"] = self._signatures_of(fixed, chosen, slots["length"][chosen])
         return out[np.argsort(out["record"], kind="stable")]
 
     def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
         slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
-        good = [
-            i
-            for i in np.flatnonzero(slots["head"]).tolist()
-            if slots["head"][i] == slots["tail"][i]
-            and crc32(slots["fixed"][i].tobytes()) == slots["crc"][i]
-        ]
-        fixed = slots["fixed"][good]
-        out = np.zeros(len(good), SPAN)
+        used = np.flatnonzero(slots["head"] | slots["tail"])
+        data, begin, end = self._data, SPAN_SLOT.fields["fixed"][1], SPAN_SLOT.fields["tail"][1]  # type: ignore[index]
+        starts = (offset + used * SPAN_SLOT.itemsize).tolist()
+        crcs = np.array([crc32(data[at + begin : at + end]) for at in starts], np.uint32)
+        good = (slots["head"][used] == slots["tail"][used]) & (slots["crc"][used] == crcs)
+        self._note_torn(len(used) - int(good.sum()), "spans were being written or are damaged")
+        fixed = slots["fixed"][used[good]]
+        out = np.zeros(len(fixed), SPAN)
         for name in ("number", "started_mono_ns", "ended_mono_ns", "step", "thread", "depth"):
             out[name] = fixed[name]
         for name in ("name", "detail", "site"):
             out[name] = self._mapped(fixed[name], self._string)
         return out[np.lexsort((out["depth"], out["number"]))]
 
-    def _is_whole(self, slots: npt.NDArray[Any], index: int) -> bool:
-        slot = slots[index]
-        head = int(slot["head"])
-        if head != int(slot["tail"]) or (head - 1) % self._layout.num_operations != index:
-            return False
-        length = int(slot["length"])
-        if not OPERATION_FIXED.itemsize <= length <= OPERATION_FIXED.itemsize + 8192:
-            return False
-        begin = self._layout.operations_offset + index * OPERATION_SLOT.itemsize + 16
-        end = begin + length
-        if crc32(self._data[begin:end]) != int(slot["crc"]):
-            return False
-        state = slot["state"]
-        if int(state["head"]) != head:
-            return True  # the payload is there, its state cell not yet: CREATED
-        body = state.tobytes()[8:32]
-        return int(state["tail"]) == head and crc32(body, head & _U32) == int(state["crc"])
+    def _whole(self, slots: npt.NDArray[Any], used: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Choose the slots whose payload is all there: [Note: what makes a slot readable]."""
+        head, length = slots["head"][used], slots["length"][used]
+        good = (head == slots["tail"][used]) & (slots["fixed"]["record"][used] == head - 1)
+        good &= (head - 1) % self._layout.num_operations == used
+        good &= (length >= OPERATION_FIXED.itemsize) & (length <= _MAX_PAYLOAD_BYTES)
+        chosen: npt.NDArray[Any] = used[good]
+        starts = self._layout.operations_offset + chosen * OPERATION_SLOT.itemsize
+        data = self._data
+        whole = [_is_payload_whole(data, at) for at in starts.tolist()]
+        chosen = chosen[np.array(whole, bool)]
+        self._note_torn(len(used) - len(chosen), "operations were being written or are damaged")
+        return chosen
+
+    def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Tell which state cells are about their slot's operation, and whole."""
+        own = state["head"] == head
+        raw, size = state.tobytes(), OPERATION_STATE.itemsize
+        seeds = (head & _U32).tolist()
+        crcs = [crc32(raw[i * size + 8 : i * size + 32], seed) for i, seed in enumerate(seeds)]
+        good = (state["tail"] == head) & (state["crc"] == np.array(crcs, np.uint32))
+        good &= (state["state"] >= State.STARTED) & (state["state"] <= State.FAILED)
+        self._note_torn(
+            int((own & ~good).sum()), "states were being written or are damaged: shown as created"
+        )
+        known: npt.NDArray[Any] = own & good
+        return known
+
+    def _note_torn(self, count: int, what: str) -> None:
+        if count:
+            self.num_torn += count
+            self.warnings.append(f"{count} {what}")
 
     def _mapped(self, refs: npt.NDArray[Any], one: Callable[[int], int]) -> npt.NDArray[Any]:
         unique, inverse = np.unique(refs, return_inverse=True)
@@ -300,24 +338,40 @@ class _RingParser:
         self._group_index[ref] = len(self.groups) - 1
         return len(self.groups) - 1
 
-    def _signature(self, slot: Any) -> int:
-        length = int(slot["length"]) - OPERATION_FIXED.itemsize
-        tail = slot["rest"].tobytes()[:length]
-        flags = int(slot["fixed"]["flags"]) & Flag.SUMMARISED
-        key = (int(slot["fixed"]["dtype"]), flags, tail)
-        known = self._signature_index.get(key)
-        if known is not None:
-            return known
+    def _signatures_of(
+        self, fixed: npt.NDArray[Any], chosen: npt.NDArray[Any], length: npt.NDArray[Any]
+    ) -> list[int]:
+        starts = self._layout.operations_offset + chosen * OPERATION_SLOT.itemsize
+        begins = starts + _OPERATION_HEAD.size + OPERATION_FIXED.itemsize
+        ends = starts + _OPERATION_HEAD.size + length
+        data = self._data
+        keys = zip(
+            fixed["dtype"].tolist(),
+            (fixed["flags"] & Flag.SUMMARISED).tolist(),
+            fixed["num_tensors"].tolist(),
+            [data[at:end] for at, end in zip(begins.tolist(), ends.tolist(), strict=True)],
+            strict=True,
+        )
+        known = self._signature_index
+        return [known[key] if key in known else self._add_signature(key) for key in keys]
+
+    def _add_signature(self, key: tuple[int, int, int, bytes]) -> int:
         dtype = self._text(key[0])
-        num_tensors = int(slot["fixed"]["num_tensors"])
         try:
-            signature = decode_signature(dtype, num_tensors, bool(flags), tail)
+            signature = decode_signature(dtype, key[2], bool(key[1]), key[3])
         except ValueError:
             signature = Signature(dtype)
             self.warnings.append("a signature cannot be read")
         self.signatures.append(signature)
         self._signature_index[key] = len(self.signatures) - 1
         return len(self.signatures) - 1
+
+
+def _is_payload_whole(data: bytes, at: int) -> bool:
+    """Check the CRC of the operation slot that begins at `at`."""
+    _, length, crc = _OPERATION_HEAD.unpack_from(data, at)
+    begin = at + _OPERATION_HEAD.size
+    return bool(length <= _MAX_PAYLOAD_BYTES and crc32(data[begin : begin + length]) == crc)
 
 
 def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:

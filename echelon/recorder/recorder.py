@@ -21,6 +21,7 @@ import itertools
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -28,8 +29,8 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic_ns
 from types import TracebackType
 from typing import IO, Any, TypeVar
 from zlib import crc32
@@ -54,20 +55,34 @@ _T = TypeVar("_T")
 _Shapes = tuple[tuple[int, ...], ...]
 _Splits = tuple[int, ...]
 
+# references of operation, dtype and reduce op; timeout in ms; number of tensors; flags; tail
+_Call = tuple[int, int, int, int, int, int, bytes]
+pack_operation = OPERATION_FIXED_STRUCT.pack
+
+
+def _range_of(code: str) -> tuple[int, int]:
+    bits = 8 * struct.calcsize("<" + code)
+    return (0, (1 << bits) - 1) if code.isupper() else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+
+
 HEARTBEAT_S = 0.5
 NOT_RECORDED = -1
-_MAX_SIGNATURES = 4096  # cached encodings; a program with more dynamic shapes encodes again
+_MAX_CALLS = 4096  # cached encodings; a program with more dynamic shapes encodes again
+_MAX_TIMEOUT_S = 1e9
+_RANGES = [_range_of(code) for code in OPERATION_FIXED_STRUCT.format[1:]]
+# Looking a member of an enum up costs as much as storing it.
+_NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
+_PROGRESS = int(Live.PROGRESS_MONO_NS)
+_COMPLETED = int(State.COMPLETED)
 _ERROR_CHARS = 600
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """A signature ready to be written."""
+class _Thread(threading.local):
+    """What is asked again and again about the calling thread."""
 
-    dtype: int
-    tail: bytes
-    num_tensors: int
-    flags: int
+    def __init__(self) -> None:
+        self.native_id = threading.get_native_id()
+        self.depth = 0  # of its open spans
 
 
 class Recorder:
@@ -80,11 +95,11 @@ class Recorder:
         self._span_numbers = itertools.count()
         self._span_records = itertools.count()
         self._coalesced_numbers = itertools.count()
-        self._signatures: dict[tuple[Any, ...], _Signature] = {}
-        self._sites: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._calls: dict[tuple[Any, ...], _Call] = {}
+        self._sites = sites.Sites(ring.intern)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._open_places = deque(range(NUM_OPEN_SPANS))
-        self._depth = threading.local()
+        self._thread = _Thread()
         self._step = -1
         self._stop = threading.Event()
         self._beating: threading.Thread | None = None
@@ -101,7 +116,7 @@ class Recorder:
     def mark_initialised(self) -> None:
         """Note that the world group stands: from here on silence counts as a stall."""
         self._live[Live.INITIALISED] = 1
-        self._live[Live.PROGRESS_MONO_NS] = time.monotonic_ns()
+        self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
     def group(self, name: str, ranks: Sequence[int]) -> int:
         """Return the reference of a process group, for `begin`."""
@@ -138,56 +153,42 @@ class Recorder:
         Args:
             group: from `group()`.
             num_bytes: bytes of the input on this rank.
-            depth: frames between here and code that may be the user's.
+            depth: frames between here and code that may be the user's; 1 is the caller.
         """
-        now = time.monotonic_ns()
-        record = next(self._numbers)
-        signature = self._signature(dtype, shapes, input_splits, output_splits)
-        site, stack = self._site(depth + 1)
-        intern = self._ring.intern
-        payload = (
-            OPERATION_FIXED_STRUCT.pack(
-                record,
-                sequence,
-                p2p_sequence,
-                now,
-                self._step,
-                num_bytes,
-                int(timeout_s * 1000),
-                group,
-                intern(operation),
-                signature.dtype,
-                intern(reduce_op),
-                site,
-                stack,
-                root,
-                peer,
-                tag,
-                coalesced,
-                threading.get_native_id(),
-                signature.flags | flags,
-                signature.num_tensors,
-            )
-            + signature.tail
+        now = monotonic_ns()
+        key = (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits)
+        operation_ref, dtype_ref, reduce_ref, timeout_ms, num_tensors, more_flags, tail = (
+            self._calls.get(key) or self._new_call(key)
         )
-        self._ring.write_operation(record, payload)
-        self._live[Live.NUM_OPERATIONS] = record + 1
-        self._live[Live.PROGRESS_MONO_NS] = now
+        site, stack = self._sites.find(sys._getframe(depth))
+        record = next(self._numbers)
+        fields = (
+            record, sequence, p2p_sequence, now, self._step, num_bytes, timeout_ms,
+            group, operation_ref, dtype_ref, reduce_ref, site, stack, root, peer, tag, coalesced,
+            self._thread.native_id, flags | more_flags, num_tensors,
+        )  # fmt: skip
+        try:
+            payload = pack_operation(*fields)
+        except struct.error:
+            payload = pack_operation(*_clamped(fields))
+        self._ring.write_operation(record, payload + tail)
+        self._live[_NUM_OPERATIONS] = record + 1
+        self._live[_PROGRESS] = now
         return record
 
     def started(self, record: int) -> None:
         """Record that the backend took the operation up."""
-        self._ring.mark_started(record, time.monotonic_ns())
+        self._ring.mark_started(record, monotonic_ns())
 
     def completed(self, record: int) -> None:
         """Record that the operation is done on this rank."""
-        now = time.monotonic_ns()
-        self._ring.mark_ended(record, now, State.COMPLETED)
-        self._live[Live.PROGRESS_MONO_NS] = now
+        now = monotonic_ns()
+        self._ring.mark_ended(record, now, _COMPLETED)
+        self._live[_PROGRESS] = now
 
     def failed(self, record: int, error: BaseException) -> None:
         """Record that the operation ended in an error."""
-        now = time.monotonic_ns()
+        now = monotonic_ns()
         text = self._ring.intern(f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
         self._ring.mark_ended(record, now, State.FAILED, text)
         self._live[Live.PROGRESS_MONO_NS] = now
@@ -198,7 +199,7 @@ class Recorder:
 
     def step(self, number: int | None = None) -> None:
         """Note that a training step begins: number `number`, or one more than the last."""
-        now = time.monotonic_ns()
+        now = monotonic_ns()
         self._step = self._step + 1 if number is None else number
         self._live[Live.STEP] = self._step + 1
         self._live[Live.STEP_MONO_NS] = now
@@ -206,15 +207,15 @@ class Recorder:
 
     def open_span(self, name: str, detail: str, depth: int) -> _OpenSpan:
         """Record that a phase begins."""
-        now = time.monotonic_ns()
-        level = getattr(self._depth, "value", 0)
-        self._depth.value = level + 1
+        now = monotonic_ns()
+        level = self._thread.depth
+        self._thread.depth = level + 1
         try:
             place = self._open_places.popleft()
         except IndexError:
             place = -1
             self._live[Live.OPEN_SPANS_REFUSED] += 1
-        site, _ = self._site(depth + 1)
+        site, _ = self._sites.find(sys._getframe(depth))
         intern = self._ring.intern
         span = _OpenSpan(
             next(self._span_numbers),
@@ -223,7 +224,7 @@ class Recorder:
             intern(name),
             intern(detail[:_ERROR_CHARS]),
             site,
-            threading.get_native_id(),
+            self._thread.native_id,
             level,
             place,
         )
@@ -234,8 +235,8 @@ class Recorder:
 
     def close_span(self, span: _OpenSpan) -> None:
         """Record that a phase ended."""
-        now = time.monotonic_ns()
-        self._depth.value = span.depth
+        now = monotonic_ns()
+        self._thread.depth = span.depth
         fields = span.pack(now)
         number = next(self._span_records)
         self._ring.write_span(number, fields)
@@ -260,14 +261,14 @@ class Recorder:
             message=str(error),
             site=site,
             traceback="".join(traceback.format_exception(kind, error, trace)),
-            mono_ns=time.monotonic_ns(),
+            mono_ns=monotonic_ns(),
             bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[1:-1]),
         )
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
         """Start the thread whose stamp goes stale while C code holds the GIL."""
-        self._live[Live.HEARTBEAT_MONO_NS] = time.monotonic_ns()
+        self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
         self._beating = threading.Thread(target=self._beat, name="echelon-heartbeat", daemon=True)
         self._beating.start()
 
@@ -280,31 +281,33 @@ class Recorder:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            self._live[Live.HEARTBEAT_MONO_NS] = time.monotonic_ns()
+            self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
 
-    def _site(self, depth: int) -> tuple[int, int]:
-        frame = sites.caller(depth)
-        if frame is None:
-            return 0, 0
-        key = sites.chain(frame)
-        known = self._sites.get(key)
-        if known is None:
-            intern = self._ring.intern
-            known = intern(sites.describe(frame)), intern(sites.stack(frame))
-            self._sites[key] = known
-        return known
+    def _new_call(self, key: tuple[Any, ...]) -> _Call:
+        """Encode what a call site passes again and again; kept, up to a limit."""
+        operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
+        intern = self._ring.intern
+        flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
+        call = (
+            intern(operation),
+            intern(dtype),
+            intern(reduce_op),
+            int(min(max(timeout_s, 0.0), _MAX_TIMEOUT_S) * 1000),
+            num_tensors,
+            flags,
+            tail,
+        )
+        if len(self._calls) < _MAX_CALLS:
+            self._calls[key] = call
+        return call
 
-    def _signature(
-        self, dtype: str, shapes: _Shapes, inputs: _Splits, outputs: _Splits
-    ) -> _Signature:
-        key = (dtype, shapes, inputs, outputs)
-        known = self._signatures.get(key)
-        if known is None:
-            flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
-            known = _Signature(self._ring.intern(dtype), tail, num_tensors, flags)
-            if len(self._signatures) < _MAX_SIGNATURES:
-                self._signatures[key] = known
-        return known
+
+def _clamped(fields: tuple[int, ...]) -> list[int]:
+    """Bring what a caller passed into its field's range: recording never raises."""
+    out = []
+    for value, (low, high) in zip(fields, _RANGES, strict=True):
+        out.append(min(max(int(value), low), high))
+    return out
 
 
 class _OpenSpan:
@@ -439,7 +442,7 @@ def _identity(settings: Settings) -> Identity:
         boot_id=_first_line("/proc/sys/kernel/random/boot_id"),
         pid=os.getpid(),
         pid_start_ticks=_start_ticks(),
-        mono_ns=time.monotonic_ns(),
+        mono_ns=monotonic_ns(),
         wall_ns=time.time_ns(),
         settings=settings.allowed(),
     )
@@ -516,7 +519,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     def __enter__(self) -> None:
         recorder = current()
         if recorder is not None:
-            self._open = recorder.open_span(self._name, self._detail, 1)
+            self._open = recorder.open_span(self._name, self._detail, 2)
 
     def __exit__(self, *_: object) -> None:
         if self._open is not None and _recorder is not None:

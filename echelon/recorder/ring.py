@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import threading
+from array import array
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ _LENGTH_STRUCT = struct.Struct("<H")
 _SLOT_BYTES = OPERATION_SLOT.itemsize
 _TAIL_STAMP_OFFSET = OPERATION_SLOT.fields["tail"][1]  # type: ignore[index]
 _STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
+_HEAD_BYTES = _HEAD_STRUCT.size
+_STARTED = int(State.STARTED)
+_pack_head = _HEAD_STRUCT.pack_into
+_pack_stamp = _STAMP_STRUCT.pack_into
+_pack_state = _STATE_STRUCT.pack_into
+_pack_state_body = _STATE_BODY_STRUCT.pack
 _MAX_STRING_BYTES = 4000
 _U32 = 0xFFFFFFFF
 
@@ -86,7 +93,8 @@ class Ring:
         self._view = memoryview(self._map)
         # Native 8-byte items: each store is one aligned move, so readers never see half a word.
         self.live = self._view[LIVE_OFFSET : LIVE_OFFSET + LIVE_BYTES].cast("Q")
-        self._started = [0] * num_operations
+        self._stamps = array("Q", bytes(8 * num_operations))  # who owns each slot now
+        self._started = array("q", bytes(8 * num_operations))
         self._strings: dict[str, int] = {}
         self._strings_lock = threading.Lock()
         self._strings_used = 0
@@ -145,31 +153,35 @@ class Ring:
         self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, fields)
 
     def write_operation(self, record: int, payload: bytes) -> None:
-        """Fill the slot of operation number `record`; its state becomes CREATED."""
+        """Fill the slot of operation number `record`.
+
+        Its state cell keeps the stamp of the slot's last use: that reads as CREATED.
+        """
         slot = record % self.num_operations
         at = self._operations_offset + slot * _SLOT_BYTES
         stamp = record + 1
         view = self._map
-        _HEAD_STRUCT.pack_into(view, at, stamp, len(payload), crc32(payload))
-        begin = at + _HEAD_STRUCT.size
+        _pack_head(view, at, stamp, len(payload), crc32(payload))
+        begin = at + _HEAD_BYTES
         view[begin : begin + len(payload)] = payload
-        _STAMP_STRUCT.pack_into(view, at + _TAIL_STAMP_OFFSET, stamp)
-        self._write_state(at, stamp, 0, 0, 0, State.CREATED)
+        _pack_stamp(view, at + _TAIL_STAMP_OFFSET, stamp)
+        self._stamps[slot] = stamp
+        self._started[slot] = 0
 
     def mark_started(self, record: int, now_ns: int) -> None:
-        """Note that the backend has taken the operation up."""
+        """Note that the backend has taken the operation up. Too late (slot reused) is ignored."""
         slot = record % self.num_operations
+        if self._stamps[slot] != record + 1:
+            return
         self._started[slot] = now_ns
-        at = self._operations_offset + slot * _SLOT_BYTES
-        self._write_state(at, record + 1, now_ns, 0, 0, State.STARTED)
+        self._write_state(slot, record + 1, now_ns, 0, 0, _STARTED)
 
-    def mark_ended(self, record: int, now_ns: int, state: State, error: int = 0) -> None:
+    def mark_ended(self, record: int, now_ns: int, state: int, error: int = 0) -> None:
         """Note that the operation completed or failed. Too late (slot reused) is ignored."""
         slot = record % self.num_operations
-        at = self._operations_offset + slot * _SLOT_BYTES
-        if _STAMP_STRUCT.unpack_from(self._map, at)[0] != record + 1:
+        if self._stamps[slot] != record + 1:
             return
-        self._write_state(at, record + 1, self._started[slot], now_ns, error, state)
+        self._write_state(slot, record + 1, self._started[slot], now_ns, error, state)
 
     def write_span(self, number: int, fields: bytes) -> None:
         """Store an ended span as number `number` of the ring of spans."""
@@ -189,12 +201,11 @@ class Ring:
         self._map.close()
 
     def _write_state(
-        self, at: int, stamp: int, started: int, ended: int, error: int, state: int
+        self, slot: int, stamp: int, started: int, ended: int, error: int, state: int
     ) -> None:
-        crc = crc32(_STATE_BODY_STRUCT.pack(started, ended, error, state), stamp & _U32)
-        _STATE_STRUCT.pack_into(
-            self._map, at + _STATE_OFFSET, stamp, started, ended, error, state, crc, 0, stamp
-        )
+        crc = crc32(_pack_state_body(started, ended, error, state), stamp & _U32)
+        at = self._operations_offset + slot * _SLOT_BYTES + _STATE_OFFSET
+        _pack_state(self._map, at, stamp, started, ended, error, state, crc, 0, stamp)
 
     def _write_span_slot(self, at: int, stamp: int, fields: bytes) -> None:
         _SPAN_STRUCT.pack_into(self._map, at, stamp, len(fields), crc32(fields), fields, stamp)

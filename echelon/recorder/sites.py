@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -23,7 +24,14 @@ _LIBRARIES = tuple(
 _STACK_FRAMES = 4
 _MAX_WALK = 64
 
-_user_code: dict[CodeType, bool] = {}
+_MAX_CODES = 1 << 16
+_MAX_SITES = 1 << 14
+
+# By identity: hashing a code object costs as much as all the rest. `_codes` keeps them alive, so
+# that no identity is used twice; a program that makes code without end is classified anew.
+_user_codes: set[int] = set()
+_other_codes: set[int] = set()
+_codes: list[CodeType] = []
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -32,7 +40,8 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     for _ in range(_MAX_WALK):
         if frame is None:
             return nearest
-        if is_user_code(frame.f_code):
+        code = frame.f_code
+        if id(code) in _user_codes or (id(code) not in _other_codes and is_user_code(code)):
             return frame
         frame = frame.f_back
     return nearest
@@ -40,10 +49,15 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 def is_user_code(code: CodeType) -> bool:
     """Tell whether a code object comes from the user's own files."""
-    known = _user_code.get(code)
-    if known is None:
-        known = _user_code[code] = is_user_file(code.co_filename)
-    return known
+    if id(code) in _user_codes:
+        return True
+    if id(code) in _other_codes:
+        return False
+    own = is_user_file(code.co_filename)
+    if len(_codes) < _MAX_CODES:
+        _codes.append(code)
+        (_user_codes if own else _other_codes).add(id(code))
+    return own
 
 
 def is_user_file(filename: str) -> bool:
@@ -53,19 +67,6 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_PACKAGE) and not filename.startswith(_LIBRARIES)
 
 
-def chain(frame: FrameType) -> tuple[object, ...]:
-    """Return a key that is equal for two calls made from the same place."""
-    key: list[object] = []
-    here: FrameType | None = frame
-    for _ in range(_STACK_FRAMES):
-        if here is None:
-            break
-        key.append(here.f_code)
-        key.append(here.f_lasti)
-        here = here.f_back
-    return tuple(key)
-
-
 def describe(frame: FrameType) -> str:
     """Say where a frame stands: "file:line function"."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -73,14 +74,53 @@ def describe(frame: FrameType) -> str:
 
 def stack(frame: FrameType) -> str:
     """Describe a frame and its callers, innermost first, one a line."""
-    lines = []
+    return "\n".join(describe(one) for one in _frames(frame))
+
+
+class Sites:
+    """The call sites met so far, as references into a string table."""
+
+    def __init__(self, intern: Callable[[str], int]) -> None:
+        self._intern = intern
+        self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
+
+    def find(self, frame: FrameType | None) -> tuple[int, int]:
+        """Return the references of the nearest user frame's description and of its stack.
+
+        The key is where each of the innermost frames stands. The code objects are kept with the
+        answer, so that no key can come to mean another place.
+        """
+        first = frame if frame and id(frame.f_code) in _user_codes else user_frame(frame)
+        if first is None:
+            return 0, 0
+        key: tuple[int, ...]
+        second = first.f_back
+        third = second and second.f_back
+        fourth = third and third.f_back
+        if second and third and fourth:
+            key = (
+                id(first.f_code), first.f_lasti, id(second.f_code), second.f_lasti,
+                id(third.f_code), third.f_lasti, id(fourth.f_code), fourth.f_lasti,
+            )  # fmt: skip
+        else:
+            key = tuple(n for one in _frames(first) for n in (id(one.f_code), one.f_lasti))
+        known = self._known.get(key)
+        return known[0] if known is not None else self._add(key, first)
+
+    def _add(self, key: tuple[int, ...], frame: FrameType) -> tuple[int, int]:
+        refs = self._intern(describe(frame)), self._intern(stack(frame))
+        if len(self._known) < _MAX_SITES:
+            self._known[key] = refs, [one.f_code for one in _frames(frame)]
+        return refs
+
+
+def _frames(frame: FrameType) -> Iterator[FrameType]:
     here: FrameType | None = frame
     for _ in range(_STACK_FRAMES):
         if here is None:
-            break
-        lines.append(describe(here))
+            return
+        yield here
         here = here.f_back
-    return "\n".join(lines)
 
 
 def caller(depth: int = 1) -> FrameType | None:
