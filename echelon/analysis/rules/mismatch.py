@@ -24,7 +24,7 @@ from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
 from echelon.recorder.schema import State
 
-_NAMED = re.compile(r"\brank (\d{1,7}) passed\b")
+_NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,10 +87,9 @@ def suspects(picture: Picture) -> tuple[int, ...]:
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
     outside = tuple(rank for rank in sinks if rank not in inside)
     if outside:
-        return outside
-    behind = {
-        r for wait in picture.graph.waits if is_left_behind(picture, wait) for r in wait.waiting
-    }
+        return _outside_all_operations(picture, outside)
+    left = [wait for wait in picture.graph.waits if is_left_behind(picture, wait)]
+    behind = {rank for wait in left for rank in wait.waiting}
     if behind:
         return tuple(sorted(behind))
     if picture.graph.waits or picture.evidence.incident.kind != "stall":
@@ -100,6 +99,13 @@ def suspects(picture: Picture) -> tuple[int, ...]:
         for rank, facts in picture.evidence.ranks.items()
         if facts.host.alive is not False and not is_inside(facts)
     )
+
+
+def _outside_all_operations(picture: Picture, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out ranks whose counters say they are inside something that was not recorded."""
+    ranks_of = picture.evidence.ranks
+    idle = [r for r in ranks if r not in ranks_of or ranks_of[r].num_unrecorded == 0]
+    return tuple(idle) or ranks
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:

@@ -1,0 +1,90 @@
+"""Read a pickle that may hold plain data and nothing else.
+
+Python's unpickler is a machine that calls whatever the file asks for. So a file is walked through
+first, opcode by opcode, and only those that build dicts, lists, tuples, strings and numbers are let
+through; GLOBAL, REDUCE, BUILD and their kin are refused by name before anything is built. The C
+unpickler that then runs has no way to look a class up either: two walls, each enough.
+
+The walk also bounds what the file can make us allocate: strings must lie within the file, and memo
+numbers (the C unpickler's table grows to the largest one) may not exceed what the file could fill.
+A regular expression takes runs of opcodes of fixed length, which makes the walk as fast as the
+unpickler itself; strings are stepped over one by one.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from echelon.errors import DumpFormatError
+
+MAX_FILE_BYTES = 1 << 30
+_LONGS = b"|".join(b"\\x8a" + re.escape(bytes([n])) + b"." * n for n in range(9))
+_FIXED = (
+    rb"[()}\]aesutN\x85-\x89\x94]"  # marks, containers, None, booleans, memoize
+    rb"|[Khq\x80]."  # one byte: small integers, memo, protocol
+    rb"|M..|[Jj]....|G.{8}|\x95.{8}|" + _LONGS
+)
+_SMALL_FILE = 1 << 16
+_MEMO_SMALL = rb"|r..\x00\x00"
+_MEMO_LARGE = rb"|r...\x00"
+_RUN_SMALL = re.compile(b"(?:" + _FIXED + _MEMO_SMALL + b"){1,2000}", re.DOTALL)
+_RUN_LARGE = re.compile(b"(?:" + _FIXED + _MEMO_LARGE + b"){1,2000}", re.DOTALL)
+_STOP, _UNICODE, _SHORT_UNICODE = b".X\x8c"
+_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+
+
+class _NothingUnpickler(pickle.Unpickler):
+    """An unpickler that knows no class and no function."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"refused: {module}.{name}")
+
+    def persistent_load(self, _: Any) -> NoReturn:
+        raise pickle.UnpicklingError("refused: a persistent object")
+
+
+def load_plain(path: Path) -> Any:
+    """Read a pickle of plain data.
+
+    Raises:
+        DumpFormatError: the file holds anything else, is damaged, or is too large.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DumpFormatError(f"{path}: larger than any dump ({MAX_FILE_BYTES} B)", path=path)
+        data = path.read_bytes()
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    problem = refuse(data)
+    if problem:
+        raise DumpFormatError(f"{path}: {problem}", path=path)
+    try:
+        return _NothingUnpickler(io.BytesIO(data)).load()
+    except Exception as err:
+        raise DumpFormatError(f"{path}: damaged pickle ({type(err).__name__})", path=path) from err
+
+
+def refuse(data: bytes) -> str:
+    """Say why a pickle is not plain data, "" if it is. Nothing is built and nothing is called."""
+    run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
+    at, end = 0, len(data)
+    while at < end:
+        match = run.match(data, at)
+        if match is not None:
+            at = match.end()
+            continue
+        code = data[at]
+        if code == _STOP:
+            return ""
+        if code == _UNICODE:
+            at += 5 + int.from_bytes(data[at + 1 : at + 5], "little")
+        elif code == _SHORT_UNICODE:
+            at += 2 + int.from_bytes(data[at + 1 : at + 2], "little")
+        else:
+            return f"not plain data: opcode {_NAMES.get(code, hex(code))} at byte {at} is refused"
+    return "the pickle is cut off"

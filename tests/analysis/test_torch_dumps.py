@@ -1,0 +1,291 @@
+"""torch's dumps: the recorded sets with known truth, and imagined ones for each trap."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from imagined_torch import TorchJob
+
+from echelon.analysis import analyze
+from echelon.analysis.finding import Finding
+from echelon.analysis.torch_file import rank_in_name, ranks_in
+from echelon.errors import DumpFormatError
+
+DATA = Path(__file__).parents[1] / "data" / "torch_dumps"
+SETS = sorted(path.parent.relative_to(DATA).as_posix() for path in DATA.glob("*/*/truth.json"))
+# What torch's entries cannot tell from a rank that hangs in code of its own.
+READS_AS = {"data_starvation": "host_hang"}
+
+
+def verdict_of(job: TorchJob, folder: Path, **how: object) -> Finding | None:
+    return analyze(job.write(folder / "dumps", **how)).verdict
+
+
+def told(verdict: Finding | None) -> tuple[str, list[int]] | None:
+    return None if verdict is None else (verdict.cause.value, list(verdict.culprit_ranks))
+
+
+def test_all_sets_are_here() -> None:
+    assert len(SETS) == 22
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_recorded_set(name: str) -> None:
+    truth = json.loads((DATA / name / "truth.json").read_text())
+    verdict = analyze(DATA / name).verdict
+    if truth["cause"] == "healthy":
+        assert verdict is None
+        return
+    cause = READS_AS.get(truth["cause"], truth["cause"])
+    assert told(verdict) == (cause, truth["culprit_ranks"])
+
+
+def test_a_silent_network_is_possible_and_says_what_would_settle_it() -> None:
+    verdict = analyze(DATA / "real" / "net_blackhole").verdict
+    assert verdict is not None
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("network", ())
+    assert verdict.confidence.value == "possible"
+    settles = " ".join(verdict.would_settle)
+    assert "bytes moved per peer" in settles
+    assert "socket queues" in settles
+
+
+def test_what_entries_cannot_tell_is_listed() -> None:
+    verdict = analyze(DATA / "real" / "straggler_data").verdict
+    assert verdict is not None
+    settles = " ".join(verdict.would_settle)
+    for cause in ("data_starvation", "storage_stall", "store_wait", "frozen_process", "gil_hang"):
+        assert cause in settles
+
+
+# ---- files and names ----
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("nccl_trace_rank_3", 3),
+        ("_dump_12", 12),
+        ("host12_trace_7.pkl", 7),
+        ("node-3_rank_11.json", 11),
+        ("rank4_of_host9", 4),
+        ("dump_5.pickle", 5),
+        ("trace", None),
+        ("truth.json", None),
+    ],
+)
+def test_rank_in_name(name: str, rank: int | None) -> None:
+    assert rank_in_name(Path(name)) == rank
+
+
+def test_folders_per_host_and_host_names_in_prefixes(tmp_path: Path) -> None:
+    for rank in range(4):
+        host = tmp_path / f"host{rank // 2}"
+        host.mkdir(exist_ok=True)
+        source = DATA / "real" / "host_hang" / f"gloo_trace_rank_{rank}"
+        shutil.copy(source, host / f"host{rank // 2}_dump_{rank}.pkl")
+    assert told(analyze(tmp_path).verdict) == ("host_hang", [2])
+
+
+def test_one_unreadable_file_is_a_warning_and_a_suspect(tmp_path: Path) -> None:
+    job = TorchJob(4).all_call(3)
+    for rank in job.others(2):
+        rank.call(state="started")
+    folder = job.write(tmp_path / "dumps")
+    (folder / "nccl_trace_rank_2").write_bytes(b"\x80\x02garbage")
+    report = analyze(folder)
+    assert report.ranks_missing == (2,)
+    assert told(report.verdict) == ("dead_process", [2])
+    assert any("rank_2" in warning for warning in report.warnings)
+
+
+def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(b"\x80\x02garbage")
+    with pytest.raises(DumpFormatError, match="nccl_trace_rank_0"):
+        analyze(tmp_path)
+
+
+def test_foreign_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match="no dump of a known kind"):
+        analyze(tmp_path)
+
+
+def test_json_without_frames_and_with_numbers_as_strings(tmp_path: Path) -> None:
+    job = TorchJob(3).all_call(3)
+    for rank in job.ranks:
+        rank.call(dtype="Half" if rank.rank == 1 else "Float", state="started")
+    assert told(verdict_of(job, tmp_path, as_json=True)) == ("dtype_mismatch", [1])
+
+
+def test_a_newer_major_version_is_refused(tmp_path: Path) -> None:
+    job = TorchJob(2).all_call(2)
+    for rank in job.ranks:
+        rank.version = "3.1"
+    with pytest.raises(DumpFormatError, match=r"format 3\.1"):
+        analyze(job.write(tmp_path / "dumps"))
+
+
+def test_versions_compare_as_numbers_and_may_be_mixed(tmp_path: Path) -> None:
+    job = TorchJob(2).all_call(2)
+    job[0].version = "2.9"
+    job[1].version = "2.12"
+    assert verdict_of(job, tmp_path) is None
+
+
+def test_entries_may_be_absent_or_empty(tmp_path: Path) -> None:
+    job = TorchJob(3)
+    job[0].call()
+    folder = job.write(tmp_path / "dumps")
+    (folder / "nccl_trace_rank_2").write_bytes(
+        b"\x80\x02}X\x07\x00\x00\x00versionX\x04\x00\x00\x002.10s."
+    )
+    assert analyze(folder).ranks_present == (0, 1, 2)
+
+
+def test_ranks_are_parsed_and_never_evaluated() -> None:
+    assert ranks_in("[0, 1, 5]") == (0, 1, 5)
+    assert ranks_in("__import__('os').getpid()") == ()
+    assert ranks_in(["x", 2, True]) == (2,)
+    assert ranks_in("[99999999999]") == ()
+
+
+# ---- traps ----
+
+
+@pytest.mark.parametrize("culprit", range(4))
+def test_any_rank_may_be_the_odd_one(tmp_path: Path, culprit: int) -> None:
+    job = TorchJob(4).all_call(3)
+    for rank in job.ranks:
+        rank.call(sizes=[[4, 5 if rank.rank == culprit else 4]], state="started")
+    assert told(verdict_of(job, tmp_path)) == ("shape_mismatch", [culprit])
+
+
+def test_views_of_equally_many_elements_match(tmp_path: Path) -> None:
+    job = TorchJob(3).all_call(3)
+    job[0].call(sizes=[[16]])
+    job[1].call(sizes=[[4, 4]])
+    job[2].call(sizes=[[2, 8]])
+    assert verdict_of(job.all_call(1), tmp_path) is None
+
+
+def test_rooted_collectives_differ_in_shape_and_match(tmp_path: Path) -> None:
+    job = TorchJob(3)
+    for rank in job.ranks:
+        rank.call("gather", outputs=[[4, 4]] * 3 if rank.rank == 0 else [])
+        rank.call("scatter", sizes=[[4, 4]] * 3 if rank.rank == 0 else [], outputs=[[4, 4]])
+    assert verdict_of(job, tmp_path) is None
+
+
+def test_unknown_operations_are_read_as_far_as_they_carry(tmp_path: Path) -> None:
+    job = TorchJob(3)
+    for rank in job.ranks:
+        rank.call("quantum_sum", sizes=[[rank.rank + 1]])
+    assert verdict_of(job.all_call(2), tmp_path) is None
+
+
+def test_missing_dump_while_others_wait(tmp_path: Path) -> None:
+    job = TorchJob(4).all_call(3)
+    for rank in job.others(3):
+        rank.call(state="started")
+    assert told(verdict_of(job, tmp_path, lost=(3,))) == ("dead_process", [3])
+
+
+def test_dumps_taken_a_little_apart(tmp_path: Path) -> None:
+    """Rank 0 was dumped later and is already some calls on; that completed means all had come."""
+    job = TorchJob(4).all_call(3)
+    job[0].call().call().call(state="started")
+    for rank in job.others(0):
+        rank.call(state="started")
+    assert verdict_of(job, tmp_path) is None
+
+
+def test_pending_here_and_completed_by_its_peers(tmp_path: Path) -> None:
+    job = TorchJob(4).all_call(3)
+    job[1].call(state="started")
+    for rank in job.others(1):
+        rank.call().call(state="started")
+    assert told(verdict_of(job, tmp_path)) == ("device_stuck", [1])
+
+
+def test_batch_p2p_takes_its_state_from_the_end_of_its_block(tmp_path: Path) -> None:
+    job = TorchJob(2).all_call(1)
+    for rank in job.ranks:
+        peer = 1 - rank.rank
+        rank.send(peer, "scheduled", retired=False).recv(peer, "scheduled", same_block=True)
+        rank.call("coalesced", p2p=True, same_block=True, sizes=[])
+    assert verdict_of(job, tmp_path) is None
+
+
+def test_a_block_without_its_end_is_no_alarm(tmp_path: Path) -> None:
+    job = TorchJob(2).all_call(1)
+    for rank in job.ranks:
+        peer = 1 - rank.rank
+        rank.send(peer, "scheduled").recv(peer, "scheduled", same_block=True)
+    assert verdict_of(job, tmp_path) is None
+
+
+def test_coalesced_collectives_are_compared_as_a_set(tmp_path: Path) -> None:
+    job = TorchJob(3)
+    for rank in job.ranks:
+        rank.call("all_gather", state="scheduled")
+        rank.call("reduce_scatter", state="scheduled", same_block=True)
+        rank.call("coalesced", same_block=True, sizes=[])
+    assert verdict_of(job, tmp_path / "a") is None
+    for rank in job.ranks:
+        odd = rank.rank == 2
+        rank.call("all_gather", state="scheduled")
+        rank.call("all_gather" if odd else "reduce_scatter", state="scheduled", same_block=True)
+        rank.call("coalesced", same_block=True, sizes=[], state="started")
+    verdict = verdict_of(job, tmp_path / "b")
+    assert verdict is not None
+    assert verdict.culprit_ranks == (2,)
+
+
+def test_a_p2p_and_a_collective_of_one_number_are_two_things(tmp_path: Path) -> None:
+    job = TorchJob(2)
+    job[0].send(1)
+    job[1].recv(0)
+    assert verdict_of(job.all_call(2), tmp_path) is None
+
+
+def test_members_that_gloo_does_not_write_are_inferred(tmp_path: Path) -> None:
+    job = TorchJob(4, "gloo")
+    for rank in job.ranks:
+        rank.config = {"": {"name": "", "desc": "", "ranks": "[]"}}
+        half = ("1", "tp0") if rank.rank < 2 else ("2", "tp1")
+        rank.call(group=half).call().call(group=half, state="completed" if rank.rank < 2 else "x")
+    job[0].call(state="x")
+    job[1].call(state="x")
+    job[3].entries.pop()
+    assert told(verdict_of(job, tmp_path)) == ("host_hang", [3])
+
+
+def test_a_rank_inside_a_receive_that_gloo_does_not_record(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are not in the all_reduce; rank 0's counter says it is in something."""
+    job = TorchJob(4, "gloo").all_call(3)
+    job[0].extra_enqueued = 1
+    for rank in job.others(0, 1):
+        rank.call(state="x")
+    assert told(verdict_of(job, tmp_path)) == ("host_hang", [1])
+
+
+def test_a_tie_of_survivors_is_broken_by_habit(tmp_path: Path) -> None:
+    """After a size mismatch victims' dumps are lost: of two left, one did what it always did."""
+    job = TorchJob(4, "gloo").all_call(3)
+    for rank in job.ranks:
+        rank.call(sizes=[[9 if rank.rank == 1 else 4, 4]])
+    assert told(verdict_of(job, tmp_path, lost=(0, 2))) == ("shape_mismatch", [1])
+
+
+def test_groups_of_one_name_on_different_ranks_are_two_groups(tmp_path: Path) -> None:
+    job = TorchJob(4)
+    for rank in job.ranks:
+        members = [0, 1] if rank.rank < 2 else [2, 3]
+        rank.config["1"] = {"name": "1", "desc": "tp", "ranks": str(members)}
+        for _ in range(2 if rank.rank < 2 else 5):
+            rank.call(group=("1", "tp"))
+    assert verdict_of(job, tmp_path) is None
