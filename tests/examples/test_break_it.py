@@ -21,7 +21,6 @@ pytestmark = pytest.mark.ranks
     ("fault", "culprit", "exit_code", "cause"),
     [
         ("kill", 0, 137, "dead_process"),
-        ("kill", 3, 137, "dead_process"),
         ("exception", 1, 1, "exception"),
         ("hang", 2, 3, "host_hang"),
         ("slow-data", 0, 3, "data_starvation"),

@@ -40,7 +40,7 @@ def test_a_log_gets_a_line_every_twentieth_of_the_run():
     run_steps(progress, clock, num_steps=200, step_s=0.5)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 20
-    assert lines[0] == ("step  10/200  loss 2.5000  2.00 ktokens/s  4.00 GFLOP/s  ETA 1:35")
+    assert lines[0] == ("step  10/200  loss 2.50000  2.00 ktokens/s  4.00 GFLOP/s  ETA 1:35")
     assert lines[-1].startswith("step 200/200")
     assert "\x1b" not in stream.getvalue()
 

@@ -51,7 +51,7 @@ def test_a_run_ends_with_its_figures_and_a_sample(alone):
     ended, _ = alone
     for line in (
         r"^model: 1 layers, width 32, 2 heads, context 32: 20,\d{3} parameters, fp32$",
-        r"^step 20/20  loss \d\.\d{4}  \d.*tokens/s  .*FLOP/s  ETA 0:00$",
+        r"^step 20/20  loss \d\.\d{5}  \d.*tokens/s  .*FLOP/s  ETA 0:00$",
         r"^20 steps in .*tokens/s, .*FLOP/s \(.*FLOP a token = 6 N \+ 12 L C T\)$",
         r"^validation loss \d\.\d{4} ",
         r"^bigram loss     \d\.\d{4} ",
