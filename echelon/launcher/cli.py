@@ -13,6 +13,7 @@ from echelon.launcher.report import EXIT_USAGE
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code: the job's, or 2 for bad usage."""
+    _open_standard_streams()
     options = parse(argv, os.environ)
     from echelon.launcher.agent import run  # not before: `--help` answers at once
 
@@ -21,3 +22,12 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as err:
         print(f"echelon run: {err}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def _open_standard_streams() -> None:
+    """Point closed standard streams at /dev/null: else the next file opened would be one of them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)
+            assert fd == number, (fd, name)  # the lowest free number
+            setattr(sys, name, os.fdopen(fd, "r" if number == 0 else "w"))

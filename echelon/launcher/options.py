@@ -43,7 +43,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """
     parser = _parser(environ)
     options, program = _split(argv)
-    args = parser.parse_args([_dashes(text) for text in options] if argv else ["--help"])
+    args = parser.parse_args([_dashes(text) for text in options])
     _check_single_node(parser, args.nnodes)
     return Options(
         program=_program(parser, args, program),

@@ -346,6 +346,38 @@ def test_nothing_outlives_an_agent_that_is_killed(script, run_dir, monkeypatch):
     assert _wait_until_gone(mark) == []
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_standard_streams_do_not_end_a_job(script, run_dir, closed):
+    command = f'exec "$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, "-m", "echelon", "run", "--run-dir",
+         str(run_dir), script("print('hello')")],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (run_dir / "rank_0/attempt_0/stdout.log").read_text() == "hello\n"
+
+
+def test_nothing_outlives_a_guard_that_is_killed(script, run_dir, monkeypatch):
+    mark = f"ECHELON_TEST_MARK={os.getpid()}-guard"
+    monkeypatch.setenv(*mark.split("="))
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, signal
+            if os.environ["RANK"] == "0":
+                os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "the guard process is gone" in done.stderr
+    assert read_json(run_dir / "report.json")["ended_by"] == "agent"
+    assert _wait_until_gone(mark) == []
+
+
 def test_a_stopped_worker_is_named_and_ended(script, run_dir):
     done = run_echelon(
         "run", "--nproc-per-node", "3", "--stall-timeout", "1", "--on-stall", "stop",
