@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _BACKLOG = 4096
 _CLOSE_S = 5.0
+_WIND_DOWN_S = 0.02
 
 T = TypeVar("T")
 
@@ -210,11 +211,23 @@ class StoreServer:
             for server in servers:
                 server.close()
             hub.close()
-            loop.run_until_complete(asyncio.sleep(0.02))  # lets last replies and closes out
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
+            _finish(loop)
             for listener in self._sockets:
                 listener.close()
+
+
+def _finish(loop: asyncio.AbstractEventLoop) -> None:
+    """Let last replies and closes out, then close the loop, however often it is told to stop."""
+
+    async def wind_down() -> None:
+        await asyncio.sleep(_WIND_DOWN_S)
+        await loop.shutdown_default_executor()
+
+    rest = loop.create_task(wind_down())
+    while not rest.done():
+        with contextlib.suppress(RuntimeError):  # a second stop() came meanwhile
+            loop.run_until_complete(rest)
+    loop.close()
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
