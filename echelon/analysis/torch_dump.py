@@ -12,8 +12,12 @@ import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from echelon.analysis.evidence import Evidence, RankEvidence, Tables
 from echelon.analysis.torch_file import TorchFile, rank_in_name, read_torch_file
@@ -104,82 +108,101 @@ def _looks_like_dump(file: Path) -> bool:
     return head in (b"", b"\x80", b"{")
 
 
-@dataclass
 class _Loader:
-    tables: Tables = field(default_factory=Tables)
-    files: dict[int, TorchFile] = field(default_factory=dict)
-    unreadable: list[int] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    failure: DumpFormatError | None = None
+    """Reads one file after the other and keeps of each no more than its rows."""
+
+    def __init__(self) -> None:
+        self.tables = Tables()
+        self.files: dict[int, _Read] = {}
+        self.failure: DumpFormatError | None = None
+        self._rows = TorchRows(self.tables)
+        self._unreadable: list[int] = []
+        self._warnings: list[str] = []
 
     def read(self, rank: int, path: Path) -> None:
+        """Read a rank's file; one that cannot be read is a warning."""
         try:
-            self.files[rank] = read_torch_file(path, rank)
-            self.warnings += self.files[rank].warnings
+            file = read_torch_file(path, rank)
+            rows = self._rows.rows(str(path), file.entries)
         except DumpFormatError as err:
-            self._refuse(rank, err)
-
-    def _refuse(self, rank: int, err: DumpFormatError) -> None:
-        self.files.pop(rank, None)
-        self.failure = err
-        self.unreadable.append(rank)
-        self.warnings.append(str(err))
+            self.failure = err
+            self._unreadable.append(rank)
+            self._warnings.append(str(err))
+            return
+        self._warnings += file.warnings
+        self.files[rank] = _Read(rank, file.members, rows, _unrecorded(file))
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
-        groups = _Groups(self.files)
-        rows = TorchRows(self.tables)
+        """Say who is in which group, and put everything together."""
+        groups = _Groups(self.files, self._rows.pairs)
         ranks: dict[int, RankEvidence] = {}
-        foreign = "torch"
-        for rank, file in list(self.files.items()):
-            numbers = groups.of_rank(file)
-            try:
-                table = rows.rows(str(file.path), file.entries, numbers.number, numbers.peer)
-            except DumpFormatError as err:
-                self._refuse(rank, err)
-                continue
-            identity = Identity(rank=rank, world_size=groups.world_size)
+        for rank, read in self.files.items():
+            groups.settle(read)
             ranks[rank] = RankEvidence(
-                rank=rank, rows=table, identity=identity, num_unrecorded=_unrecorded(file)
+                rank=rank,
+                rows=read.rows,
+                identity=Identity(rank=rank, world_size=groups.world_size),
+                num_unrecorded=read.num_unrecorded,
             )
-        if not ranks:
-            assert self.failure is not None
-            raise self.failure
         return Evidence(
             world_size=groups.world_size,
             ranks=ranks,
             groups=groups.groups,
             tables=self.tables,
             origin=f"torch's flight recorder dumps in {path}",
-            foreign=foreign,
+            foreign="torch",
             vague_groups=frozenset(groups.vague),
-            unreadable=tuple(sorted(self.unreadable)),
-            warnings=(*warnings, *self.warnings),
+            unreadable=tuple(sorted(self._unreadable)),
+            warnings=(*warnings, *self._warnings),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What is kept of a file."""
+
+    rank: int
+    members: Mapping[str, tuple[int, ...]]
+    rows: npt.NDArray[Any]
+    num_unrecorded: int
 
 
 class _Groups:
     """All groups of all files; a group is its name, its description and its members."""
 
-    def __init__(self, files: Mapping[int, TorchFile]) -> None:
+    def __init__(self, files: Mapping[int, _Read], pairs: Sequence[tuple[str, str]]) -> None:
         self.groups: list[Group] = []
         self.vague: set[int] = set()
+        self._pairs = pairs
         self._index: dict[tuple[str, str, tuple[int, ...]], int] = {}
-        self._recorded = _who_recorded(files)
+        self._recorded: dict[int, list[int]] = {}
         self._configs: dict[str, list[tuple[int, ...]]] = {}
         world: set[int] = set(files)
-        for file in files.values():
-            for name, ranks in file.members.items():
+        for rank, read in files.items():
+            for pair in np.unique(read.rows["group"]).tolist():
+                self._recorded.setdefault(pair, []).append(rank)
+            for name, ranks in read.members.items():
                 world.update(ranks)
                 if ranks and ranks not in self._configs.setdefault(name, []):
                     self._configs[name].append(ranks)
         self.world_size = max(world, default=-1) + 1
 
-    def of_rank(self, file: TorchFile) -> _RankGroups:
-        return _RankGroups(self, file)
+    def settle(self, read: _Read) -> None:
+        """Replace a rank's pairs by groups, and ranks within groups by global ones."""
+        rows = read.rows
+        for pair in np.unique(rows["group"]).tolist():
+            mine = rows["group"] == pair
+            number = self._number(read, pair)
+            ranks = np.array([*self.groups[number].ranks, -1], np.int64)
+            local = rows["peer"][mine]
+            local = np.where((local >= 0) & (local < len(ranks) - 1), local, len(ranks) - 1)
+            rows["peer"][mine] = ranks[local]
+            rows["group"][mine] = -2 - number  # marked, so that it is not taken for a pair
+        rows["group"] = -2 - rows["group"]
 
-    def number(self, rank: int, own: tuple[int, ...], name: str, desc: str) -> int:
-        """Return the number of the group that a rank calls (name, desc)."""
-        members, vague = self._members(rank, own, name, desc)
+    def _number(self, read: _Read, pair: int) -> int:
+        name, desc = self._pairs[pair]
+        members, vague = self._members(read, pair)
         key = (name, desc, members)
         known = self._index.get(key)
         if known is None:
@@ -189,40 +212,22 @@ class _Groups:
                 self.vague.add(known)
         return known
 
-    def _members(
-        self, rank: int, own: tuple[int, ...], name: str, desc: str
-    ) -> tuple[tuple[int, ...], bool]:
+    def _members(self, read: _Read, pair: int) -> tuple[tuple[int, ...], bool]:
+        name, desc = self._pairs[pair]
+        own = read.members.get(name, ())
         if own:
             return own, False
         for ranks in self._configs.get(name, []):
-            if rank in ranks:
+            if read.rank in ranks:
                 return ranks, False
         if desc == _DEFAULT:
             return tuple(range(self.world_size)), False
-        return tuple(sorted(self._recorded.get((name, desc), ()))), True
+        return tuple(self._recorded.get(pair, ())), True
 
     def _label(self, name: str, desc: str, members: tuple[int, ...]) -> str:
         label = name if desc in _NAMELESS else desc
         taken = any(g.name == label and g.ranks == members for g in self.groups)
         return f"{label} ({name})" if taken else label
-
-
-class _RankGroups:
-    """The groups as one rank names them."""
-
-    def __init__(self, groups: _Groups, file: TorchFile) -> None:
-        self._groups = groups
-        self._file = file
-
-    def number(self, name: str, desc: str) -> int:
-        """Return the group's number."""
-        own = self._file.members.get(name, ())
-        return self._groups.number(self._file.rank, own, name, desc)
-
-    def peer(self, group: int, local: int) -> int:
-        """Return the global rank of a group-local one."""
-        members = self._groups.groups[group].ranks
-        return members[local] if 0 <= local < len(members) else -1
 
 
 def _unrecorded(file: TorchFile) -> int:
@@ -236,13 +241,3 @@ def _unrecorded(file: TorchFile) -> int:
         if type(group) is int and type(number) is int:
             last[group] = max(number, last.get(group, 0))
     return sum(max(0, file.enqueued.get(group, 0) - number) for group, number in last.items())
-
-
-def _who_recorded(files: Mapping[int, TorchFile]) -> dict[tuple[str, str], set[int]]:
-    recorded: dict[tuple[str, str], set[int]] = {}
-    for rank, file in files.items():
-        for entry in file.entries:
-            pair = entry.get("process_group")
-            if isinstance(pair, (tuple, list)) and len(pair) == 2:
-                recorded.setdefault((str(pair[0]), str(pair[1])), set()).add(rank)
-    return recorded

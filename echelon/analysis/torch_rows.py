@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -59,49 +59,42 @@ _BY_INPUT = frozenset(
         "reduce_scatter_tensor_coalesced",
     }
 )
-GroupOf = Callable[[str, str], int]
-PeerOf = Callable[[int, int], int]
 
 
 class TorchRows:
     """Turn entries into rows over shared tables; one serves all files, for its caches."""
 
     def __init__(self, tables: Tables) -> None:
+        self.pairs: list[tuple[str, str]] = []
+        self._pair_index: dict[tuple[str, str], int] = {}
         self._tables = tables
         self._calls: dict[tuple[Any, ...], int] = {}
         self._sites: dict[tuple[Any, ...], tuple[int, int]] = {}
         self._names: dict[str, tuple[str, bool, int, int]] = {}
 
-    def rows(
-        self, path: str, entries: Sequence[Mapping[str, Any]], group_of: GroupOf, peer_of: PeerOf
-    ) -> npt.NDArray[Any]:
+    def rows(self, path: str, entries: Sequence[Mapping[str, Any]]) -> npt.NDArray[Any]:
         """Return a rank's rows, oldest first.
 
-        Args:
-            group_of: number of the group with this (name, description).
-            peer_of: global rank of a group-local one.
+        Who is in a group is known only when all files are read, so `group` points into `pairs`,
+        the (name, description) that entries carry, and `peer` is still the rank in the group.
 
         Raises:
             DumpFormatError: a field has a type that no version of the format has.
         """
         try:
-            return self._rows(entries, group_of, peer_of)
+            return self._rows(entries)
         except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as err:
             text = f"{path}: damaged entries ({type(err).__name__}: {err})"
             raise DumpFormatError(text, path=path) from err
 
-    def _rows(
-        self, entries: Sequence[Mapping[str, Any]], group_of: GroupOf, peer_of: PeerOf
-    ) -> npt.NDArray[Any]:
-        groups: dict[tuple[str, str], int] = {}
+    def _rows(self, entries: Sequence[Mapping[str, Any]]) -> npt.NDArray[Any]:
         frames: dict[int, tuple[int, int]] = {}
         columns: list[tuple[Any, ...]] = []
         for entry in entries:
-            pair = entry.get("process_group") or ("", "")
-            key = (str(pair[0]), str(pair[1]))
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = group_of(*key)
+            name, desc = entry.get("process_group") or ("", "")
+            pair = self._pair_index.get((name, desc))
+            if pair is None:
+                pair = self._pair(name, desc)
             full_name = entry.get("profiling_name") or ""
             parsed = self._names.get(full_name)
             if parsed is None:
@@ -118,11 +111,11 @@ class TorchRows:
                     entry.get("time_created_ns") or 0,
                     entry.get("time_discovered_started_ns") or 0,
                     entry.get("time_discovered_completed_ns") or 0,
-                    group,
+                    pair,
                     self._call(operation, entry),
                     site[0],
                     site[1],
-                    peer_of(group, peer) if way else -1,
+                    peer,
                     (entry.get("p2p_seq_id") or 0) if is_p2p else -1,
                     Flag.P2P if is_p2p else 0,
                     _state(entry, is_gloo),
@@ -130,6 +123,12 @@ class TorchRows:
                 )
             )
         return self._settled(_table(columns), columns)
+
+    def _pair(self, name: Any, desc: Any) -> int:
+        if not isinstance(name, str) or not isinstance(desc, str):
+            raise TypeError("a process group without a name")
+        self.pairs.append((name[:500], desc[:500]))
+        return self._pair_index.setdefault((name, desc), len(self.pairs) - 1)
 
     def _settled(self, rows: npt.NDArray[Any], columns: list[tuple[Any, ...]]) -> npt.NDArray[Any]:
         """Give blocks the state of their closing entry, drop the closing entries, mark timeouts."""
@@ -166,10 +165,13 @@ class TorchRows:
     def _merged(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Make one row of the collectives that share a sequence number: a coalesced block."""
         collective = np.flatnonzero(rows["sequence"] >= 0)
-        pairs = rows[["group", "sequence"]][collective]
-        _, inverse, counts = np.unique(pairs, return_inverse=True, return_counts=True)
-        if not (counts > 1).any():
+        packed = (rows["group"][collective].astype(np.int64) << 44) | (
+            rows["sequence"][collective] & ((1 << 44) - 1)
+        )
+        ordered = np.sort(packed)
+        if not (ordered[1:] == ordered[:-1]).any():
             return rows
+        _, inverse, counts = np.unique(packed, return_inverse=True, return_counts=True)
         keep = np.ones(len(rows), bool)
         for block in np.flatnonzero(counts > 1).tolist():
             members = collective[inverse == block]

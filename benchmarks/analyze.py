@@ -1,0 +1,323 @@
+"""How fast `fr-analyze` is, beside torch's own analyzer where it can finish.
+
+    python benchmarks/analyze.py                         # 64, 256 and 1024 ranks, both formats
+    python benchmarks/analyze.py --ranks 16384 --formats echelon
+    python benchmarks/analyze.py --torch-ranks 64,256    # where torch's analyzer is run too
+
+Makes folders of dumps (2000 operations a rank over 3 groups: the world, groups of 8 neighbours, and
+groups across them; one rank hangs), analyses each in a fresh process, and prints a table of wall
+time and peak memory. Each figure is the median of `--repeat` runs. The verdict of each run is
+checked. Folders are removed afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from echelon.recorder.dump import write_dump
+from echelon.recorder.schema import (
+    OPERATION,
+    SPAN,
+    Group,
+    HostFacts,
+    Identity,
+    Live,
+    Record,
+    Signature,
+    State,
+)
+
+NEIGHBOURS = 8
+START_NS = 10**12
+SITES = ["/srv/job/train.py:20 backward", "/srv/job/train.py:31 gather", "/srv/job/train.py:44 log"]
+SHAPES = [(1024, 1024), (4096,), (1,)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A world and what its ranks did."""
+
+    ranks: int
+    operations: int
+    culprit: int
+
+    def groups(self, rank: int) -> list[Group]:
+        """Return the rank's three groups: the world, its neighbours, and those across."""
+        first = rank - rank % NEIGHBOURS
+        near = tuple(range(first, min(first + NEIGHBOURS, self.ranks)))
+        across = tuple(range(rank % NEIGHBOURS, self.ranks, NEIGHBOURS))
+        return [
+            Group("world", tuple(range(self.ranks))),
+            Group(f"tp{rank // NEIGHBOURS}", near),
+            Group(f"dp{rank % NEIGHBOURS}", across),
+        ]
+
+    def calls(self, rank: int) -> int:
+        """Return how many operations the rank began: the culprit one less."""
+        return self.operations - (1 if rank == self.culprit else 0)
+
+    @property
+    def last_group(self) -> int:
+        """The group of the last operation, in which everybody waits."""
+        return (self.operations - 1) % 3
+
+
+# ---- our dumps ----
+
+
+def write_ours(plan: Plan, folder: Path) -> None:
+    """Write one dump a rank, and what the launcher adds."""
+    for rank in range(plan.ranks):
+        write_dump(our_record(plan, rank), folder / f"rank_{rank}")
+    incident = {"format": 1, "kind": "stall", "number": 0, "attempt": 0, "world_size": plan.ranks}
+    (folder / "incident.json").write_text(json.dumps(incident))
+
+
+def our_record(plan: Plan, rank: int) -> Record:
+    """Make one rank's record; the culprit hangs in its own code."""
+    count = plan.calls(rank)
+    index = np.arange(count)
+    rows = np.zeros(count, OPERATION)
+    rows["record"] = index
+    rows["sequence"] = index // 3
+    rows["p2p_sequence"] = -1
+    rows["created_mono_ns"] = START_NS + index * 1_000_000 + rank
+    rows["started_mono_ns"] = rows["created_mono_ns"] + 1000
+    rows["completed_mono_ns"] = rows["created_mono_ns"] + 400_000
+    rows["step"] = index // 30
+    rows["num_bytes"] = 4096
+    rows["group"] = index % 3
+    rows["operation"] = 1 + index % 2
+    rows["signature"] = index % 3
+    rows["reduce_op"] = 3
+    rows["site"] = 4 + index % 3
+    rows["root"] = rows["peer"] = rows["tag"] = rows["coalesced"] = -1
+    rows["state"] = State.COMPLETED
+    if rank != plan.culprit:
+        rows["state"][-1] = State.STARTED
+        rows["completed_mono_ns"][-1] = 0
+    stack = (
+        'Thread 0x1 (most recent call first):\n  File "/srv/job/train.py", line 88 in read\n'
+        '  File "/srv/job/train.py", line 151 in <module>\n'
+    )
+    now = START_NS + plan.operations * 1_000_000 + 60 * 10**9
+    live = [0] * Live.NUM_WORDS
+    live[Live.HEARTBEAT_MONO_NS] = now
+    return Record(
+        path="",
+        identity=Identity(rank=rank, world_size=plan.ranks, boot_id=str(rank // NEIGHBOURS),
+                          clock_error_ns=20_000),
+        operations=rows,
+        spans=np.zeros(0, SPAN),
+        open_spans=np.zeros(0, SPAN),
+        strings=["", "all_reduce", "all_gather", "sum", *SITES],
+        groups=plan.groups(rank),
+        signatures=[Signature("bfloat16", (shape,)) for shape in SHAPES],
+        live=tuple(live),
+        host=HostFacts(
+            alive=True, process_state="S", stacks=stack if rank == plan.culprit else "",
+            snapshot_mono_ns=now,
+        ),
+        dumped_mono_ns=now,
+    )  # fmt: skip
+
+
+# ---- torch's dumps ----
+
+
+def write_torch(plan: Plan, folder: Path) -> None:
+    """Write one pickle a rank as torch's NCCL recorder does: strings and stacks shared."""
+    for rank in range(plan.ranks):
+        path = folder / f"nccl_trace_rank_{rank}"
+        path.write_bytes(pickle.dumps(torch_dump(plan, rank), protocol=2))
+
+
+def torch_dump(plan: Plan, rank: int) -> dict[str, object]:
+    """Make one rank's dump in torch's format 2.10."""
+    groups = plan.groups(rank)
+    names = ["0", f"1{rank // NEIGHBOURS}", f"2{rank % NEIGHBOURS}"]
+    pairs = [("0", "default_pg"), (names[1], groups[1].name), (names[2], groups[2].name)]
+    stacks = [_torch_stack(line) for line in (20, 31, 44)]
+    sizes = [[list(shape)] for shape in SHAPES]
+    dtypes = ["BFloat16"]
+    operations = ["nccl:all_reduce", "nccl:broadcast"]
+    entries = []
+    for index in range(plan.calls(rank)):
+        done = index < plan.operations - 1
+        now = 1_795_000_000_000_000_000 + index * 1_000_000
+        kind = index % 3
+        entries.append(
+            {
+                "frames": stacks[kind],
+                "record_id": index,
+                "pg_id": kind,
+                "process_group": pairs[kind],
+                "collective_seq_id": index // 3 + 1,
+                "p2p_seq_id": 0,
+                "op_id": index // 3 + 1,
+                "profiling_name": operations[index % 2],
+                "time_created_ns": now,
+                "input_sizes": sizes[kind],
+                "output_sizes": sizes[kind],
+                "input_dtypes": dtypes,
+                "output_dtypes": dtypes,
+                "state": "completed" if done else "started",
+                "time_discovered_started_ns": now + 1000,
+                "time_discovered_completed_ns": now + 400_000 if done else None,
+                "retired": done,
+                "timeout_ms": 600_000,
+                "is_p2p": False,
+                "thread_id": "139872",
+                "thread_name": "python",
+            }
+        )
+    config = {
+        name: {"name": name, "desc": pair[1], "ranks": str(list(group.ranks))}
+        for name, pair, group in zip(names, pairs, groups, strict=True)
+    }
+    return {
+        "version": "2.10",
+        "comm_lib_version": "2.27.5",
+        "pg_config": config,
+        "pg_status": {},
+        "entries": entries,
+    }
+
+
+def _torch_stack(line: int) -> list[dict[str, object]]:
+    site = "/usr/lib/python3.11/site-packages/torch/distributed"
+    frames = [
+        ("all_reduce", f"{site}/distributed_c10d.py", 3245),
+        ("wrapper", f"{site}/c10d_logger.py", 83),
+        ("backward", "/srv/job/train.py", line),
+        ("main", "/srv/job/train.py", 140),
+        ("<module>", "/srv/job/train.py", 151),
+    ]
+    return [{"name": name, "filename": file, "line": number} for name, file, number in frames]
+
+
+WRITERS: dict[str, Callable[[Plan, Path], None]] = {"echelon": write_ours, "torch": write_torch}
+
+# ---- measuring ----
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One run: seconds, peak resident bytes, and what it said."""
+
+    wall_s: float
+    peak_bytes: int
+    said: str
+
+
+def run(command: list[str], *, timeout_s: float = 900.0) -> Figure:
+    """Run a command to its end and measure it and its children."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+        pid, status, usage = _wait(process, began + timeout_s)
+        wall_s = time.perf_counter() - began
+        out.seek(0)
+        err.seek(0)
+        text = out.read().decode("utf-8", "replace") or err.read().decode("utf-8", "replace")
+        assert pid == process.pid, (pid, status)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return Figure(wall_s, usage.ru_maxrss * 1024, text)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, object]:
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            return pid, status, usage
+        if time.perf_counter() > deadline:
+            process.kill()
+        time.sleep(0.02)
+
+
+def measure(folder: Path, plan: Plan, repeat: int) -> Figure:
+    """Analyse a folder `repeat` times; return medians, having checked each verdict."""
+    figures = []
+    for _ in range(repeat):
+        figure = run([sys.executable, "-m", "echelon.analysis", str(folder), "--json"])
+        verdict = json.loads(figure.said)["verdict"]
+        assert verdict["culprit_ranks"] == [plan.culprit], verdict
+        figures.append(figure)
+    wall_s = statistics.median(figure.wall_s for figure in figures)
+    return Figure(wall_s, max(figure.peak_bytes for figure in figures), "right")
+
+
+def measure_torch_analyzer(folder: Path, timeout_s: float) -> Figure | None:
+    """Run torch's analyzer on the same folder, None if torch is not installed."""
+    program = shutil.which("torchfrtrace", path=str(Path(sys.executable).parent))
+    if program is None:
+        return None
+    command = [program, str(folder), "--prefix", "nccl_trace_rank_"]
+    return run(command, timeout_s=timeout_s)
+
+
+def main() -> int:
+    """Make folders, analyse them, print the table."""
+    options = _parser().parse_args()
+    print("| ranks | operations | dumps | fr-analyze | peak memory | torch's analyzer | its peak |")
+    print("|---|---|---|---|---|---|---|")
+    for ranks in options.ranks:
+        for kind in options.formats:
+            with tempfile.TemporaryDirectory(dir=options.folder, prefix="analyze-") as below:
+                print(_line(options, Plan(ranks, options.operations, ranks * 2 // 3), kind, below))
+                sys.stdout.flush()
+    return 0
+
+
+def _line(options: argparse.Namespace, plan: Plan, kind: str, below: str) -> str:
+    folder = Path(below) / "incident_0"
+    folder.mkdir()
+    WRITERS[kind](plan, folder)
+    ours = measure(folder, plan, options.repeat)
+    theirs = None
+    if kind == "torch" and plan.ranks in options.torch_ranks:
+        theirs = measure_torch_analyzer(folder, options.torch_timeout)
+    columns = [
+        f"{plan.ranks:,}",
+        f"{plan.operations:,} x 3 groups",
+        f"{kind}'s" if kind == "torch" else "ours",
+        f"{ours.wall_s:.1f} s",
+        f"{ours.peak_bytes / 2**30:.2f} GiB",
+        f"{theirs.wall_s:.1f} s" if theirs else "-",
+        f"{theirs.peak_bytes / 2**30:.2f} GiB" if theirs else "-",
+    ]
+    return "| " + " | ".join(columns) + " |"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=_numbers, default=[64, 256, 1024], metavar="N,N,...")
+    parser.add_argument("--operations", type=int, default=2000, help="per rank")
+    parser.add_argument("--formats", type=lambda t: t.split(","), default=["echelon", "torch"])
+    parser.add_argument("--torch-ranks", type=_numbers, default=[64, 256], metavar="N,N,...")
+    parser.add_argument("--torch-timeout", type=float, default=900.0, metavar="SECONDS")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--folder", help="where the dumps go while measuring (default: temporary)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
