@@ -28,6 +28,7 @@ from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.read import LiveRing
 from echelon.recorder.schema import Live
+from echelon.recorder.signals import oom_kills
 from echelon.recorder.watchdog import Sight, StallRule
 
 _LOOP_S = 0.5
@@ -96,6 +97,7 @@ class _Agent:
         self._events: list[decide.Event] = []
         self._num_ended = 0
         self._swept: int | None = None
+        self._oom_kills_before = oom_kills(os.getpid())
         self._first_attempt = directory.next_attempt()
         self._number = self._first_attempt
         self.workers: list[Worker] = []
@@ -274,6 +276,7 @@ class _Agent:
             world_size=self._report.world_size,
             reason=action.reason,
             job_id=self._report.job_id,
+            oom_kills_before=self._oom_kills_before,
         )
         try:
             folder = harvest(self._directory, self.workers, occasion, self._pump)

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Point closed standard streams at /dev/null: else the next file opened would be one of them."""
+    """Point closed standard streams at /dev/null: else the next file opened becomes one."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, os.O_RDWR)

@@ -3,12 +3,14 @@
     1. look at every living process once, and ask those that listen for their stacks
     2. give them a moment to answer; meanwhile the agent goes on passing output
     3. look again (the difference is their share of a core), read every ring, write one dump a rank
+    4. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
 
 A rank that never opened a ring still gets a dump: its exit, its stderr and its stacks speak.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +21,11 @@ from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.recorder import signals
 from echelon.recorder.dump import empty_record, write_dump
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import HostFacts, Identity, Record
+from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _SETTLED_S = 0.06
+_SECOND_LOOK_S = 2.0
 _STDERR_TAIL_BYTES = 16 << 10
 _STACKS_BYTES = 64 << 10
 
@@ -55,61 +58,60 @@ class Occasion:
     world_size: int
     reason: str
     job_id: str
+    oom_kills_before: int | None  # the cgroup's count when the job began
+
+
+class _Stacks:
+    """One request to a process for the stacks of its threads, and what it answers."""
+
+    def __init__(self, folder: Path, pid: int, identity: Identity) -> None:
+        self._path = folder / "stacks"
+        self._from = _size(self._path)
+        self._seen = (self._from, time.monotonic())
+        self._asked = identity.stack_signal != 0 and signals.send(
+            pid, identity.pid_start_ticks, identity.stack_signal
+        )
+
+    def are_there(self) -> bool:
+        """Whether the answer has come and stopped growing, or will never come."""
+        if not self._asked:
+            return True
+        size, since = _size(self._path), self._seen[1]
+        if size != self._seen[0]:
+            self._seen = (size, time.monotonic())
+            return False
+        return size > self._from and time.monotonic() - since > _SETTLED_S
+
+    def text(self) -> str:
+        """Return what has come."""
+        return _text_from(self._path, self._from) if self._asked else ""
 
 
 class _Witness:
     """One worker during a harvest."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, occasion: Occasion) -> None:
         self.worker = worker
-        self.record = _read(worker)
-        identity = self.record.identity
-        self.pid = identity.pid or worker.pid  # the script may run below the worker's program
-        self.before = signals.sample(self.pid) if worker.alive else signals.Sample()
-        self.sampled_s = time.monotonic()
-        self.stacks_path = worker.folder / "stacks"
-        self.stacks_from = _size(self.stacks_path)
-        self.asked = bool(
-            worker.alive
-            and identity.stack_signal
-            and signals.send(self.pid, identity.pid_start_ticks, identity.stack_signal)
-        )
-        self._seen = (self.stacks_from, self.sampled_s)
+        self._occasion = occasion
+        record = _read(worker)
+        self._identity = record.identity
+        self._pid = record.identity.pid or worker.pid  # the script may run below the program
+        self._before = signals.sample(self._pid) if worker.alive else signals.Sample()
+        self._sampled_s = time.monotonic()
+        self.record = record
+        self.ask()
+
+    def ask(self) -> None:
+        """Ask a living process for its stacks."""
+        alive = self.worker.alive
+        self._stacks = _Stacks(self.worker.folder, self._pid, self._identity) if alive else None
 
     def has_answered(self) -> bool:
-        """Whether the stacks are there and have stopped growing."""
-        if not self.asked:
-            return True
-        size, since = _size(self.stacks_path), self._seen[1]
-        if size != self._seen[0]:
-            self._seen = (size, time.monotonic())
-            return False
-        return size > self.stacks_from and time.monotonic() - since > _SETTLED_S
+        """Whether there is nothing more to wait for."""
+        return self._stacks is None or self._stacks.are_there()
 
-    def facts(self) -> HostFacts:
-        """Say what the host knows now."""
-        worker = self.worker
-        after = signals.sample(self.pid) if worker.alive else signals.Sample()
-        elapsed_s = time.monotonic() - self.sampled_s
-        return HostFacts(
-            alive=worker.alive,
-            exit_code=worker.exit_code,
-            exited_mono_ns=worker.exited_mono_ns,
-            exit_order=worker.exit_order,
-            stopped_by_agent=worker.stopped_by_agent,
-            process_state=after.state,
-            wait_channel=after.wait_channel,
-            cpu_share=signals.cpu_share(self.before, after, elapsed_s),
-            rss_bytes=after.rss_bytes,
-            stacks=_text_from(self.stacks_path, self.stacks_from) if self.asked else "",
-            stderr_tail=signals.tail(worker.folder / "stderr.log", _STDERR_TAIL_BYTES)
-            or worker.start_error,
-            snapshot_mono_ns=time.monotonic_ns(),
-            not_permitted=after.not_permitted,
-        )
-
-    def testify(self, occasion: Occasion) -> Record:
-        """Return the rank's whole record."""
+    def testify(self) -> None:
+        """Put together all that is known now."""
         record = self.record
         if record.has_ring:
             record = _read(self.worker)  # again: what it did since counts
@@ -118,14 +120,62 @@ class _Witness:
             identity = Identity(
                 rank=self.worker.rank,
                 local_rank=self.worker.rank,
-                world_size=occasion.world_size,
-                attempt=occasion.attempt,
-                job_id=occasion.job_id,
+                world_size=self._occasion.world_size,
+                attempt=self._occasion.attempt,
+                job_id=self._occasion.job_id,
                 pid=self.worker.pid,
             )
-        return replace(
-            record, identity=identity, host=self.facts(), dumped_mono_ns=time.monotonic_ns()
+        self.record = replace(
+            record, identity=identity, host=self._facts(), dumped_mono_ns=time.monotonic_ns()
         )
+
+    def testify_later(self, gap_s: float) -> None:
+        """Add what a second look shows: has it moved, and where does it stand now?"""
+        if not self.worker.alive or not self.record.has_ring:
+            return
+        now = _read(self.worker)
+        recorded = _activity(now) - _activity(self.record) if now.has_ring else -1
+        host = replace(
+            self.record.host,
+            later_gap_s=gap_s,
+            later_recorded=recorded,
+            later_stacks="" if self._stacks is None else self._stacks.text(),
+        )
+        self.record = replace(self.record, host=host)
+
+    def write(self, folder: Path) -> None:
+        """Write the dump into an incident's folder."""
+        write_dump(self.record, folder / f"rank_{self.worker.rank}")
+
+    def _facts(self) -> HostFacts:
+        worker = self.worker
+        after = signals.sample(self._pid) if worker.alive else signals.Sample()
+        elapsed_s = time.monotonic() - self._sampled_s
+        tail = signals.tail(worker.folder / "stderr.log", _STDERR_TAIL_BYTES)
+        return HostFacts(
+            alive=worker.alive,
+            exit_code=worker.exit_code,
+            exited_mono_ns=worker.exited_mono_ns,
+            exit_order=worker.exit_order,
+            stopped_by_agent=worker.stopped_by_agent,
+            process_state=after.state,
+            wait_channel=after.wait_channel,
+            cpu_share=signals.cpu_share(self._before, after, elapsed_s),
+            rss_bytes=after.rss_bytes,
+            oom_kill=self._was_killed_for_memory(),
+            stacks="" if self._stacks is None else self._stacks.text(),
+            stderr_tail=tail or worker.start_error,
+            snapshot_mono_ns=time.monotonic_ns(),
+            not_permitted=after.not_permitted,
+        )
+
+    def _was_killed_for_memory(self) -> bool | None:
+        """A SIGKILL that was not ours, while the cgroup counted a kill for memory."""
+        before = self._occasion.oom_kills_before
+        if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
+            return False if self.worker.exit_code is not None else None
+        now = signals.oom_kills(os.getpid())
+        return None if before is None or now is None else now > before
 
 
 def harvest(
@@ -134,20 +184,23 @@ def harvest(
     occasion: Occasion,
     idle: Callable[[float], None],
 ) -> Path:
-    """Collect an incident and return its hidden folder's final path.
+    """Collect an incident and return its folder.
 
-    Takes at most about a second: `idle(seconds)` is called while ranks write their stacks.
+    Takes about a second at most, and two more for a stall, which is looked at twice: what has moved
+    in between is slow, what has not is stuck. `idle(seconds)` is called while ranks answer.
 
     Raises:
         OSError: the incident cannot be written.
     """
     number, folder = run.open_incident()
-    witnesses = [_Witness(worker) for worker in workers]
-    deadline_s = time.monotonic() + _STACKS_S
-    while time.monotonic() < deadline_s and not all(w.has_answered() for w in witnesses):
-        idle(0.02)
+    witnesses = [_Witness(worker, occasion) for worker in workers]
+    _wait_for_answers(witnesses, idle)
+    first_look_s = time.monotonic()
     for witness in witnesses:
-        write_dump(witness.testify(occasion), folder / f"rank_{witness.worker.rank}")
+        witness.testify()
+        witness.write(folder)
+    if occasion.kind == "stall":
+        _look_again(witnesses, folder, first_look_s, idle)
     write_json(
         folder / "incident.json",
         {
@@ -158,9 +211,44 @@ def harvest(
             "world_size": occasion.world_size,
             "job_id": occasion.job_id,
             "reason": occasion.reason,
+            "ranks": {
+                str(w.worker.rank): "ring" if w.record.has_ring else "no ring: host facts only"
+                for w in witnesses
+            },
         },
     )
     return run.complete_incident(number, folder)
+
+
+def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
+    deadline_s = time.monotonic() + _STACKS_S
+    while time.monotonic() < deadline_s and not all(w.has_answered() for w in witnesses):
+        idle(0.02)
+
+
+def _look_again(
+    witnesses: Sequence[_Witness],
+    folder: Path,
+    first_look_s: float,
+    idle: Callable[[float], None],
+) -> None:
+    while (left_s := first_look_s + _SECOND_LOOK_S - time.monotonic()) > 0:
+        idle(left_s)
+    for witness in witnesses:
+        witness.ask()
+    _wait_for_answers(witnesses, idle)
+    gap_s = time.monotonic() - first_look_s
+    for witness in witnesses:
+        witness.testify_later(gap_s)
+        witness.write(folder)
+
+
+def _activity(record: Record) -> int:
+    """Count what a rank has begun or ended so far."""
+    states = record.operations["state"]
+    ended = int(((states == State.COMPLETED) | (states == State.FAILED)).sum())
+    live = record.live
+    return live[Live.NUM_OPERATIONS] + ended + live[Live.NUM_SPANS] + live[Live.STEP]
 
 
 def _read(worker: Worker) -> Record:

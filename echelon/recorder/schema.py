@@ -24,9 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
+# A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
+DUMP_CRC_MARK = b"\xa5crc32\xc4\x04"
 
 PAGE_BYTES = 4096
 STRINGS_BYTES = 1 << 20
@@ -88,8 +90,11 @@ HEADER = np.dtype(
         ("operation_slot_bytes", "<u4"),
         ("span_slot_bytes", "<u4"),
         ("strings_bytes", "<u4"),
+        ("crc", "<u4"),  # of the header up to here
     ]
 )
+
+STRING_HEAD = np.dtype([("length", "<u2"), ("crc", "<u4")])  # before each text of the table
 
 OPERATION_FIXED = np.dtype(
     [
@@ -294,6 +299,9 @@ class HostFacts:
     stacks: str = ""  # faulthandler's text, most recent call first
     stderr_tail: str = ""
     snapshot_mono_ns: int = 0
+    later_gap_s: float = 0.0  # a stall is looked at twice, this far apart; 0: only once
+    later_recorded: int = -1  # operations, spans and steps begun or ended in between; -1: unknown
+    later_stacks: str = ""  # the stacks at the second look
     not_permitted: tuple[str, ...] = ()
 
 

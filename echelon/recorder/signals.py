@@ -77,6 +77,33 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") / elapsed_s
 
 
+def oom_kills(pid: int) -> int | None:
+    """Return how many processes the kernel killed for memory in a process's cgroup, or None.
+
+    Read it before and after: a difference says that somebody in there was killed for memory.
+    """
+    for line in _read(pid, "cgroup", []).splitlines():
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            path = Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control")  # version 1
+        elif not controllers:
+            path = Path(f"/sys/fs/cgroup{group}/memory.events")  # version 2
+        else:
+            continue
+        count = _count(path, "oom_kill")
+        if count is not None:
+            return count
+    return None
+
+
+def _count(path: Path, name: str) -> int | None:
+    try:
+        rows = dict(row.split() for row in path.read_text().splitlines())
+        return int(rows[name])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def tail(path: Path, num_bytes: int) -> str:
     """Return the last bytes of a text file, from the start of a line; "" if there is none."""
     try:
