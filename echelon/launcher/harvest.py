@@ -140,6 +140,7 @@ class _Witness:
             later_gap_s=gap_s,
             later_recorded=recorded,
             later_stacks="" if self._stacks is None else self._stacks.text(),
+            later_heartbeat_mono_ns=now.live[Live.HEARTBEAT_MONO_NS],
         )
         self.record = replace(self.record, host=host)
 

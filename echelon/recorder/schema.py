@@ -302,6 +302,7 @@ class HostFacts:
     later_gap_s: float = 0.0  # a stall is looked at twice, this far apart; 0: only once
     later_recorded: int = -1  # operations, spans and steps begun or ended in between; -1: unknown
     later_stacks: str = ""  # the stacks at the second look
+    later_heartbeat_mono_ns: int = 0  # the Python heartbeat at the second look
     not_permitted: tuple[str, ...] = ()
 
 

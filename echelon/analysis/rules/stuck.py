@@ -17,7 +17,7 @@ from echelon.analysis.stacks import Frame, main_thread, short_site, users_frame
 from echelon.analysis.waits import Wait
 from echelon.recorder.schema import Live
 
-STALE_HEARTBEAT_S = 5.0  # ten missed beats: a busy machine delays one or two
+STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 _SPAN_CAUSES = {
     "data_wait": Cause.DATA_STARVATION,
     "checkpoint": Cause.STORAGE_STALL,
@@ -344,10 +344,12 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return how old the Python heartbeat was at the snapshot, 0 if that is not known."""
+    """Return how old the Python heartbeat was at the last look, 0 if that is not known."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
-    return max(0, seen - beat) / 1e9 if beat and seen else 0.0
+    if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
+        return 0.0  # unknown, or it was only late
+    return max(0, seen - beat) / 1e9 + facts.host.later_gap_s
 
 
 def _heartbeat_line(facts: RankEvidence) -> tuple[str, ...]:
