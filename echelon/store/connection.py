@@ -46,6 +46,7 @@ class Connection(asyncio.Protocol):
         peer: "address:port" of the peer.
         standing: how far it has come.
         since: loop time of the accept, or of the first byte of an incomplete command.
+        is_inside_command: whether the peer has begun a command and not completed it.
         partial_bytes: what came of the incomplete command.
     """
 
@@ -57,6 +58,7 @@ class Connection(asyncio.Protocol):
         self.standing = Standing.NEW
         self.since = hub.loop.time()
         self.partial_bytes = 0
+        self.is_inside_command = True
         self.watched_keys: set[bytes] = set()
         self._parser = p.Parser(hub.limits)
         self._transport: asyncio.Transport | None = None
@@ -67,11 +69,6 @@ class Connection(asyncio.Protocol):
         self._is_deaf = False
         self._violation: str | None = None
         self._nonces = (b"", b"")
-
-    @property
-    def is_inside_command(self) -> bool:
-        """Whether the peer has begun a command and not completed it."""
-        return self._parser.is_inside_command
 
     # asyncio.Protocol.
 
@@ -111,14 +108,16 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Cut out commands and carry them out."""
         parser = self._parser
-        was_inside = parser.is_inside_command
         messages = parser.feed(data)
-        if was_inside and not messages:
+        is_inside = parser.is_inside_command
+        if is_inside and self.is_inside_command and not messages:
             self.partial_bytes += len(data)
-        elif self.standing is Standing.MEMBER:
+        elif is_inside and self.standing is Standing.MEMBER:
             self.since = self.hub.loop.time()
             self.partial_bytes = 0
-        self._violation = parser.violation
+        self.is_inside_command = is_inside
+        if parser.violation is not None:
+            self._violation = parser.violation
         if self._backlog or self._is_paused:
             self._backlog.extend(messages)
         else:
@@ -142,31 +141,64 @@ class Connection(asyncio.Protocol):
 
     def _carry_out(self, messages: Iterable[p.Message]) -> None:
         """Carry out messages in order; put the rest off while the peer's replies lie unread."""
-        state = self.state
-        store, values, promised = state.set, state.values, state.promised_to
-        rest: Iterator[Any] = iter(messages)
-        for message in rest:
-            query = message[0]
-            if self.standing is not Standing.MEMBER and not self._is_admitted(message):
-                self._backlog.extend(rest)
-                break
-            if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):
-                state.release_promise(self)
-            if query == p.SET:
-                store(message[1], message[2])
-            elif query == p.GET:
-                self._reply_value(values.get(message[1], b""))
-            else:
-                _HANDLERS[query](self, *message[1:])
-            if self._out_bytes > _FLUSH_BYTES:
-                self._flush()
-                if self._is_paused:
-                    self._backlog.extend(rest)
+        rest: Iterator[p.Message] = iter(messages)
+        if self.standing is not Standing.MEMBER:
+            for message in rest:
+                if not self._is_admitted(message):
                     break
-        if state.woken:
+                self._carry_out_one(message)
+                if self._has_become(Standing.MEMBER):
+                    break
+        if self._has_become(Standing.MEMBER):
+            self._serve(rest)
+        if self.standing is not Standing.CLOSED:
+            self._backlog.extend(rest)
+        if self.state.woken:
             self.hub.deliver_woken()
         if self._out:
             self._flush()
+
+    def _has_become(self, standing: Standing) -> bool:
+        return self.standing is standing
+
+    def _carry_out_one(self, message: p.Message) -> None:
+        query, *operands = message
+        _HANDLERS[cast(int, query)](self, *operands)
+
+    def _serve(self, messages: Iterator[Any]) -> None:
+        """Carry out a member's messages until they end, it is closed, or it must read first.
+
+        The two commands that come in floods are carried out right here.
+        """
+        state, out, pack = self.state, self._out, p.pack_u64
+        values, waiting, promised = state.values, state.waiting, state.promised_to
+        watched, present_by = state.watched, state.present_by
+        for message in messages:
+            query = message[0]
+            if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):
+                state.release_promise(self)
+            if query == p.SET:
+                if waiting or watched or present_by:
+                    state.set(message[1], message[2])
+                else:
+                    values[message[1]] = message[2]
+                continue
+            if query == p.GET:
+                value = values.get(message[1], b"")
+                length = len(value)
+                self._out_bytes += length + 8
+                if length < _JOIN_BYTES:
+                    out.append(pack(length) + value)
+                else:
+                    out += (pack(length), value)
+            else:
+                _HANDLERS[query](self, *message[1:])
+                if self.standing is not Standing.MEMBER:
+                    return
+            if self._out_bytes > _FLUSH_BYTES:
+                self._flush()
+                if self._is_paused:
+                    return
         if len(values) > self.hub.limits.num_keys:
             self._violation = f"more than {self.hub.limits.num_keys} keys"
 
@@ -206,14 +238,16 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         """Hand the replies to the transport in one write."""
-        out, self._out = self._out, []
+        out, transport = self._out, self._transport
         size, self._out_bytes = self._out_bytes, 0
-        if self._transport is None or self.standing is Standing.CLOSED:
-            return
-        if size < _FLUSH_BYTES or len(out) == 1:
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-        else:
-            self._transport.writelines(out)
+        if transport is not None and self.standing is not Standing.CLOSED:
+            if len(out) == 1:
+                transport.write(out[0])
+            elif size < _FLUSH_BYTES:
+                transport.write(b"".join(out))
+            else:
+                transport.writelines(out)
+        out.clear()
 
     def refuse(self, why: str) -> None:
         """Close the connection for what it did, and say so in the log."""
@@ -311,6 +345,12 @@ class Connection(asyncio.Protocol):
 
     def _on_ping(self, nonce: int) -> None:
         self._reply(p.pack_u32(p.OUR_ANSWER if nonce == p.OUR_NONCE else nonce))
+
+    def _on_set(self, key: bytes, value: bytes) -> None:
+        self.state.set(key, value)
+
+    def _on_get(self, key: bytes) -> None:
+        self._reply_value(self.state.values.get(key, b""))
 
     def _on_compare_set(self, key: bytes, expected: bytes, desired: bytes) -> None:
         self._reply_value(self.state.compare_set(key, expected, desired))
@@ -487,6 +527,8 @@ class Connection(asyncio.Protocol):
 
 
 _HANDLERS: dict[int, Callable[..., None]] = {
+    p.SET: Connection._on_set,
+    p.GET: Connection._on_get,
     p.COMPARE_SET: Connection._on_compare_set,
     p.ADD: Connection._on_add,
     p.CHECK: Connection._on_check,

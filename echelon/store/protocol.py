@@ -16,7 +16,7 @@ before it are still delivered, and whatever follows is dropped.
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -166,7 +166,12 @@ _KEY: Final = 2
 _KEY_INT: Final = 3
 _KEYS: Final = 4
 _FAST: Final = {"KV": _KEY_VALUE, "K": _KEY, "Kq": _KEY_INT, "k": _KEYS}
-_SHAPES: Final = bytes(_FAST.get(_FIELDS.get(query, ""), 0) for query in range(256))
+_OUR_SHAPES: Final = bytes(_FAST.get(_FIELDS.get(query, ""), 0) for query in range(256))
+_TORCH_SHAPES: Final = _OUR_SHAPES[:HELLO] + bytes(256 - HELLO)
+_NO_SHAPES: Final = bytes(256)
+
+_MIN_RUN: Final = 8  # commands of equal lengths in a row from which on they are cut out together
+_MAX_RUN_STRUCTS: Final = 256
 
 _Steps = Generator[int, bytes, Message | None]
 
@@ -222,42 +227,58 @@ class Parser:
         """Cut out whole commands from `position` on; begin the first that is not whole."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
-        read_u64 = _U64.unpack_from
+        shapes, read_u64 = self._shapes(), _U64.unpack_from
         while position < size:
             query = data[position]
-            shape = _SHAPES[query] if self.admitted and (query < HELLO or self.extensions) else 0
+            shape = shapes[query]
             key_at = position + 9
             if shape and key_at <= size:
                 (length,) = read_u64(data, position + 1)
-                if shape == _KEYS and length == 1 and key_at + 8 <= size:
-                    (length,) = read_u64(data, key_at)
-                    key_at += 8
-                    end = key_at + length
-                    if end <= size and length <= key_bytes:
-                        out.append((query, [data[key_at:end]]))
-                        position = end
-                        continue
-                elif shape != _KEYS and length <= key_bytes:
-                    key_end = key_at + length
-                    if shape == _KEY_VALUE and key_end + 8 <= size:
+                key_end = key_at + length
+                if shape == _KEY_VALUE:
+                    if length <= key_bytes and key_end + 8 <= size:
                         (length,) = read_u64(data, key_end)
                         end = key_end + 8 + length
                         if end <= size and length <= value_bytes:
-                            out.append((query, data[key_at:key_end], data[key_end + 8 : end]))
+                            record = end - position
+                            if size - end >= (_MIN_RUN - 1) * record:
+                                end = _cut_run(data, position, record, key_end, out)
+                            else:
+                                out.append((query, data[key_at:key_end], data[key_end + 8 : end]))
                             position = end
                             continue
-                    elif shape == _KEY and key_end <= size:
-                        out.append((query, data[key_at:key_end]))
-                        position = key_end
+                elif shape == _KEY:
+                    if length <= key_bytes and key_end <= size:
+                        record = key_end - position
+                        if size - key_end >= (_MIN_RUN - 1) * record:
+                            position = _cut_run(data, position, record, -1, out)
+                        else:
+                            out.append((query, data[key_at:key_end]))
+                            position = key_end
                         continue
-                    elif shape == _KEY_INT and key_end + 8 <= size:
+                elif shape == _KEY_INT:
+                    if length <= key_bytes and key_end + 8 <= size:
                         (number,) = _I64.unpack_from(data, key_end)
                         out.append((query, data[key_at:key_end], number))
                         position = key_end + 8
                         continue
+                elif length == 1 and key_at + 8 <= size:
+                    (length,) = read_u64(data, key_at)
+                    key_end = key_at + 8 + length
+                    if key_end <= size and length <= key_bytes:
+                        out.append((query, [data[key_at + 8 : key_end]]))
+                        position = key_end
+                        continue
             self._steps = self._command(query)
             self._need = self._first_need(out)
             position = self._advance(data, position + 1, out)
+            shapes = self._shapes()
+
+    def _shapes(self) -> bytes:
+        """Return which queries of this peer may take the fast path."""
+        if not self.admitted:
+            return _NO_SHAPES
+        return _OUR_SHAPES if self.extensions else _TORCH_SHAPES
 
     def _first_need(self, out: list[Message]) -> int:
         """Start the open command; a command without fields is complete at once."""
@@ -343,19 +364,43 @@ class Parser:
         return length
 
 
-def pack_u64(number: int) -> bytes:
-    """Encode an unsigned 64-bit integer."""
-    return _U64.pack(number)
+_run_structs: dict[tuple[int, int], struct.Struct] = {}
 
 
-def pack_i64(number: int) -> bytes:
-    """Encode a signed 64-bit integer."""
-    return _I64.pack(number)
+def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[Message]) -> int:
+    """Cut out a run of key-value (or, `key_end` -1, key) commands of equal lengths.
+
+    The command at `position` is `record` bytes long; returns where the run ends. As long as the
+    bytes that hold query and lengths repeat every `record` bytes, so do whole commands: one unpack
+    cuts them all out.
+    """
+    count = (len(data) - position) // record
+    stop = position + count * record
+    headers: Iterable[int] = range(position, position + 9)
+    if key_end >= 0:
+        headers = (*headers, *range(key_end, key_end + 8))
+    for at in headers:
+        column = data[at:stop:record]
+        same = count - len(column.lstrip(column[:1]))
+        if same < count:
+            count = same
+            stop = position + count * record
+    lengths = (key_end, record) if key_end < 0 else (key_end - position - 9, record)
+    layout = _run_structs.get(lengths)
+    if layout is None:
+        if len(_run_structs) >= _MAX_RUN_STRUCTS:
+            _run_structs.clear()
+        key_bytes = lengths[0]
+        form = f"{record - 9}s" if key_end < 0 else f"{key_bytes}s8x{record - key_bytes - 17}s"
+        layout = _run_structs[lengths] = struct.Struct(f"<B8x{form}")
+    out += layout.iter_unpack(memoryview(data)[position:stop])
+    return stop
 
 
-def pack_u32(number: int) -> bytes:
-    """Encode an unsigned 32-bit integer."""
-    return _U32.pack(number)
+# Encoders of one integer each: unsigned 64, signed 64, unsigned 32 bits.
+pack_u64: Final[Callable[[int], bytes]] = _U64.pack
+pack_i64: Final[Callable[[int], bytes]] = _I64.pack
+pack_u32: Final[Callable[[int], bytes]] = _U32.pack
 
 
 def unpack_u64(data: bytes) -> int:

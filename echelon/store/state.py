@@ -92,7 +92,9 @@ class StoreState:
         queues: the queues that are not empty.
         promised_to: for each owner with a promise the queue in which an item is kept for it.
         woken: waiters satisfied since the driver last drained it.
+        waiting: for each key its waiters, longest waiting first.
         rounds: the open barriers and gathers.
+        present_by: keys that go away with their owner, and that owner.
         watched: keys whose changes are reported.
         on_change: called with (key, value or None) when a watched key changes.
     """
@@ -103,22 +105,22 @@ class StoreState:
         self.woken: list[Waiter] = []
         self.watched: set[bytes] = set()
         self.on_change: Callable[[bytes, bytes | None], None] | None = None
-        self._waiting: dict[bytes, dict[Waiter, None]] = {}
+        self.waiting: dict[bytes, dict[Waiter, None]] = {}
         self.rounds: dict[bytes, Round] = {}
         self._waiters_of: dict[Hashable, dict[Waiter, None]] = {}
         self.promised_to: dict[Hashable, bytes] = {}
         self._promises: dict[bytes, int] = {}
-        self._present_by: dict[bytes, Hashable] = {}
+        self.present_by: dict[bytes, Hashable] = {}
 
     # Keys.
 
     def set(self, key: bytes, value: bytes) -> None:
         """Store a value and wake who waits for the key."""
         self.values[key] = value
-        if key in self._waiting:
+        if key in self.waiting:
             self._wake_key(key)
-        if self._present_by:
-            self._present_by.pop(key, None)
+        if self.present_by:
+            self.present_by.pop(key, None)
         if self.watched:
             self._tell(key, value)
 
@@ -169,7 +171,7 @@ class StoreState:
         """Remove a key and the queue of the same name; say whether either was there."""
         queue = self.queues.pop(key, None)
         value = self.values.pop(key, None)
-        self._present_by.pop(key, None)
+        self.present_by.pop(key, None)
         if value is not None and self.watched:
             self._tell(key, None)
         return queue is not None or value is not None
@@ -232,7 +234,7 @@ class StoreState:
 
     def _serve_queue(self, key: bytes) -> None:
         """Wake who waits for the queue to hold something, then hand free items out in turn."""
-        waiters = list(self._waiting.get(key, ()))
+        waiters = list(self.waiting.get(key, ()))
         for waiter in waiters:
             if waiter.wants is Wants.WAKE and key in self.queues:
                 self._look_again(waiter)
@@ -294,12 +296,12 @@ class StoreState:
 
     def _register(self, waiter: Waiter) -> None:
         for key in waiter.missing:
-            self._waiting.setdefault(key, {})[waiter] = None
+            self.waiting.setdefault(key, {})[waiter] = None
         self._waiters_of.setdefault(waiter.owner, {})[waiter] = None
 
     def _wake_key(self, key: bytes) -> None:
         """Tell all who wait for the key that it has a value now."""
-        for waiter in list(self._waiting[key]):
+        for waiter in list(self.waiting[key]):
             if waiter.wants is not Wants.ITEM:
                 waiter.missing.discard(key)
                 self._unlist(waiter, key)
@@ -321,19 +323,19 @@ class StoreState:
             self._satisfy(waiter)
             return
         for key in waiter.missing:
-            self._waiting.setdefault(key, {})[waiter] = None
+            self.waiting.setdefault(key, {})[waiter] = None
 
     def _satisfy(self, waiter: Waiter) -> None:
         self._unregister(waiter)
         self.woken.append(waiter)
 
     def _unlist(self, waiter: Waiter, key: bytes) -> None:
-        listed = self._waiting.get(key)
+        listed = self.waiting.get(key)
         if listed is None:
             return
         listed.pop(waiter, None)
         if not listed:
-            del self._waiting[key]
+            del self.waiting[key]
 
     def _unregister(self, waiter: Waiter) -> None:
         for key in waiter.missing:
@@ -421,20 +423,20 @@ class StoreState:
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
         """Store a value that goes away with its owner, unless someone stores another over it."""
         self.set(key, value)
-        self._present_by[key] = owner
+        self.present_by[key] = owner
 
     def forget(self, owner: Hashable) -> None:
         """Take back everything of an owner that is gone."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)
-        if self._present_by:
-            for key in [key for key, by in self._present_by.items() if by is owner]:
+        if self.present_by:
+            for key in [key for key, by in self.present_by.items() if by is owner]:
                 self.delete(key)
 
     def waiting_keys(self) -> dict[str, int]:
         """Return how many wait for each key, barriers and gathers included."""
-        waiting = {show_key(key): len(waiters) for key, waiters in self._waiting.items()}
+        waiting = {show_key(key): len(waiters) for key, waiters in self.waiting.items()}
         for key, round_ in self.rounds.items():
             waiting[show_key(key)] = waiting.get(show_key(key), 0) + len(round_.arrivals)
         return waiting
@@ -445,7 +447,7 @@ class StoreState:
 
     def num_presences(self) -> int:
         """Return how many keys go away with their owner."""
-        return len(self._present_by)
+        return len(self.present_by)
 
     def _tell(self, key: bytes, value: bytes | None) -> None:
         if key in self.watched and self.on_change is not None:
