@@ -10,12 +10,14 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from echelon.recorder.schema import (
+    DUMP_CRC_MARK,
     DUMP_KIND,
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -53,11 +55,18 @@ def write_dump(record: Record, path: Path) -> None:
         "last_words": None if record.last_words is None else asdict(record.last_words),
         "host": asdict(record.host),
         "warnings": list(record.warnings),
+        "crc32": bytes(4),
     }
-    data = msgpack.packb(top, use_bin_type=True)
+    data = msgpack.packb(top, use_bin_type=True)[:-4]
+    assert data.endswith(DUMP_CRC_MARK), data[-16:]
+    data += crc32(data).to_bytes(4, "little")
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    os.replace(part, path)  # noqa: PTH105 -- says that an older dump is replaced in one step
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)  # noqa: PTH105 -- says that an older dump is replaced in one step
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:

@@ -35,6 +35,7 @@ from echelon.recorder.layout import (
 )
 from echelon.recorder.schema import (
     BLOB_HEAD,
+    DUMP_CRC_MARK,
     DUMP_KIND,
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -65,6 +66,8 @@ _T = TypeVar("_T")
 _MAX_CAPACITY = 1 << 22
 _MAX_DUMP_BYTES = 1 << 30
 _U32 = 0xFFFFFFFF
+DAMAGED = "<damaged>"
+_STRING_HEAD = struct.Struct("<HI")
 _OPERATION_HEAD = struct.Struct("<QII")
 _MAX_PAYLOAD_BYTES = OPERATION_FIXED.itemsize + TAIL_BYTES
 _COPIED = tuple(
@@ -116,7 +119,6 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
     if identity_fields is None:
         raise DumpFormatError(f"{path}: the ring's identity is damaged", path=path)
     live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
-    words = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
     parser = _RingParser(data, layout, live)
     operations = parser.operations()
     spans = parser.spans(layout.spans_offset, layout.num_spans)
@@ -131,7 +133,7 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
         groups=parser.groups,
         signatures=parser.signatures,
         live=live,
-        last_words=None if words is None else _dataclass(path, LastWords, words),
+        last_words=parser.last_words(path),
         warnings=tuple(parser.all_warnings()),
     )
     return record, parser.num_torn
@@ -149,13 +151,18 @@ def read_dump(path: Path) -> Record:
         data = path.read_bytes()
     except OSError as err:
         raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    has_crc = data[-len(DUMP_CRC_MARK) - 4 : -4] == DUMP_CRC_MARK
+    if has_crc and crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise DumpFormatError(f"{path}: damaged dump (its checksum differs)", path=path)
     try:
         top = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as err:
         raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path) from err
     if not isinstance(top, dict) or top.get("kind") != DUMP_KIND:
         raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path)
-    _check_version(path, top.get("version"))
+    version = _check_version(path, top.get("version"))
+    if version >= (1, 1) and not has_crc:
+        raise DumpFormatError(f"{path}: damaged dump (it has no checksum)", path=path)
     try:
         return _record_of_dump(path, top)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
@@ -268,6 +275,19 @@ class _RingParser:
             out[name] = self._mapped(fixed[name], self._string)
         return out[np.lexsort((out["depth"], out["number"]))]
 
+    def last_words(self, path: Path) -> LastWords | None:
+        """Return the rank's last words; damaged ones cost a warning, not the record."""
+        values = _blob(self._data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
+        if values is None:
+            if any(self._data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):
+                self.warnings.append("the last words are damaged")
+            return None
+        try:
+            return _dataclass(path, LastWords, values)
+        except DumpFormatError:
+            self.warnings.append("the last words are damaged")
+            return None
+
     def _whole(self, slots: npt.NDArray[Any], used: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Choose the slots whose payload is all there: [Note: what makes a slot readable]."""
         head, length = slots["head"][used], slots["length"][used]
@@ -283,17 +303,24 @@ class _RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Tell which state cells are about their slot's operation, and whole."""
-        own = state["head"] == head
+        """Tell which state cells are about their slot's operation, and whole.
+
+        A cell that still tells of an earlier use of its slot, or of none, is whole, too: the
+        operation has been created and not more.
+        """
+        stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize
-        seeds = (head & _U32).tolist()
+        seeds = (stamp & _U32).tolist()
         crcs = [crc32(raw[i * size + 8 : i * size + 32], seed) for i, seed in enumerate(seeds)]
-        good = (state["tail"] == head) & (state["crc"] == np.array(crcs, np.uint32))
+        good = (state["tail"] == stamp) & (state["crc"] == np.array(crcs, np.uint32))
         good &= (state["state"] >= State.STARTED) & (state["state"] <= State.FAILED)
+        good &= (stamp <= head) & ((head - stamp) % self._layout.num_operations == 0)
+        unused = np.frombuffer(raw, np.uint8).reshape(len(state), size).max(axis=1, initial=0) == 0
         self._note_torn(
-            int((own & ~good).sum()), "states were being written or are damaged: shown as created"
+            int((~good & ~unused).sum()),
+            "states were being written or are damaged: shown as created",
         )
-        known: npt.NDArray[Any] = own & good
+        known: npt.NDArray[Any] = good & (stamp == head)
         return known
 
     def _note_torn(self, count: int, what: str) -> None:
@@ -314,15 +341,15 @@ class _RingParser:
         return len(self.strings) - 1
 
     def _text(self, ref: int) -> str:
-        if ref + 2 > self._strings_used:
-            self.warnings.append(f"string {ref} lies outside the table")
-            return "<damaged>"
         at = STRINGS_OFFSET + ref
-        length = int.from_bytes(self._data[at : at + 2], "little")
-        if ref + 2 + length > self._strings_used:
-            self.warnings.append(f"string {ref} lies outside the table")
-            return "<damaged>"
-        return self._data[at + 2 : at + 2 + length].decode("utf-8", "replace")
+        begin = at + _STRING_HEAD.size
+        if ref + _STRING_HEAD.size <= self._strings_used:
+            length, crc = _STRING_HEAD.unpack_from(self._data, at)
+            data = self._data[begin : begin + length]
+            if begin + length - STRINGS_OFFSET <= self._strings_used and crc32(data) == crc:
+                return data.decode("utf-8", "replace")
+        self.warnings.append("a text is damaged")
+        return DAMAGED
 
     def _group(self, ref: int) -> int:
         known = self._group_index.get(ref)
@@ -332,8 +359,8 @@ class _RingParser:
         try:
             group = Group(name, decode_ranks(ranks))
         except ValueError:
-            group = Group(name or "<damaged>", ())
-            self.warnings.append(f"the members of group {name!r} cannot be read")
+            group = Group(name or DAMAGED, ())
+            self.warnings.append("the members of a group cannot be read")
         self.groups.append(group)
         self._group_index[ref] = len(self.groups) - 1
         return len(self.groups) - 1
@@ -403,10 +430,12 @@ def _check_header(path: Path, data: bytes | mmap.mmap) -> Layout:
         raise DumpFormatError(f"{path}: not an echelon ring", path=path)
     header = np.frombuffer(data, HEADER, 1)[0]
     _check_version(path, [int(header["major"]), int(header["minor"])])
+    body = data[: HEADER.itemsize - header["crc"].itemsize]
     layout = Layout(int(header["num_operations"]), int(header["num_spans"]))
     if (
         not 0 < layout.num_operations <= _MAX_CAPACITY
         or not 0 < layout.num_spans <= _MAX_CAPACITY
+        or int(header["crc"]) != crc32(body)
         or int(header["operation_slot_bytes"]) != OPERATION_SLOT.itemsize
         or int(header["span_slot_bytes"]) != SPAN_SLOT.itemsize
     ):
@@ -418,7 +447,7 @@ def _check_header(path: Path, data: bytes | mmap.mmap) -> Layout:
     return layout
 
 
-def _check_version(path: Path, version: object) -> None:
+def _check_version(path: Path, version: object) -> tuple[int, int]:
     if (
         not isinstance(version, Sequence)
         or len(version) != 2
@@ -431,6 +460,7 @@ def _check_version(path: Path, version: object) -> None:
             f"{FORMAT_MAJOR}.x (written by {FORMAT_MAJOR}.{FORMAT_MINOR}). Upgrade it",
             path=path,
         )
+    return version[0], version[1]
 
 
 def _blob(data: bytes, at: int, room: int) -> dict[str, Any] | None:

@@ -75,6 +75,9 @@ _NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
 _PROGRESS = int(Live.PROGRESS_MONO_NS)
 _COMPLETED = int(State.COMPLETED)
 _ERROR_CHARS = 600
+_WORDS_CHARS = 2000
+_TRACE_CHARS = 6000
+_BASES = 16
 
 
 class _Thread(threading.local):
@@ -160,7 +163,10 @@ class Recorder:
         operation_ref, dtype_ref, reduce_ref, timeout_ms, num_tensors, more_flags, tail = (
             self._calls.get(key) or self._new_call(key)
         )
-        site, stack = self._sites.find(sys._getframe(depth))
+        try:
+            site, stack = self._sites.find(sys._getframe(depth))
+        except ValueError:  # the stack is not that deep
+            site = stack = 0
         record = next(self._numbers)
         fields = (
             record, sequence, p2p_sequence, now, self._step, num_bytes, timeout_ms,
@@ -258,11 +264,11 @@ class Recorder:
             site = f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
         words = LastWords(
             type=f"{kind.__module__}.{kind.__qualname__}",
-            message=str(error),
+            message=str(error)[:_WORDS_CHARS],
             site=site,
-            traceback="".join(traceback.format_exception(kind, error, trace)),
+            traceback="".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARS:],
             mono_ns=monotonic_ns(),
-            bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__[1:-1]),
+            bases=tuple(f"{b.__module__}.{b.__qualname__}" for b in kind.__mro__[1:-1][:_BASES]),
         )
         self._ring.write_last_words(words)
 
@@ -467,7 +473,8 @@ def _chain_excepthook(recorder: Recorder) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            recorder.last_words(kind, error, trace)
+            if recorder is _recorder:  # not in a forked child: [Note: who may record]
+                recorder.last_words(kind, error, trace)
         except Exception as err:  # noqa: BLE001 -- the user's own error must still be shown
             print(f"echelon: the last words were not recorded: {err}", file=sys.stderr)
         previous(kind, error, trace)

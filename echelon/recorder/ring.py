@@ -51,13 +51,14 @@ from echelon.recorder.schema import (
 
 OPERATION_FIXED_STRUCT = struct.Struct("<QqqqqqqIIIIIIiiiiIHH")
 SPAN_FIXED_STRUCT = struct.Struct("<QqqqIIIIII")
-_HEADER_STRUCT = struct.Struct("<8sHHIIIIII")
+_HEADER_STRUCT = struct.Struct("<8sHHIIIIII")  # and its CRC32
 _HEAD_STRUCT = struct.Struct("<QII")
 _STAMP_STRUCT = struct.Struct("<Q")
 _STATE_BODY_STRUCT = struct.Struct("<qqII")
 _STATE_STRUCT = struct.Struct("<QqqIIIIQ")
 _SPAN_STRUCT = struct.Struct(f"<QII{SPAN_FIXED_STRUCT.size}sQ")
-_LENGTH_STRUCT = struct.Struct("<H")
+_STRING_STRUCT = struct.Struct("<HI")
+_CRC_STRUCT = struct.Struct("<I")
 
 _SLOT_BYTES = OPERATION_SLOT.itemsize
 _TAIL_STAMP_OFFSET = OPERATION_SLOT.fields["tail"][1]  # type: ignore[index]
@@ -97,14 +98,14 @@ class Ring:
         self._started = array("q", bytes(8 * num_operations))
         self._strings: dict[str, int] = {}
         self._strings_lock = threading.Lock()
+        self._strings_owner = 0
         self._strings_used = 0
+        self._table_full = 0
         self._blob_stamps = {IDENTITY_OFFSET: 0, LAST_WORDS_OFFSET: 0}
         self.intern("")
         self._table_full = self.intern(TABLE_FULL)
         self.write_identity(identity)
-        _HEADER_STRUCT.pack_into(
-            self._map,
-            0,
+        header = _HEADER_STRUCT.pack(
             RING_MAGIC,
             FORMAT_MAJOR,
             FORMAT_MINOR,
@@ -115,29 +116,42 @@ class Ring:
             SPAN_SLOT.itemsize,
             STRINGS_BYTES,
         )
+        header += _CRC_STRUCT.pack(crc32(header))
+        # Last, the magic: until then no reader takes this for a ring.
+        self._map[len(RING_MAGIC) : len(header)] = header[len(RING_MAGIC) :]
+        self._map[: len(RING_MAGIC)] = RING_MAGIC
 
     def intern(self, text: str) -> int:
         """Return the reference of a string, storing it if it is new. Thread-safe."""
         known = self._strings.get(text)
         if known is not None:
             return known
-        data = text.encode("utf-8", "replace")[:_MAX_STRING_BYTES]
+        data = _cut(text.encode("utf-8", "replace"))
+        if self._strings_owner == threading.get_ident():
+            return self._table_full  # a finalizer or signal handler came in between: no deadlock
         with self._strings_lock:
-            known = self._strings.get(text)
-            if known is not None:
-                return known
-            start = self._strings_used
-            end = start + _LENGTH_STRUCT.size + len(data)
-            if end > STRINGS_BYTES:
-                self.live[Live.STRINGS_REFUSED] += 1
-                return self._table_full
-            at = STRINGS_OFFSET + start
-            self._map[at + _LENGTH_STRUCT.size : STRINGS_OFFSET + end] = data
-            _LENGTH_STRUCT.pack_into(self._map, at, len(data))
-            self._strings_used = end
-            self.live[Live.STRINGS_USED_BYTES] = end
-            self._strings[text] = start
-            return start
+            self._strings_owner = threading.get_ident()
+            try:
+                return self._add_string(text, data)
+            finally:
+                self._strings_owner = 0
+
+    def _add_string(self, text: str, data: bytes) -> int:
+        known = self._strings.get(text)
+        if known is not None:
+            return known
+        start = self._strings_used
+        end = start + _STRING_STRUCT.size + len(data)
+        if end > STRINGS_BYTES:
+            self.live[Live.STRINGS_REFUSED] += 1
+            return self._table_full
+        at = STRINGS_OFFSET + start
+        self._map[at + _STRING_STRUCT.size : STRINGS_OFFSET + end] = data
+        _STRING_STRUCT.pack_into(self._map, at, len(data), crc32(data))
+        self._strings_used = end
+        self.live[Live.STRINGS_USED_BYTES] = end
+        self._strings[text] = start
+        return start
 
     def write_identity(self, identity: Identity) -> None:
         """Replace the identity."""
@@ -146,11 +160,7 @@ class Ring:
 
     def write_last_words(self, words: LastWords) -> None:
         """Store the exception that ends this rank; texts are cut to what fits."""
-        fields = asdict(words)
-        fields["message"] = fields["message"][:2000]
-        fields["traceback"] = fields["traceback"][-6000:]
-        fields["bases"] = fields["bases"][:16]
-        self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, fields)
+        self._write_blob(LAST_WORDS_OFFSET, LAST_WORDS_BYTES, asdict(words))
 
     def write_operation(self, record: int, payload: bytes) -> None:
         """Fill the slot of operation number `record`.
@@ -211,15 +221,38 @@ class Ring:
         _SPAN_STRUCT.pack_into(self._map, at, stamp, len(fields), crc32(fields), fields, stamp)
 
     def _write_blob(self, at: int, room: int, value: dict[str, Any]) -> None:
-        data = json.dumps(value, separators=(",", ":")).encode()
-        if len(data) > room - _HEAD_STRUCT.size - _STAMP_STRUCT.size:
-            value = {k: v for k, v in value.items() if k not in ("settings", "traceback")}
-            data = json.dumps(value, separators=(",", ":")).encode()
+        data = _fitted(value, room - _HEAD_STRUCT.size - _STAMP_STRUCT.size)
         stamp = self._blob_stamps[at] = self._blob_stamps[at] + 1
         _HEAD_STRUCT.pack_into(self._map, at, stamp, len(data), crc32(data))
         begin = at + _HEAD_STRUCT.size
         self._map[begin : begin + len(data)] = data
         _STAMP_STRUCT.pack_into(self._map, at + room - _STAMP_STRUCT.size, stamp)
+
+
+def _cut(data: bytes) -> bytes:
+    if len(data) <= _MAX_STRING_BYTES:
+        return data
+    return data[:_MAX_STRING_BYTES].decode("utf-8", "ignore").encode()
+
+
+def _fitted(value: dict[str, Any], room: int) -> bytes:
+    """Encode a blob, halving its longest part until it fits; the end of a traceback counts."""
+    texts = {name: _encoded(part) for name, part in value.items()}
+    while sum(len(name) + len(text) + 4 for name, text in texts.items()) + 2 > room:
+        longest = max(texts, key=lambda name: len(texts[name]))
+        part = value[longest]
+        if isinstance(part, str):
+            half = len(part) // 2
+            value[longest] = part[-half:] if longest == "traceback" else part[:half]
+        else:
+            value[longest] = type(part)()
+        texts[longest] = _encoded(value[longest])
+    return _encoded(value)
+
+
+def _encoded(value: Any) -> bytes:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "replace")
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:

@@ -17,10 +17,10 @@ def test_a_text_is_stored_once(recorder, ring):
 
 def test_a_full_table_says_so_and_counts(recorder, ring, look):
     text = "x" * 4000
-    for i in range(STRINGS_BYTES // 4000 + 1):
+    for i in range(STRINGS_BYTES // 4000):
         ring.intern(f"{i:05d}{text}"[:4000])
     assert ring.live[Live.STRINGS_REFUSED] == 1
-    recorder.begin(0, "unheard_of" * 100, sequence=5)
+    recorder.begin(0, "unheard_of" * 400, sequence=5)
     record = look()
     (row,) = record.operations
     assert record.strings[row["operation"]] == TABLE_FULL

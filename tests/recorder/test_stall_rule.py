@@ -1,0 +1,111 @@
+"""When a job counts as stalled: looks at imagined ranks, at imagined times."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.recorder.watchdog import Sight, StallRule
+
+S = 1_000_000_000
+
+
+def sight(rank=0, *, initialised=True, progress=0.0, pending=0.0, ended=0):
+    return Sight(
+        rank=rank,
+        initialised=initialised,
+        progress_mono_ns=int(progress * S),
+        pending_mono_ns=int(pending * S),
+        num_ended=ended,
+    )
+
+
+def rule(timeout_s=10.0, started=100.0):
+    return StallRule(timeout_s, int(started * S))
+
+
+@pytest.mark.parametrize(
+    ("sights", "now", "reason"),
+    [
+        ([], 10_000, None),
+        ([sight(progress=109, pending=100)], 109.9, None),
+        ([sight(progress=109, pending=100)], 110, "rank 0 has an operation pending for 10 s"),
+        (
+            [sight(0, progress=120, pending=119), sight(1, progress=120, pending=105)],
+            120,
+            "rank 1 has an operation pending for 10 s",
+        ),
+        ([sight(0, progress=100), sight(1, progress=105)], 114, None),
+        ([sight(0, progress=100), sight(1, progress=105)], 115, "no rank recorded anything"),
+        ([sight()], 109, None),
+        ([sight()], 110, "no rank recorded anything for 10 s"),
+        ([sight(initialised=False)], 149, None),
+        ([sight(initialised=False)], 150, "no rank reached init for 50 s"),
+        ([sight(initialised=False, progress=120)], 169, None),
+        ([sight(0, initialised=False), sight(1, progress=105)], 115, "no rank recorded anything"),
+    ],
+    ids=[
+        "nobody lives",
+        "pending, not yet",
+        "pending",
+        "the oldest pending one is named",
+        "one rank still records",
+        "all silent",
+        "silent since the start, not yet",
+        "silent since the start",
+        "before init, not yet",
+        "before init",
+        "before init but recording",
+        "one rank has passed init",
+    ],
+)
+def test_a_look(sights, now, reason):
+    stall = rule().look(sights, int(now * S))
+    if reason is None:
+        assert stall is None
+    else:
+        assert stall is not None
+        assert stall.reason.startswith(reason)
+
+
+def test_a_stall_says_since_when():
+    stall = rule().look([sight(progress=108, pending=102)], 115 * S)
+    assert stall is not None
+    assert stall.since_mono_ns == 102 * S
+
+
+def test_one_stall_is_reported_once():
+    watch = rule()
+    stuck = [sight(0, pending=100, ended=7), sight(1, progress=101, ended=8)]
+    assert watch.look(stuck, 110 * S)
+    assert watch.is_stalled
+    assert [watch.look(stuck, now * S) for now in range(111, 200, 10)] == [None] * 9
+
+
+def test_the_next_stall_counts_after_progress():
+    watch = rule()
+    assert watch.look([sight(pending=100, ended=7)], 110 * S)
+    assert watch.look([sight(progress=130, ended=8)], 131 * S) is None
+    assert not watch.is_stalled
+    assert watch.look([sight(progress=130, pending=130, ended=8)], 140 * S)
+
+
+def test_another_call_is_no_progress_until_something_ends():
+    watch = rule()
+    assert watch.look([sight(progress=100, pending=100, ended=7)], 110 * S)
+    assert watch.look([sight(progress=118, pending=100, ended=7)], 120 * S) is None
+    assert watch.is_stalled
+
+
+def test_a_rank_that_ends_during_a_stall_is_no_progress():
+    watch = rule()
+    assert watch.look([sight(0, pending=100, ended=7), sight(1, ended=9)], 110 * S)
+    assert watch.look([sight(0, pending=100, ended=7)], 120 * S) is None
+    assert watch.is_stalled
+
+
+def test_a_rank_that_comes_during_a_stall_is_progress():
+    watch = rule()
+    assert watch.look([sight(0, initialised=False)], 150 * S)
+    looks = [sight(0, initialised=False), sight(1, initialised=False, progress=151)]
+    assert watch.look(looks, 152 * S) is None
+    assert not watch.is_stalled
