@@ -17,6 +17,7 @@ from echelon import __version__
 
 if TYPE_CHECKING:
     from echelon.analysis.finding import Report
+    from echelon.analysis.picture import Picture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,25 +51,60 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print the verdict as JSON and nothing else"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page: one file, no network"
+    )
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="write a Chrome/Perfetto trace")
+    parser.add_argument("--watch", action="store_true", help="follow a running job until Ctrl-C")
     parser.add_argument("--version", action="version", version=f"fr-analyze {__version__}")
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from echelon.analysis.diagnose import analyze
+    if arguments.watch:
+        return _watch(arguments)
+    from echelon.analysis.diagnose import examine
 
-    report = analyze(arguments.path)
-    _show(report, as_json=arguments.json)
+    picture, report = examine(arguments.path)
+    if arguments.html is not None:
+        from echelon.analysis.report.html import write_html
+
+        write_html(picture, report, arguments.html)
+    if arguments.trace is not None:
+        from echelon.analysis.report.trace import write_trace
+
+        write_trace(picture.evidence, arguments.trace)
+    if arguments.json:
+        _print_json(report)
+    else:
+        _print_text(report, picture if report.healthy else None)
     return report.exit_code
 
 
-def _show(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.to_json(), indent=1))
-        print(f"fr-analyze: read {report.origin}", file=sys.stderr)
-        return
+def _watch(arguments: argparse.Namespace) -> int:
+    if arguments.html is not None or arguments.trace is not None:
+        raise ValueError("--watch shows verdicts only: leave out --html and --trace")
+    from echelon.analysis.report.clean import clean
+    from echelon.analysis.watch import watch
+
+    def say(text: str) -> None:
+        print(f"fr-analyze: {clean(text)}", file=sys.stderr)
+
+    return watch(arguments.path, _print_json if arguments.json else _print_text, say)
+
+
+def _print_json(report: Report) -> None:
+    from echelon.analysis.report.clean import clean
+
+    print(json.dumps(report.to_json(), indent=1))
+    for line in (f"read {report.origin}", *report.warnings):
+        print(f"fr-analyze: {clean(line)}", file=sys.stderr)
+
+
+def _print_text(report: Report, picture: Picture | None = None) -> None:
     from rich.console import Console
 
     from echelon.analysis.report.text import render_text
+    from echelon.analysis.timing import timing_of
 
-    render_text(report, Console(highlight=False))
+    render_text(report, Console(highlight=False), timing_of(picture) if picture else None)

@@ -50,7 +50,18 @@ def analyze(path: str | Path) -> Report:
         DumpFormatError: files are there and none of them can be read.
         ValueError: there is no such folder, or it holds nothing that we know.
     """
-    return diagnose(load(Path(path)))
+    return examine(path)[1]
+
+
+def examine(path: str | Path) -> tuple[Picture, Report]:
+    """Do what `analyze` does, and return the picture too, for those who draw it.
+
+    Raises:
+        DumpFormatError: as `analyze`.
+        ValueError: as `analyze`.
+    """
+    picture = take_picture(load(Path(path)))
+    return picture, report_of(picture)
 
 
 def diagnose(evidence: Evidence) -> Report:

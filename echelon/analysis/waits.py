@@ -67,10 +67,14 @@ class WaitGraph:
         return tuple(sorted(self.wanted - self.blocked))
 
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
-        """Return the waits in which one of `ranks` is absent, the earliest first."""
+        """Return the waits in which one of `ranks` is absent.
+
+        Those that wait for nobody else come first, of these the earliest.
+        """
         wanted = set(ranks)
         found = [wait for wait in self.waits if wanted.intersection(wait.absent)]
-        return tuple(sorted(found, key=lambda wait: wait.since_ns))
+        alone = {id(wait): wanted.issuperset(wait.absent) for wait in found}
+        return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def fallout(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return all ranks that wait for `ranks`, directly or through others."""

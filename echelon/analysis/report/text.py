@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from echelon.analysis.finding import Confidence, Finding, Report, rank_list
+from echelon.analysis.finding import Finding, Report, rank_list, seconds
 from echelon.analysis.report.clean import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
+
+    from echelon.analysis.timing import RankTime, Timing
 
 _MAX_EVIDENCE = 7
 _MAX_OTHERS = 3
 _MAX_WARNINGS = 3
-_SURE = {
-    Confidence.CERTAIN: "certain",
-    Confidence.LIKELY: "likely",
-    Confidence.POSSIBLE: "possible",
-}
+_MAX_RANKS = 4
+_MAX_CALLS = 4
+_MAX_CHARS = 400
 
 
-def render_text(report: Report, console: Console) -> None:
-    """Print a report on a rich console."""
+def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
+    """Print a report on a rich console.
+
+    Args:
+        timing: where the time went; shown beneath a healthy report.
+    """
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -29,32 +35,21 @@ def render_text(report: Report, console: Console) -> None:
     verdict = report.verdict
     console.print(_headline(report, verdict))
     if verdict is not None:
-        console.print(Padding(Text(clean(verdict.summary)), (0, 0, 1, 2)))
+        console.print(Padding(Text(clean(verdict.summary, _MAX_CHARS)), (0, 0, 1, 2), expand=False))
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for label, lines in _sections(verdict):
             for index, line in enumerate(lines):
-                table.add_row("" if index else label, Text(clean(line)))
-        console.print(Padding(table, (0, 0, 0, 2)))
-    rest = [finding for finding in report.findings if finding is not verdict]
-    for finding in rest[:_MAX_OTHERS]:
-        label = "note" if finding.info else "also"
-        console.print(
-            Padding(Text(f"{label}: {clean(finding.summary)}", style="dim"), (0, 0, 0, 2))
-        )
-    if len(rest) > _MAX_OTHERS:
-        console.print(Text(f"  and {len(rest) - _MAX_OTHERS} more findings (--json)", style="dim"))
-    for warning in report.warnings[:_MAX_WARNINGS]:
-        console.print(Text(f"  warning: {clean(warning)}", style="yellow"))
-    if len(report.warnings) > _MAX_WARNINGS:
-        console.print(
-            Text(f"  and {len(report.warnings) - _MAX_WARNINGS} more warnings", style="yellow")
-        )
-    console.print(Text(f"  {_footer(report)}", style="dim"))
+                table.add_row("" if index else label, Text(clean(line, _MAX_CHARS)))
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    elif timing is not None:
+        _print_timing(timing, console)
+    for line, style in _tail(report, verdict):
+        console.print(Text(f"  {line}", style=style))
 
 
-def _headline(report: Report, verdict: Finding | None) -> object:
+def _headline(report: Report, verdict: Finding | None) -> Text:
     from rich.text import Text
 
     line = Text()
@@ -66,7 +61,7 @@ def _headline(report: Report, verdict: Finding | None) -> object:
     line.append(f" {verdict.cause.value}", style="bold")
     if verdict.culprit_ranks:
         line.append(f" · {rank_list(verdict.culprit_ranks)}", style="bold")
-    line.append(f" · {_SURE[verdict.confidence]}", style="dim")
+    line.append(f" · {verdict.confidence.value}", style="dim")
     return line
 
 
@@ -82,9 +77,54 @@ def _sections(finding: Finding) -> list[tuple[str, list[str]]]:
     return [(label, lines) for label, lines in sections if lines and lines[0]]
 
 
+def _tail(report: Report, verdict: Finding | None) -> list[tuple[str, str]]:
+    rest = [finding for finding in report.findings if finding is not verdict]
+    lines = [
+        (f"{'note' if f.info else 'also'}: {clean(f.summary, _MAX_CHARS)}", "dim")
+        for f in rest[:_MAX_OTHERS]
+    ]
+    if len(rest) > _MAX_OTHERS:
+        lines.append((f"and {len(rest) - _MAX_OTHERS} more findings (--json)", "dim"))
+    shown = report.warnings[:_MAX_WARNINGS]
+    lines += [(f"warning: {clean(warning, _MAX_CHARS)}", "yellow") for warning in shown]
+    if len(report.warnings) > len(shown):
+        lines.append((f"and {len(report.warnings) - len(shown)} more warnings", "yellow"))
+    return [*lines, (_footer(report), "dim")]
+
+
 def _footer(report: Report) -> str:
-    present = len(report.ranks_present)
-    text = f"{present} of {report.world_size} ranks"
+    text = f"read {len(report.ranks_present)} of {report.world_size} ranks"
     if report.ranks_missing:
-        text += f", missing: {rank_list(report.ranks_missing)}"
-    return f"{text} · {clean(report.origin)}" if report.origin else text
+        text += f" (missing: {rank_list(report.ranks_missing)})"
+    return f"{text}, {clean(report.origin)}" if report.origin else text
+
+
+# ---- where the time went ----
+
+
+def _print_timing(timing: Timing, console: Console) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    ranks = [rank for rank in timing.slowest if rank.window_s > 0][:_MAX_RANKS]
+    if ranks:
+        table = Table("latest ranks", "late by", "last in", "phases", box=None, header_style="bold")
+        for rank in ranks:
+            lag, share = seconds(rank.mean_lag_s), f"{rank.last_share:.0%}"
+            table.add_row(f"rank {rank.rank}", lag, share, Text(clean(phase_words(rank))))
+        console.print(Padding(table, (0, 0, 0, 1), expand=False))
+    if timing.calls:
+        table = Table("collective", "times", "own time", "rate", box=None, header_style="bold")
+        for call in timing.calls[:_MAX_CALLS]:
+            rate = f"{call.bytes_per_s / 1e9:.2f} GB/s" if call.bytes_per_s else "-"
+            name = Text(clean(f"{call.call} · {call.group}", 90))
+            table.add_row(name, str(call.count), seconds(call.total_s), rate)
+        console.print(Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def phase_words(rank: RankTime) -> str:
+    """Show how a rank's time splits: `compute 61%, communication 22%, data_wait 5%`."""
+    pairs: Sequence[tuple[str, float]] = sorted(rank.phases_s.items(), key=lambda item: -item[1])
+    parts = [(name, length / rank.window_s) for name, length in pairs[:4]]
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.005)

@@ -279,7 +279,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
     if frame is None and span is not None:
         words = f"is in no operation, inside the span '{span.name}' since {short_site(span.site)}"
     else:
-        words = f"is in no operation: it stands at {frame}" if frame else "is in no operation"
+        words = f"stands at {frame}, in no operation" if frame else "is in no operation"
     lines = [f"rank {facts.rank}: main thread at {frame}"] if frame else []
     lines += _doing(facts)
     row = last_row(facts)
@@ -447,10 +447,13 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
 def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
     """Say how many ranks wait for `ranks`, where, and for how long."""
     waiting = picture.graph.fallout(ranks)
-    number = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
+    one = len(waiting) == 1
+    number = f"rank {waiting[0]}" if one else f"{len(waiting)} ranks"
+    whom = "it" if len(ranks) == 1 else "them"
     age_s = picture.waited_s(wait)
-    text = f"{number} for {'it' if len(ranks) == 1 else 'them'} in {wait}"
-    return text + (f", since {seconds(age_s)}" if age_s >= 0.001 else "")
+    if age_s >= 0.001:
+        return f"{number} {'has' if one else 'have'} waited {seconds(age_s)} for {whom} in {wait}"
+    return f"{number} {'waits' if one else 'wait'} for {whom} in {wait}"
 
 
 def wait_line(wait: Wait) -> str:

@@ -1,0 +1,87 @@
+"""The wait-for graph drawn: ranks that wait alike are one node, so 1024 ranks need a few boxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.analysis.waits import Wait, WaitGraph
+
+MAX_NODES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Ranks that wait in the same operations and are waited for in the same ones."""
+
+    ranks: tuple[int, ...]
+    layer: int  # 0: waits for nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The ranks of one node wait for those of another."""
+
+    source: int
+    target: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Nodes by layer and the edges between them."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+def draw(graph: WaitGraph) -> Drawing:
+    """Merge ranks that wait alike, and lay the nodes out by their distance from the sinks."""
+    waits = [wait for wait in graph.waits if wait.absent]
+    classes = _classes(waits)
+    index = {rank: number for number, ranks in enumerate(classes) for rank in ranks}
+    labels: dict[tuple[int, int], list[str]] = {}
+    for wait in waits:
+        sources = {index[rank] for rank in wait.waiting}
+        targets = {index[rank] for rank in wait.absent}
+        for pair in sorted((a, b) for a in sources for b in targets if a != b):
+            labels.setdefault(pair, []).append(f"{wait} · {wait.group}")
+    layers = _layers(len(classes), list(labels))
+    nodes = tuple(Node(ranks, layers[number]) for number, ranks in enumerate(classes))
+    edges = tuple(Edge(a, b, " / ".join(texts[:2])) for (a, b), texts in labels.items())
+    if len(nodes) <= MAX_NODES:
+        return Drawing(nodes, edges)
+    kept = sorted(range(len(nodes)), key=lambda n: (layers[n], nodes[n].ranks))[:MAX_NODES]
+    place = {number: position for position, number in enumerate(kept)}
+    return Drawing(
+        tuple(nodes[number] for number in kept),
+        tuple(Edge(place[e.source], place[e.target], e.label)
+              for e in edges if e.source in place and e.target in place),
+    )  # fmt: skip
+
+
+def _classes(waits: list[Wait]) -> list[tuple[int, ...]]:
+    roles: dict[int, list[tuple[int, bool]]] = {}
+    for number, wait in enumerate(waits):
+        for rank in wait.waiting:
+            roles.setdefault(rank, []).append((number, True))
+        for rank in wait.absent:
+            roles.setdefault(rank, []).append((number, False))
+    merged: dict[tuple[tuple[int, bool], ...], list[int]] = {}
+    for rank in sorted(roles):
+        merged.setdefault(tuple(roles[rank]), []).append(rank)
+    return [tuple(ranks) for ranks in merged.values()]
+
+
+def _layers(count: int, pairs: list[tuple[int, int]]) -> list[int]:
+    """Return each node's distance from the sinks; on a ring, the last layer it reaches."""
+    layers = [0] * count
+    for _ in range(count):
+        changed = False
+        for source, target in pairs:
+            if layers[source] < layers[target] + 1 <= count - 1:
+                layers[source] = layers[target] + 1
+                changed = True
+        if not changed:
+            return layers
+    order = {layer: place for place, layer in enumerate(sorted(set(layers)))}
+    return [order[layer] for layer in layers]

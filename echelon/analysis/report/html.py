@@ -1,0 +1,378 @@
+"""The report as one HTML file: no network, nothing beside it, light and dark.
+
+The verdict comes first, then the timeline, the wait-for graph, the stacks side by side, and where
+the time went. Everything recorded is untrusted: it is cleaned, then escaped, and the data block
+cannot end its own element. A content security policy forbids the page to load or send anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from echelon import __version__
+from echelon.analysis.evidence import RankEvidence
+from echelon.analysis.finding import Finding, Report, rank_list, seconds
+from echelon.analysis.picture import Picture, last_row
+from echelon.analysis.report.clean import clean
+from echelon.analysis.report.graph import Drawing, draw
+from echelon.analysis.report.page_script import SCRIPT
+from echelon.analysis.report.page_style import STYLE
+from echelon.analysis.report.timeline import timeline
+from echelon.analysis.stacks import Frame, main_thread, site_frame, users_frame
+from echelon.analysis.timing import COMMUNICATION, CallTime, RankTime, Timing, timing_of
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_MAX_STACKS = 8
+_MAX_ROWS = 16
+_NODE_HEIGHT, _COLUMN, _ROW = 34, 420, 54
+_PHASE_COLOURS = {
+    COMMUNICATION: "#5b8def",
+    "compute": "#4fae7b",
+    "data_wait": "#e0a63b",
+    "checkpoint": "#a775d8",
+}
+
+
+def write_html(picture: Picture, report: Report, path: Path) -> None:
+    """Write the page.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(render_html(picture, report), encoding="utf-8")
+
+
+def render_html(picture: Picture, report: Report) -> str:
+    """Return the page."""
+    verdict = report.verdict
+    culprits = list(verdict.culprit_ranks) if verdict else []
+    data = {"timeline": timeline(picture), "culprits": culprits}
+    parts = [
+        _verdict(report),
+        _timeline_frame(picture),
+        _waits(draw(picture.graph), set(culprits)),
+        _stacks(picture, report),
+        _others(report),
+        _time(timing_of(picture)),
+    ]
+    title = f"{verdict.cause.value}: {rank_list(verdict.culprit_ranks)}" if verdict else "healthy"
+    return (
+        "<!doctype html>\n"
+        f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)} · fr-analyze</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head><body><main>{''.join(parts)}"
+        f'<p class="small">echelon {_text(__version__)} · {_text(report.origin)}</p></main>'
+        '<div id="tip" role="tooltip"></div>'
+        f'<script type="application/json" id="data">{_json(data)}</script>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _text(text: str) -> str:
+    return escape(clean(text))
+
+
+def _json(value: Any) -> str:
+    """Write JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# ---- the verdict ----
+
+
+def _verdict(report: Report) -> str:
+    verdict = report.verdict
+    if verdict is None:
+        head = '<div class="tags"><span class="tag cause">healthy</span></div>'
+        body = f"<h1>Nothing is wrong in {len(report.ranks_present)} ranks</h1>"
+        return f'<section class="verdict well">{head}{body}{_warnings(report)}</section>'
+    tags = [f'<span class="tag cause">{_text(verdict.cause.value)}</span>']
+    if verdict.culprit_ranks:
+        tags.append(f'<span class="tag">{_text(rank_list(verdict.culprit_ranks))}</span>')
+    tags.append(f'<span class="tag">{_text(verdict.confidence.value)}</span>')
+    return (
+        f'<section class="verdict" id="verdict"><div class="tags">{"".join(tags)}</div>'
+        f"<h1>{_text(verdict.summary)}</h1>"
+        f'<p class="next"><b>Next</b>{_text(verdict.next_action)}</p>'
+        f'<div class="cols"><div><h2>Evidence</h2>{_list(verdict.evidence)}</div>'
+        f"<div><h2>At a glance</h2>{_glance(report, verdict)}</div></div>"
+        f"{_warnings(report)}</section>"
+    )
+
+
+def _glance(report: Report, verdict: Finding) -> str:
+    pairs = [("ranks", f"{len(report.ranks_present)} of {report.world_size}")]
+    if report.ranks_missing:
+        pairs.append(("missing", rank_list(report.ranks_missing)))
+    if verdict.operation is not None:
+        number = f" #{verdict.sequence}" if verdict.sequence is not None else ""
+        pairs.append(("operation", f"{verdict.operation}{number}"))
+    if verdict.group:
+        pairs.append(("group", verdict.group))
+    if verdict.fallout_ranks:
+        pairs.append(("fallout", rank_list(verdict.fallout_ranks)))
+    if verdict.would_settle:
+        pairs.append(("would settle", "; ".join(verdict.would_settle)))
+    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in pairs)
+    return f"<dl>{items}</dl>"
+
+
+def _warnings(report: Report) -> str:
+    shown = report.warnings[:5]
+    more = len(report.warnings) - len(shown)
+    lines = [f"warning: {_text(warning)}" for warning in shown]
+    lines += [f"and {more} more warnings"] if more > 0 else []
+    return f'<p class="small">{"<br>".join(lines)}</p>' if lines else ""
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>"
+
+
+def _others(report: Report) -> str:
+    rest = [finding for finding in report.findings if finding is not report.verdict]
+    if not rest:
+        return ""
+    lines = [
+        f"{finding.cause.value}{' (note)' if finding.info else ''}: {finding.summary}"
+        for finding in rest[:_MAX_ROWS]
+    ]
+    return f"<section><h2>Also found</h2>{_list(lines)}</section>"
+
+
+# ---- the timeline ----
+
+
+def _timeline_frame(picture: Picture) -> str:
+    count = len(picture.evidence.ranks)
+    return (
+        '<section><div class="bar"><h2>Timeline</h2>'
+        '<button id="in" title="zoom in (+)">zoom in</button>'
+        '<button id="out" title="zoom out (-)">zoom out</button>'
+        '<button id="stall">the trouble</button><button id="fit">everything</button></div>'
+        '<div id="frame"><canvas id="timeline" role="img" '
+        f'aria-label="operations of {count} ranks over time"></canvas></div>'
+        '<div id="legend"></div>'
+        '<p class="small">Drag to move, Ctrl + wheel or double click to zoom, wheel for more '
+        "ranks, arrows and + - on the keyboard.</p></section>"
+    )
+
+
+# ---- the wait-for graph ----
+
+
+def _waits(drawing: Drawing, culprits: set[int]) -> str:
+    if not drawing.edges:
+        return ""
+    deepest = max(node.layer for node in drawing.nodes)
+    filled = [0] * (deepest + 1)
+    leaps = any(
+        drawing.nodes[e.source].layer - drawing.nodes[e.target].layer > 1 for e in drawing.edges
+    )
+    top = 58 if leaps else 16
+    places: list[_Box] = []
+    for node in drawing.nodes:
+        label = rank_list(node.ranks, 3)
+        x = (deepest - node.layer) * _COLUMN + 4
+        places.append(_Box(label, x, filled[node.layer] * _ROW + top))
+        filled[node.layer] += 1
+    shapes = [_edge(drawing, places, number) for number in range(len(drawing.edges))]
+    for node, box in zip(drawing.nodes, places, strict=True):
+        kind = ' class="bad"' if culprits & set(node.ranks) else ""
+        shapes.append(f"<g{kind}>{box.svg()}</g>")
+    width = deepest * _COLUMN + max(box.width for box in places) + 140
+    rings = any(
+        drawing.nodes[e.source].layer < drawing.nodes[e.target].layer for e in drawing.edges
+    )
+    height = (max(filled) - 1) * _ROW + _NODE_HEIGHT + top + (58 if rings else 8)
+    marker = (
+        '<defs><marker id="tip-of-edge" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+        'markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>'
+    )
+    return (
+        '<section id="waits"><h2>Who waits for whom</h2><div class="scroll">'
+        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="wait-for graph">{marker}{"".join(shapes)}</svg></div></section>'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A node where it is drawn."""
+
+    label: str
+    x: int
+    y: int
+
+    @property
+    def width(self) -> int:
+        return max(90, 26 + 7 * len(self.label))
+
+    @property
+    def centre(self) -> int:
+        return self.x + self.width // 2
+
+    @property
+    def middle(self) -> int:
+        return self.y + _NODE_HEIGHT // 2
+
+    def svg(self) -> str:
+        text_x, text_y = self.x + self.width // 2, self.y + 22
+        return (
+            f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{_NODE_HEIGHT}" rx="8"/>'
+            f'<text x="{text_x}" y="{text_y}" text-anchor="middle">{_text(self.label)}</text>'
+        )
+
+
+def _edge(drawing: Drawing, places: Sequence[_Box], number: int) -> str:
+    edge = drawing.edges[number]
+    source, target = places[edge.source], places[edge.target]
+    gap = drawing.nodes[edge.source].layer - drawing.nodes[edge.target].layer
+    x1, y1, x2, y2 = source.x + source.width, source.middle, target.x, target.middle
+    if gap == 1:
+        bend = (x2 - x1) // 2
+        path = f"M{x1} {y1} C{x1 + bend} {y1} {x2 - bend} {y2} {x2} {y2}"
+        x, y = (x1 + x2) // 2, (y1 + y2) // 2 - 6
+    elif gap > 1:  # over the heads of what stands between
+        path = (
+            f"M{source.centre} {source.y} C{source.centre} 6 "
+            f"{target.centre} 6 {target.centre} {target.y}"
+        )
+        x, y = (source.centre + target.centre) // 2, 18
+    elif gap < 0:  # back, to close a ring
+        low = max(source.y, target.y) + _NODE_HEIGHT
+        path = (
+            f"M{source.centre} {source.y + _NODE_HEIGHT} C{source.centre} {low + 46} "
+            f"{target.centre} {low + 46} {target.centre} {target.y + _NODE_HEIGHT}"
+        )
+        x, y = (source.centre + target.centre) // 2, low + 48
+    else:  # within a column: out at the right and back in from the right
+        x2 = target.x + target.width
+        reach = max(x1, x2) + 60 + 20 * (number % 4)
+        path = f"M{x1} {y1 + 6} C{reach} {y1 + 6} {reach} {y2 - 6} {x2} {y2 - 6}"
+        x, y = reach - 18, (y1 + y2) // 2 + 14 * (number % 3)
+    return (
+        f'<path class="edge" d="{path}" marker-end="url(#tip-of-edge)"/>'
+        f'<text class="label" x="{x}" y="{y}" text-anchor="middle">{_text(edge.label)}</text>'
+    )
+
+
+# ---- the stacks ----
+
+
+def _stacks(picture: Picture, report: Report) -> str:
+    culprits = set(report.verdict.culprit_ranks) if report.verdict else set()
+    stuck = sorted(picture.disturbed | culprits, key=lambda rank: (rank not in culprits, rank))
+    columns = []
+    for rank in stuck:
+        facts = picture.evidence.ranks.get(rank)
+        column = _stack(picture, facts, bad=rank in culprits) if facts is not None else ""
+        if column:
+            columns.append(column)
+        if len(columns) == _MAX_STACKS:
+            break
+    if not columns:
+        return ""
+    note = (
+        f"{len(columns)} of {len(stuck)} ranks, culprits first" if len(stuck) > len(columns) else ""
+    )
+    return (
+        f'<section><h2>Stacks side by side</h2><div class="stacks">{"".join(columns)}</div>'
+        f'<p class="small">{_text(note)}</p></section>'
+    )
+
+
+def _stack(picture: Picture, facts: RankEvidence, *, bad: bool) -> str:
+    frames, source = _frames(picture, facts)
+    if not frames:
+        return ""
+    here = users_frame(frames)
+    items = []
+    for frame in frames[:24]:
+        kind = "here" if frame is here else "own" if frame.is_users else ""
+        items.append(f'<li class="{kind}">{_text(str(frame))}</li>')
+    style = "stack bad" if bad else "stack"
+    return (
+        f'<div class="{style}"><h3>rank {facts.rank}</h3><p class="small">{_text(source)}</p>'
+        f"<ol>{''.join(items)}</ol></div>"
+    )
+
+
+def _frames(picture: Picture, facts: RankEvidence) -> tuple[tuple[Frame, ...], str]:
+    thread = main_thread(facts.host.stacks)
+    if thread is not None and thread.frames:
+        return thread.frames, "main thread at the snapshot"
+    row = last_row(facts)
+    if row is None:
+        return (), ""
+    text = picture.evidence.tables.texts[int(row["stack"])] or picture.evidence.site(row)
+    frames = tuple(frame for line in text.splitlines() if (frame := site_frame(line)) is not None)
+    return frames, f"at its last call, {picture.evidence.call(row).operation}"
+
+
+# ---- where the time went ----
+
+
+def _time(timing: Timing) -> str:
+    ranks = [rank for rank in timing.slowest if rank.window_s > 0]
+    if not ranks and not timing.calls:
+        return ""
+    tables = ""
+    if ranks:
+        tables += _table(
+            ("rank", "late by, on average", "last in", "phases", ""),
+            [_rank_row(rank) for rank in ranks[:_MAX_ROWS]],
+        )
+        more = len(ranks) - _MAX_ROWS
+        tables += f'<p class="small">and {more} ranks that are less late</p>' if more > 0 else ""
+    if timing.calls:
+        tables += "<br>" * bool(ranks) + _table(
+            ("collective", "group", "times", "own time", "each", "rate per rank"),
+            [_call_row(call) for call in timing.calls[:10]],
+        )
+    return f"<section><h2>Where the time went</h2>{tables}</section>"
+
+
+def _rank_row(rank: RankTime) -> Sequence[str]:
+    parts = []
+    words = []
+    for name, length_s in sorted(rank.phases_s.items(), key=lambda item: -item[1])[:6]:
+        share = min(1.0, length_s / rank.window_s)
+        if share < 0.005:
+            continue
+        colour = _PHASE_COLOURS.get(name, "#8a94a6")
+        parts.append(f'<div style="width:{share * 100:.1f}%;background:{colour}"></div>')
+        words.append(f"{name} {share:.0%}")
+    return (
+        f"<td>rank {rank.rank}</td>",
+        f'<td class="n">{_text(seconds(rank.mean_lag_s))}</td>',
+        f'<td class="n">{rank.last_share:.0%}</td>',
+        f'<td><div class="phases">{"".join(parts)}</div></td>',
+        f"<td>{_text(', '.join(words))}</td>",
+    )
+
+
+def _call_row(call: CallTime) -> Sequence[str]:
+    rate = f"{call.bytes_per_s / 1e9:.2f} GB/s" if call.bytes_per_s else "-"
+    each_s = call.total_s / max(1, call.count)
+    return (
+        f"<td>{_text(call.call)}</td>",
+        f"<td>{_text(call.group)}</td>",
+        f'<td class="n">{call.count}</td>',
+        f'<td class="n">{_text(seconds(call.total_s))}</td>',
+        f'<td class="n">{_text(seconds(each_s))}</td>',
+        f'<td class="n">{_text(rate)}</td>',
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{_text(head)}</th>" for head in heads)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

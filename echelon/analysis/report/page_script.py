@@ -1,0 +1,207 @@
+"""The timeline of the HTML page: a canvas with zoom and hover, drawn from the embedded numbers.
+
+All text from the record is put in with `textContent` or drawn on the canvas, never as markup.
+"""
+# ruff: noqa: E501 -- the lines of this string are JavaScript
+
+SCRIPT = """
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const line = data.timeline, rows = line.rows, bad = new Set(data.culprits);
+  const canvas = document.getElementById("timeline"), tip = document.getElementById("tip");
+  const pen = canvas.getContext("2d"), LEFT = 64, TOP = 24, SPAN = 3, OP = 5;
+  const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const ops = [...new Set(line.kinds.map(kind => kind.op))].sort();
+  const hues = [215, 165, 265, 190, 300, 140, 240, 95, 330, 50];
+  const hue = op => hues[ops.indexOf(op) % hues.length];
+  const dark = () => matchMedia("(prefers-color-scheme: dark)").matches;
+  const fill = op => `hsl(${hue(op)} ${dark() ? "52% 58%" : "58% 52%"})`;
+  const whole = [0, line.end * 1.02];
+  let view = around(), scroll = 0, height = rowHeight();
+  const near = n => [n - 1, n + 1].some(other => rows[other] && bad.has(rows[other].rank));
+
+  function around() {
+    if (line.stall < 0) return [0, line.end * 1.02];
+    const before = Math.max(1, line.stall), after = line.end - line.stall;
+    const back = Math.min(before, Math.max(after * 0.6, 1));
+    return [line.stall - back, line.stall + Math.min(after, Math.max(back, before)) * 1.03];
+  }
+  function rowHeight() { return Math.max(6, Math.min(26, Math.floor(520 / Math.max(1, rows.length)))); }
+  function size() {
+    const ratio = devicePixelRatio || 1, width = canvas.clientWidth;
+    const tall = TOP + Math.min(560, rows.length * height) + 2;
+    canvas.style.height = tall + "px";
+    canvas.width = width * ratio; canvas.height = tall * ratio;
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    return [width, tall];
+  }
+  const x = (time, width) => LEFT + (time - view[0]) / (view[1] - view[0]) * (width - LEFT);
+  const time = (px, width) => view[0] + (px - LEFT) / (width - LEFT) * (view[1] - view[0]);
+  function show(us) {
+    const s = Math.abs(us) / 1e6;
+    if (s >= 1) return (us / 1e6).toFixed(s < 10 ? 3 : 1) + " s";
+    return s >= 0.001 ? (us / 1e3).toFixed(2) + " ms" : Math.round(us) + " us";
+  }
+  function ticks(width) {
+    const room = (view[1] - view[0]) / Math.max(2, (width - LEFT) / 120);
+    const base = 10 ** Math.floor(Math.log10(room)), step = [1, 2, 5, 10].map(n => n * base).find(n => n >= room);
+    pen.font = "12px system-ui"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    for (let at = Math.ceil(view[0] / step) * step; at <= view[1]; at += step) {
+      const px = x(at, width);
+      pen.fillStyle = css("--grid"); pen.fillRect(px, TOP, 1, canvas.clientHeight);
+      if (px < width - 34 && px > LEFT + 20) { pen.fillStyle = css("--soft"); pen.fillText(show(at), px, 12); }
+    }
+  }
+  function first(ops_, at) {
+    let low = 0, high = ops_.length / OP;
+    while (low < high) { const mid = (low + high) >> 1; if (ops_[mid * OP] < at) low = mid + 1; else high = mid; }
+    return Math.max(0, low - 40);
+  }
+  function draw() {
+    const [width, tall] = size();
+    pen.fillStyle = css("--card"); pen.fillRect(0, 0, width, tall);
+    ticks(width);
+    const pend = css("--pend"), soft = css("--soft"), red = css("--bad"), wash = css("--bad-soft");
+    const from = Math.floor(scroll / height), gap = height > 9 ? 3 : height > 3 ? 1 : 0;
+    const every = Math.max(1, Math.ceil(13 / height));
+    for (let n = from; n < rows.length; n++) {
+      const y = TOP + n * height - scroll;
+      if (y > tall) break;
+      const row = rows[n], isBad = bad.has(row.rank);
+      if (isBad) { pen.fillStyle = wash; pen.fillRect(LEFT, y, width - LEFT, height); }
+      for (let i = 0; i < row.spans.length; i += SPAN) {
+        const a = x(row.spans[i], width), long = row.spans[i + 1];
+        const b = long < 0 ? x(line.end, width) : x(row.spans[i] + long, width);
+        if (b < LEFT || a > width) continue;
+        pen.fillStyle = `hsl(38 ${dark() ? "55% 34%" : "85% 78%"})`;
+        pen.fillRect(Math.max(LEFT, a), y + height / 3, Math.max(1, Math.min(b, width) - Math.max(LEFT, a)), height / 3);
+      }
+      for (let i = first(row.ops, view[0]) * OP; i < row.ops.length; i += OP) {
+        const start = row.ops[i], long = row.ops[i + 1], state = row.ops[i + 4];
+        if (start > view[1]) break;
+        const a = x(start, width), open = long < 0;
+        const b = open ? x(line.end, width) : x(start + long, width);
+        if (b < LEFT) continue;
+        const left = Math.max(LEFT, a), wide = Math.max(1, Math.min(b, width) - left - (b - a > 4 ? 1 : 0));
+        pen.fillStyle = open || state === 4 ? pend : fill(line.kinds[row.ops[i + 2]].op);
+        pen.globalAlpha = open ? 0.8 : 1;
+        pen.fillRect(left, y + gap / 2, wide, height - gap);
+        pen.globalAlpha = 1;
+        if (wide > 70 && height > 14) {
+          pen.fillStyle = "#fff"; pen.textAlign = "left"; pen.font = "12px system-ui";
+          const kind = line.kinds[row.ops[i + 2]], text = `${kind.op} #${row.ops[i + 3]}`;
+          pen.save(); pen.beginPath(); pen.rect(left, y, wide - 4, height); pen.clip();
+          pen.fillText(text, left + 6, y + height / 2 + 0.5); pen.restore();
+        }
+      }
+      if (y >= TOP - 2 && ((n % every === 0 && (height > 12 || !near(n))) || isBad)) {
+        pen.fillStyle = css("--card"); if (isBad) pen.fillRect(0, y - (height < 13 ? 4 : 0), LEFT - 2, Math.max(height, 13));
+        pen.fillStyle = isBad ? red : soft; pen.textAlign = "right";
+        pen.font = (isBad ? "650 " : "") + "12px system-ui";
+        pen.fillText("rank " + row.rank, LEFT - 8, y + height / 2);
+      }
+    }
+    if (line.stall >= 0) {
+      const px = x(line.stall, width);
+      if (px > LEFT) { pen.fillStyle = red; pen.fillRect(px, TOP - 4, 1.5, tall); }
+    }
+    pen.fillStyle = css("--card"); pen.fillRect(0, 0, LEFT, TOP - 2);
+    document.documentElement.dataset.view = view.map(Math.round).join(" ");
+  }
+  function clamp() {
+    const most = Math.max(0, rows.length * height - (canvas.clientHeight - TOP));
+    scroll = Math.min(Math.max(0, scroll), most);
+    if (view[1] - view[0] < 2) view[1] = view[0] + 2;
+  }
+  function zoom(factor, px) {
+    const width = canvas.clientWidth, at = px === undefined ? (view[0] + view[1]) / 2 : time(px, width);
+    view = [at - (at - view[0]) * factor, at + (view[1] - at) * factor];
+    const most = (whole[1] - whole[0]) * 1.5;
+    if (view[1] - view[0] > most) view = [...whole];
+    clamp(); draw();
+  }
+  function reveal(rank) {
+    const n = rows.findIndex(row => row.rank === rank);
+    scroll = n * height - 200; clamp(); draw();
+  }
+  function under(event) {
+    const box = canvas.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
+    const n = Math.floor((py - TOP + scroll) / height), row = rows[n], at = time(px, box.width);
+    if (!row || px < LEFT || py < TOP) return null;
+    const slack = (view[1] - view[0]) / box.width * 2;
+    let hit = null;
+    for (let i = first(row.ops, view[0]) * OP; i < row.ops.length; i += OP) {
+      if (row.ops[i] - slack > at) break;
+      if (row.ops[i + 1] < 0 || row.ops[i] + row.ops[i + 1] + slack >= at) hit = i;
+    }
+    if (hit !== null) {
+      const kind = line.kinds[row.ops[hit + 2]], long = row.ops[hit + 1];
+      const lasts = long < 0 ? "still inside after " + show(line.end - row.ops[hit]) : "took " + show(long);
+      return ["rank " + row.rank + " · " + kind.op + " #" + row.ops[hit + 3], kind.text, "group " + kind.group, kind.site, lasts];
+    }
+    for (let i = 0; i < row.spans.length; i += SPAN) {
+      const long = row.spans[i + 1] < 0 ? line.end - row.spans[i] : row.spans[i + 1];
+      if (row.spans[i] <= at && row.spans[i] + long >= at)
+        return ["rank " + row.rank + " · " + line.names[row.spans[i + 2]], (row.spans[i + 1] < 0 ? "open for " : "took ") + show(long)];
+    }
+    return null;
+  }
+  function hover(event) {
+    const words = under(event);
+    tip.style.display = words ? "block" : "none";
+    if (!words) return;
+    tip.replaceChildren(...words.filter(Boolean).map((text, n) => {
+      const part = document.createElement(n ? "span" : "b"); part.textContent = text; return part;
+    }));
+    tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
+    tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8) + "px";
+  }
+  let grip = null;
+  canvas.addEventListener("pointerdown", event => {
+    grip = [event.clientX, event.clientY, ...view, scroll]; canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointerup", () => { grip = null; });
+  canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+  canvas.addEventListener("pointermove", event => {
+    if (!grip) return hover(event);
+    const moved = (event.clientX - grip[0]) / (canvas.clientWidth - LEFT) * (grip[3] - grip[2]);
+    view = [grip[2] - moved, grip[3] - moved]; scroll = grip[4] - (event.clientY - grip[1]); clamp(); draw();
+  });
+  canvas.addEventListener("wheel", event => {
+    if (!event.ctrlKey && !event.metaKey && !event.shiftKey && rows.length * height <= 560 && Math.abs(event.deltaX) < 1) return;
+    event.preventDefault();
+    if (event.ctrlKey || event.metaKey) zoom(Math.exp(event.deltaY * 0.004), event.clientX - canvas.getBoundingClientRect().left);
+    else { scroll += event.deltaY; clamp(); draw(); }
+  }, { passive: false });
+  canvas.addEventListener("dblclick", event => zoom(0.4, event.clientX - canvas.getBoundingClientRect().left));
+  document.addEventListener("keydown", event => {
+    const shift = (view[1] - view[0]) / 6;
+    if (event.key === "+") zoom(0.6); else if (event.key === "-") zoom(1 / 0.6);
+    else if (event.key === "ArrowLeft") { view = view.map(t => t - shift); draw(); }
+    else if (event.key === "ArrowRight") { view = view.map(t => t + shift); draw(); }
+  });
+  const click = (id, act) => document.getElementById(id).addEventListener("click", act);
+  click("in", () => zoom(0.5)); click("out", () => zoom(2));
+  click("fit", () => {
+    view = [...whole]; height = Math.min(rowHeight(), Math.max(0.5, 556 / rows.length)); clamp(); draw();
+  });
+  click("stall", () => { view = around(); height = rowHeight(); if (data.culprits.length) reveal(data.culprits[0]); else draw(); });
+  const legend = document.getElementById("legend");
+  const entry = (color, text) => {
+    const part = document.createElement("span"), dot = document.createElement("i");
+    dot.style.background = color; part.append(dot, text); legend.append(part);
+  };
+  function legends() {
+    legend.replaceChildren();
+    ops.slice(0, 10).forEach(op => entry(fill(op), op));
+    entry(css("--pend"), "still inside, or failed");
+    if (line.names.length) entry(`hsl(38 ${dark() ? "55% 34%" : "85% 78%"})`, line.names.slice(0, 6).join(", "));
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { legends(); draw(); });
+  addEventListener("resize", draw);
+  legends(); draw();
+  if (data.culprits.length) reveal(data.culprits[0]);
+  document.documentElement.dataset.ready = "yes";
+})();
+"""
