@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--context", type=at_least_1, default=128, help="bytes it looks back")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=at_least_1, default=1500)
+    training.add_argument("--steps", type=at_least_1, default=1200)
     training.add_argument("--batch", type=at_least_1, default=16, help="sequences, over all ranks")
     training.add_argument("--lr", type=positive_number, default=3e-3, help="highest learning rate")
     training.add_argument("--warmup", type=at_least_0, default=50, help="steps to the highest rate")
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument("--log", type=Path, metavar="FILE", help="one JSON line a step")
 
     watching = parser.add_argument_group("watching")
-    watching.add_argument("--eval-every", type=at_least_1, default=500, metavar="STEPS")
+    watching.add_argument("--eval-every", type=at_least_1, default=400, metavar="STEPS")
     watching.add_argument("--eval-windows", type=at_least_1, default=512, help="held-out windows")
     return parser
 
