@@ -60,6 +60,7 @@ SPAN_ROW = np.dtype(
 )
 _COPIED = ("sequence", "num_bytes", "peer", "tag", "coalesced", "thread", "flags", "state")
 _MAX_PACKED = 1 << 62
+_SMALL_TABLE = 1 << 14  # below this a lookup table is cheaper than sorting
 _MAX_WORLD = 1 << 20
 _ROOTED_INPUT = frozenset({"gather"})  # only the input is the same on every member
 _ROOTED_OUTPUT = frozenset({"scatter"})
@@ -215,15 +216,22 @@ class EvidenceBuilder:
         self.ranks: dict[int, RankEvidence] = {}
         self.groups: list[Group] = []
         self.warnings: list[str] = []
-        self._group_index: dict[Group, int] = {}
+        self._group_index: dict[tuple[object, ...], list[int]] = {}
 
     def group(self, group: Group) -> int:
-        """Return the number of a group; name and members together are its identity."""
-        known = self._group_index.get(group)
-        if known is None:
-            known = self._group_index[group] = len(self.groups)
-            self.groups.append(group)
-        return known
+        """Return the number of a group; name and members together are its identity.
+
+        The index is keyed by what is cheap to hash: the world's members are a long tuple, and
+        every rank brings one.
+        """
+        key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
+        alike = self._group_index.setdefault(key, [])
+        for number in alike:
+            if self.groups[number].ranks == group.ranks:
+                return number
+        alike.append(len(self.groups))
+        self.groups.append(group)
+        return alike[-1]
 
     def add(self, record: Record) -> None:
         """Take one of our own black boxes in; a second one of the same rank is left out."""
@@ -269,7 +277,7 @@ class EvidenceBuilder:
         return rows
 
     def _calls(self, record: Record) -> npt.NDArray[Any]:
-        """Number the calls: the four columns become one integer, which is made unique once."""
+        """Number the calls: the four columns become one integer, looked up once per value."""
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)
         packed = np.zeros(len(record.operations), np.int64)
@@ -282,8 +290,16 @@ class EvidenceBuilder:
                 _, wide = np.unique(wide, return_inverse=True)
                 room = (len(packed) + 1) ** 2
             packed = packed * (int(wide.max()) + 1) + wide
-        _, first, inverse = np.unique(packed, return_index=True, return_inverse=True)
-        numbers = [self.tables.call(_call(record, record.operations[i])) for i in first.tolist()]
+        if room <= _SMALL_TABLE:
+            first = np.zeros(room, np.int64)
+            first[packed[::-1]] = np.arange(len(packed) - 1, -1, -1)
+            occurring = np.flatnonzero(np.bincount(packed, minlength=room))
+            lookup = np.zeros(room, np.int32)
+            rows = record.operations[first[occurring]]
+            lookup[occurring] = [self.tables.call(_call(record, row)) for row in rows]
+            return lookup[packed]
+        _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)
+        numbers = [self.tables.call(_call(record, row)) for row in record.operations[index]]
         return np.array(numbers, np.int32)[inverse]
 
     def _spans(self, record: Record) -> npt.NDArray[Any]:
@@ -329,6 +345,9 @@ def _call(record: Record, row: Any) -> Call:
 def _mapped(
     refs: npt.NDArray[Any], strings: Sequence[str], tables: Tables
 ) -> npt.NDArray[np.int32]:
+    if len(strings) <= len(refs):
+        lookup = np.array([tables.text(text) for text in strings], np.int32)
+        return np.asarray(lookup[refs], np.int32)
     unique, inverse = np.unique(refs, return_inverse=True)
     return np.array([tables.text(strings[int(ref)]) for ref in unique], np.int32)[inverse]
 

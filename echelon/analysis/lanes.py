@@ -19,6 +19,7 @@ from echelon.analysis.evidence import Evidence
 from echelon.recorder.schema import State
 
 ABSENT = -1
+_FEW = 32  # groups a rank has, before sorting is cheaper
 _REACH = 4  # how far from the middle rank the axis may reach, in lengths of the longest lane
 
 
@@ -115,9 +116,18 @@ def all_lanes(evidence: Evidence) -> list[Lanes]:
     for rank, facts in evidence.ranks.items():
         collective = np.flatnonzero(facts.rows["sequence"] >= 0)
         groups = facts.rows["group"][collective]
-        for group in np.unique(groups).tolist():
+        for group in _distinct(groups):
             own.setdefault(group, {})[rank] = collective[groups == group].astype(np.int32)
     return [_lanes(evidence, group, own[group]) for group in sorted(own)]
+
+
+def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
+    """Return the few different values of a long column, without sorting it."""
+    found: list[int] = []
+    while len(numbers) and len(found) < _FEW:
+        found.append(int(numbers[0]))
+        numbers = numbers[numbers != numbers[0]]
+    return found + [int(number) for number in np.unique(numbers)]
 
 
 def _lanes(evidence: Evidence, group: int, own: dict[int, npt.NDArray[Any]]) -> Lanes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from echelon.analysis.collector import collector_off
 from echelon.analysis.evidence import Evidence, EvidenceBuilder, Incident
 from echelon.errors import DumpFormatError
 from echelon.recorder.read import read
@@ -71,13 +72,14 @@ def load_place(place: Place) -> Evidence:
     builder = EvidenceBuilder()
     unreadable: list[int] = []
     failure: DumpFormatError | None = None
-    for rank, file in place.files:
-        try:
-            builder.add(read(file))
-        except DumpFormatError as err:
-            failure = err
-            unreadable.append(rank)
-            builder.warnings.append(str(err))
+    with collector_off():
+        for rank, file in place.files:
+            try:
+                builder.add(read(file))
+            except DumpFormatError as err:
+                failure = err
+                unreadable.append(rank)
+                builder.warnings.append(str(err))
     if not builder.ranks and failure is not None:
         raise failure
     return builder.build(incident=place.incident, origin=place.words, unreadable=unreadable)

@@ -8,10 +8,8 @@ something in the group, and such a group is marked as vague.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echelon.analysis.collector import collector_off
 from echelon.analysis.evidence import Evidence, RankEvidence, Tables
 from echelon.analysis.torch_file import TorchFile, rank_in_name, read_torch_file
 from echelon.analysis.torch_rows import TorchRows
@@ -43,24 +42,12 @@ def load_torch(path: Path) -> Evidence:
     if not chosen:
         raise ValueError(f"{path}: holds no dump of a known kind")
     loader = _Loader()
-    with _no_collector():
+    with collector_off():
         for rank, file in sorted(chosen.items()):
             loader.read(rank, file)
         if not loader.files:
             raise loader.failure or DumpFormatError(f"{path}: no dump can be read", path=path)
         return loader.evidence(path, doubles)
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Switch the cycle collector off: it would walk millions of live objects again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
