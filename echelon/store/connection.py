@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from echelon.store.hub import Hub
 
 _FLUSH_BYTES = 256 << 10  # replies gathered before they are handed to the transport
+_PACKET_COMMANDS = 131072  # more than one packet can hold
 _LINGER_S = 2.0  # how long a closed connection's last replies may take
 _JOIN_BYTES = 4096  # values from here on are passed on by reference, not copied
 
@@ -61,6 +62,7 @@ class Connection(asyncio.Protocol):
         self.is_inside_command = True
         self.watched_keys: set[bytes] = set()
         self._parser = p.Parser(hub.limits)
+        self._parser.admitted = hub.secret is None
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] = []
         self._out_bytes = 0
@@ -69,6 +71,13 @@ class Connection(asyncio.Protocol):
         self._is_deaf = False
         self._violation: str | None = None
         self._nonces = (b"", b"")
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of replies that the peer has not taken yet."""
+        transport = self._transport
+        waiting = 0 if transport is None else transport.get_write_buffer_size()
+        return self._out_bytes + waiting
 
     # asyncio.Protocol.
 
@@ -142,21 +151,28 @@ class Connection(asyncio.Protocol):
     def _carry_out(self, messages: Iterable[p.Message]) -> None:
         """Carry out messages in order; put the rest off while the peer's replies lie unread."""
         rest: Iterator[p.Message] = iter(messages)
-        if self.standing is not Standing.MEMBER:
-            for message in rest:
-                if not self._is_admitted(message):
-                    break
-                self._carry_out_one(message)
-                if self._has_become(Standing.MEMBER):
-                    break
-        if self._has_become(Standing.MEMBER):
-            self._serve(rest)
+        try:
+            if self.standing is not Standing.MEMBER:
+                self._receive_stranger(rest)
+            if self._has_become(Standing.MEMBER):
+                self._serve(rest)
+        except ValueError as error:  # the protocol has no error reply for torch's commands
+            self.refuse(str(error))
         if self.standing is not Standing.CLOSED:
             self._backlog.extend(rest)
         if self.state.woken:
             self.hub.deliver_woken()
         if self._out:
             self._flush()
+
+    def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
+        """Carry out what one may ask who is no member, until it has become one."""
+        for message in messages:
+            if not self._is_admitted(message):
+                return
+            self._carry_out_one(message)
+            if self._has_become(Standing.MEMBER):
+                return
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
@@ -173,12 +189,13 @@ class Connection(asyncio.Protocol):
         state, out, pack = self.state, self._out, p.pack_u64
         values, waiting, promised = state.values, state.waiting, state.promised_to
         watched, present_by = state.watched, state.present_by
+        is_crowded = self.hub.limits.num_keys - len(values) < _PACKET_COMMANDS
         for message in messages:
             query = message[0]
             if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):
                 state.release_promise(self)
             if query == p.SET:
-                if waiting or watched or present_by:
+                if waiting or watched or present_by or is_crowded:
                     state.set(message[1], message[2])
                 else:
                     values[message[1]] = message[2]
@@ -199,8 +216,6 @@ class Connection(asyncio.Protocol):
                 self._flush()
                 if self._is_paused:
                     return
-        if len(values) > self.hub.limits.num_keys:
-            self._violation = f"more than {self.hub.limits.num_keys} keys"
 
     def _work_off(self) -> None:
         """Carry out what was put off, then read on."""
@@ -356,13 +371,7 @@ class Connection(asyncio.Protocol):
         self._reply_value(self.state.compare_set(key, expected, desired))
 
     def _on_add(self, key: bytes, amount: int) -> None:
-        try:
-            total = self.state.add(key, amount)
-        except ValueError as error:
-            self._violation = f"add: {error}; the protocol has no error reply"
-            self.refuse(self._violation)
-            return
-        self._reply(p.pack_i64(total))
+        self._reply(p.pack_i64(self.state.add(key, amount)))
 
     def _on_check(self, keys: list[bytes]) -> None:
         is_present = all(map(self.state.is_present, keys))
@@ -382,17 +391,15 @@ class Connection(asyncio.Protocol):
         self._reply(p.pack_i64(int(self.state.delete(key))))
 
     def _on_append(self, key: bytes, value: bytes) -> None:
-        held = len(self.state.values.get(key, b""))
-        if held + len(value) > self.hub.limits.value_bytes:
-            self.refuse(f"append: {show_key(key)} would hold {held + len(value)} bytes")
-            return
+        size = len(self.state.values.get(key, b"")) + len(value)
+        if size > self.hub.limits.value_bytes:
+            raise ValueError(f"append: {show_key(key)} would hold {size} bytes")
         self.state.append(key, value)
 
     def _on_multi_get(self, keys: list[bytes]) -> None:
         values = [self.state.values.get(key, b"") for key in keys]
         if sum(map(len, values)) > self.hub.limits.reply_bytes:
-            self.refuse(f"multi_get of more than {self.hub.limits.reply_bytes} bytes")
-            return
+            raise ValueError(f"multi_get of more than {self.hub.limits.reply_bytes} bytes")
         for value in values:
             self._reply_value(value)
 
@@ -423,10 +430,7 @@ class Connection(asyncio.Protocol):
     def _on_barrier(self, key: bytes, world_size: int) -> None:
         if self._has_too_many_waiters():
             return
-        try:
-            self.state.arrive(self, Wants.BARRIER, key, -1, world_size)
-        except ValueError as error:
-            self.refuse(f"barrier: {error}; the protocol has no error reply")
+        self.state.arrive(self, Wants.BARRIER, key, -1, world_size)
 
     # Our extensions.
 
@@ -462,12 +466,15 @@ class Connection(asyncio.Protocol):
         waiter.is_framed = True
 
     def _on_ack_set(self, key: bytes, value: bytes) -> None:
-        self.state.set(key, value)
-        self._reply(p.frame(p.OK))
+        self._acknowledge(lambda: self.state.set(key, value))
 
     def _on_ack_add(self, key: bytes, amount: int) -> None:
+        self._acknowledge(lambda: p.pack_i64(self.state.add(key, amount)))
+
+    def _acknowledge(self, act: Callable[[], bytes | None]) -> None:
+        """Answer with what `act` returns, or with why it cannot."""
         try:
-            self._reply(p.frame(p.OK, p.pack_i64(self.state.add(key, amount))))
+            self._reply(p.frame(p.OK, act() or b""))
         except ValueError as error:
             self._reply_error(str(error))
 
@@ -494,8 +501,7 @@ class Connection(asyncio.Protocol):
         self._reply(p.frame(p.OK))
 
     def _on_presence(self, key: bytes, value: bytes) -> None:
-        self.state.set_presence(self, key, value)
-        self._reply(p.frame(p.OK))
+        self._acknowledge(lambda: self.state.set_presence(self, key, value))
 
     def _on_statistics(self) -> None:
         self._reply(p.frame(p.OK, self.hub.statistics().to_json()))

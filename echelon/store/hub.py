@@ -36,6 +36,7 @@ class Hub:
         limits: what a peer may ask for.
         secret: what members must prove, None for an open store.
         instance: random bytes by which a client notices that the server was restarted.
+        connections: all that are open.
         admitted_addresses: numeric addresses whose torch clients are let in without the secret.
         num_refused: connections closed for what they did.
     """
@@ -46,32 +47,33 @@ class Hub:
         self.loop = loop
         self.limits = limits
         self.secret = secret
-        self.state = StoreState()
+        self.state = StoreState(limits.num_keys)
         self.state.on_change = self._push_change
         self.instance = secrets.token_bytes(16)
         self.admitted_addresses: set[str] = set()
         self.num_refused = 0
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._watchers: dict[bytes, set[Connection]] = {}
         self._asked: list[Connection] = []
         self._asking: asyncio.Task[None] | None = None
         self._old_promises: dict[Any, bytes] = {}
-        self._sweeper = loop.call_later(_SWEEP_S, self._sweep)
+        self._sweep_s = min(_SWEEP_S, limits.handshake_s / 2, limits.command_s / 2)
+        self._sweeper = loop.call_later(self._sweep_s, self._sweep)
 
     # Members.
 
     def accept(self, connection: Connection) -> bool:
         """Take a new connection in; False when the server is full."""
-        if len(self._connections) >= self.limits.num_connections:
+        if len(self.connections) >= self.limits.num_connections:
             return False
-        self._connections.add(connection)
+        self.connections.add(connection)
         return True
 
     def leave(self, connection: Connection) -> None:
         """Take back everything of a connection; called once or twice for each."""
-        if connection not in self._connections:
+        if connection not in self.connections:
             return
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self.unwatch(connection)
         self.state.forget(connection)
         if self.state.woken:
@@ -87,7 +89,7 @@ class Hub:
         self._sweeper.cancel()
         if self._asking is not None:
             self._asking.cancel()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.close()
 
     # Deliveries.
@@ -168,9 +170,9 @@ class Hub:
 
     def _sweep(self) -> None:
         """Close who dawdles; free items promised to someone who went silent."""
-        self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
+        self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             waited = now - connection.since
             if connection.standing is not Standing.MEMBER:
                 if waited > self.limits.handshake_s:
@@ -192,7 +194,7 @@ class Hub:
         return StoreStatistics(
             num_keys=len(state.values),
             num_queues=len(state.queues),
-            num_connections=len(self._connections),
+            num_connections=len(self.connections),
             num_waiters=state.num_waiters(),
             num_watched_keys=len(state.watched),
             num_presences=state.num_presences(),

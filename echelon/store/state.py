@@ -17,6 +17,7 @@ waiter is woken. So no item is lost and no waiter sleeps beside one.
 from __future__ import annotations
 
 import builtins
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -87,6 +88,10 @@ class Round:
 class StoreState:
     """Hold keys, queues, rounds and waiters.
 
+    Args:
+        max_keys: how many keys and queues it takes; an operation that needs one more raises
+            ValueError and changes nothing.
+
     Attributes:
         values: the plain keys.
         queues: the queues that are not empty.
@@ -99,7 +104,8 @@ class StoreState:
         on_change: called with (key, value or None) when a watched key changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_keys: int | None = None) -> None:
+        self._max_keys = sys.maxsize if max_keys is None else max_keys
         self.values: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
         self.woken: list[Waiter] = []
@@ -116,6 +122,8 @@ class StoreState:
 
     def set(self, key: bytes, value: bytes) -> None:
         """Store a value and wake who waits for the key."""
+        if key not in self.values:
+            self._demand_room(1)
         self.values[key] = value
         if key in self.waiting:
             self._wake_key(key)
@@ -178,8 +186,14 @@ class StoreState:
 
     def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
         """Store several values; no waiter runs in between."""
-        for key, value in pairs:
+        found = dict(pairs)
+        self._demand_room(len(found.keys() - self.values.keys()))
+        for key, value in found.items():
             self.set(key, value)
+
+    def _demand_room(self, num_keys: int) -> None:
+        if len(self.values) + len(self.queues) + num_keys > self._max_keys:
+            raise ValueError(f"more than {self._max_keys} keys")
 
     def is_present(self, key: bytes) -> bool:
         """Whether the key has a value or a queue with an item."""
@@ -189,6 +203,8 @@ class StoreState:
 
     def push(self, key: bytes, item: bytes) -> None:
         """Append an item and hand it to, or wake, the one who has waited longest."""
+        if key not in self.queues:
+            self._demand_room(1)
         self.queues.setdefault(key, deque()).append(item)
         self._serve_queue(key)
 

@@ -1,0 +1,167 @@
+"""The parser: every prefix, any split, random bytes; and the encoders against it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import StoreProtocolError
+from echelon.store import protocol as p
+from tests.store.peers import OPENING
+
+SETTINGS = settings(derandomize=True, max_examples=150, deadline=None, database=None)
+LIMITS = p.Limits(key_bytes=40, value_bytes=300, num_command_keys=30, command_bytes=4000)
+
+keys = st.binary(max_size=LIMITS.key_bytes)
+values = st.binary(max_size=60)
+numbers = st.integers(-(1 << 63), (1 << 63) - 1)
+key_lists = st.lists(keys, max_size=6)
+pairs = st.lists(st.tuples(keys, values), max_size=6).map(lambda ps: [x for p_ in ps for x in p_])
+
+messages = st.one_of(
+    st.tuples(
+        st.sampled_from([p.SET, p.APPEND, p.QUEUE_PUSH, p.ACK_SET, p.PRESENCE]), keys, values
+    ),
+    st.tuples(st.sampled_from([p.GET, p.DELETE_KEY, p.QUEUE_POP, p.AWAIT_GET]), keys),
+    st.tuples(st.sampled_from([p.ADD, p.BARRIER, p.ACK_ADD]), keys, numbers),
+    st.tuples(st.sampled_from([p.CHECK, p.WAIT, p.MULTI_GET, p.WATCH]), key_lists),
+    st.tuples(st.just(p.MULTI_SET), pairs),
+    st.tuples(st.just(p.COMPARE_SET), keys, values, values),
+    st.tuples(st.just(p.GATHER), keys, numbers, numbers, values),
+    st.tuples(st.just(p.ARRIVE), keys, numbers, numbers),
+    st.tuples(st.just(p.PING), st.integers(0, 0xFFFFFFFF)),
+    st.tuples(st.sampled_from([p.NUM_KEYS, p.LIST_KEYS, p.CANCEL_WAIT, p.CANCEL, p.STATISTICS])),
+)
+# Floods of commands of equal lengths go through a path of their own.
+runs = st.tuples(messages, st.integers(1, 40)).map(lambda pair: [pair[0]] * pair[1])
+traffic = st.lists(runs, max_size=5).map(lambda found: [m for run in found for m in run])
+
+
+def member() -> p.Parser:
+    parser = p.Parser(LIMITS)
+    parser.admitted = True
+    assert parser.feed(OPENING + p.encode(p.PING, p.OUR_NONCE)) == [(p.PING, p.OUR_NONCE)]
+    return parser
+
+
+def feed_in_pieces(parser: p.Parser, data: bytes, cuts: list[int]) -> list[p.Message]:
+    found: list[p.Message] = []
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    for start, end in itertools.pairwise(edges):
+        found += parser.feed(data[start:end])
+    return found
+
+
+@SETTINGS
+@given(traffic, st.lists(st.integers(0, 10_000), max_size=12))
+def test_what_is_encoded_is_parsed_however_it_is_split(sent, cuts):
+    data = b"".join(p.encode(*message) for message in sent)
+    parser = member()
+    assert feed_in_pieces(parser, data, cuts) == sent
+    assert parser.violation is None
+    assert not parser.is_inside_command
+
+
+@SETTINGS
+@given(traffic)
+def test_byte_by_byte_and_all_at_once_are_the_same(sent):
+    data = b"".join(p.encode(*message) for message in sent)
+    assert feed_in_pieces(member(), data, list(range(len(data)))) == sent
+
+
+@settings(SETTINGS, max_examples=40)
+@given(st.lists(messages, min_size=1, max_size=3))
+def test_every_prefix_yields_the_whole_commands_in_it(sent):
+    data = b"".join(p.encode(*message) for message in sent)
+    ends, end = [], 0
+    for message in sent:
+        end += len(p.encode(*message))
+        ends.append(end)
+    for size in range(len(data) + 1):
+        parser = member()
+        assert parser.feed(data[:size]) == [m for m, e in zip(sent, ends, strict=True) if e <= size]
+        assert parser.violation is None
+        assert parser.is_inside_command == (size > 0 and size not in ends)
+
+
+@SETTINGS
+@given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=8), st.booleans())
+def test_random_bytes_end_alike_however_they_are_split(noise, cuts, is_member):
+    def parse(pieces):
+        parser = member() if is_member else p.Parser(LIMITS)
+        found = feed_in_pieces(parser, noise, pieces)
+        return found, parser.violation
+
+    assert parse(cuts) == parse([])
+
+
+@SETTINGS
+@given(st.binary(max_size=200), traffic)
+def test_nothing_passes_after_a_violation(noise, sent):
+    parser = member()
+    parser.feed(b"\xee" + noise)
+    assert parser.violation == "unknown query 0xee"
+    assert parser.feed(b"".join(p.encode(*message) for message in sent)) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (bytes((p.SET,)) + p.pack_u64(41), "key of 41 bytes"),
+        (bytes((p.SET,)) + p.pack_u64(1 << 63), "key of"),
+        (bytes((p.SET,)) + p.pack_string(b"k") + p.pack_u64(301), "value of 301 bytes"),
+        (bytes((p.CHECK,)) + p.pack_u64(31), "CHECK of 31 keys"),
+        (bytes((p.MULTI_SET,)) + p.pack_u64((1 << 64) - 1), "MULTI_SET of"),
+        (p.encode(p.MULTI_SET, [b"k", bytes(300)] * 20), "too long"),
+        (b"\x13", "unknown query 0x13"),
+        (bytes((p.VALIDATE,)), "unknown query 0x00"),
+    ],
+)
+def test_limits_are_held_before_the_bytes_come(command, why):
+    parser = member()
+    parser.feed(command)
+    assert parser.violation is not None
+    assert why in parser.violation
+
+
+def test_a_stranger_gets_small_commands_only():
+    parser = p.Parser(p.Limits(untrusted_bytes=100))
+    parser.feed(OPENING + bytes((p.SET,)) + p.pack_u64(200))
+    assert parser.violation == "SET: command too long for one peer"
+
+
+def test_our_queries_need_our_announcement():
+    parser = p.Parser(LIMITS)
+    parser.admitted = True
+    parser.feed(OPENING + p.encode(p.AWAIT_GET, b"k"))
+    assert parser.violation == "unknown query 0x47"
+
+
+@SETTINGS
+@given(st.lists(st.binary(max_size=50), max_size=10), st.integers(1, 20))
+def test_strings_of_a_reply_are_whole_or_refused(strings, cut):
+    payload = p.pack_strings(strings)
+    assert p.unpack_strings(payload) == strings
+    if strings:
+        with pytest.raises(StoreProtocolError, match="cut short"):
+            p.unpack_strings(payload[: len(payload) - min(cut, len(strings[-1]) + 7)])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        (p.SET, b"key", bytes(261)),  # the length's low byte is that of its neighbours
+        (p.APPEND, b"key", b"value"),
+        (p.SET, b"keys", b"valu"),
+        (p.GET, b"key"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1, 9, 19, 20])
+def test_a_run_of_equal_commands_ends_where_one_differs(odd, position):
+    sent = [(p.SET, b"k%02d" % i, b"val%02d" % i) for i in range(20)]
+    sent.insert(position, odd)
+    parser = member()
+    assert parser.feed(b"".join(p.encode(*message) for message in sent)) == sent

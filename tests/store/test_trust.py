@@ -1,0 +1,204 @@
+"""Who is let in: the secret, torch's clients, addresses, and what a false peer can do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from echelon.store import StoreServer, TCPStore, trust
+from echelon.store import hub as hubs
+from echelon.store import protocol as p
+from tests.store.peers import OPENING, SYNC, SYNCED, Background, Raw, ours, until
+
+SECRET = "correct horse"
+
+
+@pytest.fixture
+def guarded():
+    with StoreServer(secret=SECRET) as server:
+        yield server
+
+
+def test_who_knows_the_secret_is_let_in(guarded, closing):
+    first = closing(TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=SECRET))
+    second = closing(TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=SECRET.encode()))
+    first.set("k", b"v")
+    assert second.get("k") == b"v"
+    assert closing(second.clone()).get("k") == b"v"
+
+
+def test_who_does_not_is_told_so(guarded, server, closing):
+    for secret, why in (("wrong", "does not know our secret"), (None, "demands a secret")):
+        with pytest.raises(StoreConnectionError, match=why):
+            TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=secret)
+    with pytest.raises(StoreConnectionError, match="does not know our secret"):
+        TCPStore("127.0.0.1", server.port, timeout=20.0, secret=SECRET)
+    until(lambda: guarded.statistics().num_connections == 0, "the refused have left")
+
+
+def test_a_server_is_not_believed_without_its_proof(closing):
+    """A false server answers our PING and HELLO but cannot prove the secret."""
+    listener = closing(socket.create_server(("127.0.0.1", 0)))
+
+    def pretend():
+        connected, _ = listener.accept()
+        with connected:
+            connected.recv(10, socket.MSG_WAITALL)
+            connected.sendall(p.pack_u32(p.OUR_ANSWER))
+            connected.recv(1 + 8 + 32 + 8, socket.MSG_WAITALL)
+            parts = (bytes(16), trust.new_nonce(), bytes(32))
+            connected.sendall(p.frame(p.OK, p.pack_strings(parts)))
+            assert connected.recv(1) == b"", "the client went on"
+
+    false = Background(pretend)
+    with pytest.raises(StoreConnectionError, match="does not know our secret"):
+        TCPStore("127.0.0.1", listener.getsockname()[1], timeout=20.0, secret=SECRET)
+    false.result()
+
+
+def hello(peer: Raw) -> tuple[bytes, bytes]:
+    """Send a HELLO; return our nonce and the server's."""
+    nonce = trust.new_nonce()
+    peer.send(p.encode(p.HELLO, nonce, p.EXTENSION_VERSION))
+    status, payload = peer.take_frame()
+    assert status == p.OK
+    _, server_nonce, proof = p.unpack_strings(payload)
+    assert proof == trust.server_proof(SECRET.encode(), nonce, server_nonce)
+    return nonce, server_nonce
+
+
+def test_a_recorded_proof_is_worth_nothing(guarded, closing):
+    first = closing(ours(guarded.port))
+    proof = p.encode(p.PROOF, trust.client_proof(SECRET.encode(), *hello(first)))
+    first.send(proof)
+    assert first.take_frame() == (p.OK, b"")
+    first.sync()
+    second = closing(ours(guarded.port))
+    hello(second)
+    second.send(proof)
+    assert second.take_frame()[0] == p.ERROR
+    assert second.is_closed_by_server()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        p.encode(p.SET, b"/k", b"stolen"),
+        p.encode(p.AWAIT_GET, b"/k"),
+        p.encode(p.STATISTICS),
+        p.encode(p.PROOF, bytes(32)),
+    ],
+)
+def test_nothing_is_carried_out_before_the_proof(guarded, closing, command, caplog):
+    peer = closing(ours(guarded.port))
+    peer.send(command)
+    assert peer.is_closed_by_server()
+    assert guarded.statistics().num_keys == 0
+    assert caplog.records
+
+
+def test_the_secret_is_nowhere_in_the_log(guarded, caplog):
+    for secret in ("wrong", None):
+        with pytest.raises(StoreConnectionError) as failure:
+            TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=secret)
+        assert SECRET not in str(failure.value)
+    assert SECRET not in caplog.text
+
+
+def test_a_torch_client_of_our_own_user_is_let_in_on_loopback(guarded, closing):
+    peers = [closing(Raw(guarded.port, opening=OPENING + SYNC)) for _ in range(20)]
+    for peer in peers:
+        assert peer.take(4) == SYNCED
+    peers[0].send(p.encode(p.SET, b"/k", bytes(10_000)), p.encode(p.GET, b"/k"))
+    assert peers[0].take_string() == bytes(10_000)
+
+
+def test_a_torch_client_of_another_user_is_not(guarded, closing, monkeypatch, caplog):
+    monkeypatch.setattr(hubs.os, "getuid", lambda: 12345)
+    peer = closing(Raw(guarded.port, opening=OPENING + SYNC))
+    assert peer.is_closed_by_server()
+    assert "from an address that is not admitted" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as another user")
+def test_the_kernel_tells_another_users_connection(guarded):
+    script = (
+        "import os, socket, sys\n"
+        "os.setuid(65534)\n"
+        "peer = socket.socket()\n"
+        f"peer.connect(('127.0.0.1', {guarded.port}))\n"
+        f"peer.sendall({OPENING + SYNC!r})\n"
+        "sys.exit(0 if peer.recv(4) == b'' else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=20, check=False).returncode == 0
+
+
+def test_a_torch_client_from_elsewhere_needs_its_address_admitted(guarded, closing, monkeypatch):
+    monkeypatch.setattr(trust, "is_loopback", lambda _: False)
+    stranger = closing(Raw(guarded.port, opening=OPENING + SYNC))
+    assert stranger.is_closed_by_server()
+    guarded.admit("::ffff:127.0.0.1")
+    admitted = closing(Raw(guarded.port, opening=OPENING + SYNC))
+    assert admitted.take(4) == SYNCED
+
+
+def test_addresses_have_one_spelling():
+    assert trust.plain_address("::ffff:10.0.0.1") == "10.0.0.1"
+    assert trust.plain_address("fe80::1%eth0") == "fe80::1"
+    assert trust.is_loopback("::1")
+    assert trust.is_loopback("127.8.9.10")
+    assert not trust.is_loopback("10.0.0.1")
+
+
+def test_the_kernel_knows_whose_connection_it_is(closing):
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            listener = closing(socket.create_server((host, 0), family=family))
+        except OSError:
+            continue
+        near = closing(socket.create_connection(listener.getsockname()[:2]))
+        far, _ = listener.accept()
+        closing(far)
+        seen = (*far.getpeername()[:2], *far.getsockname()[:2])
+        assert trust.owner_uids([seen]) == {(seen[1], seen[3]): os.getuid()}
+        assert near.fileno() >= 0
+
+
+def test_an_empty_secret_is_refused():
+    with pytest.raises(ValueError, match="secret is empty"):
+        StoreServer(secret="")
+
+
+def test_only_what_was_asked_for_is_bound():
+    with pytest.raises(ValueError, match="host is empty"):
+        StoreServer("")
+    with pytest.raises(StoreError, match=r"cannot bind 192\.0\.2\.1"):
+        StoreServer("192.0.2.1")
+    with StoreServer("192.0.2.1", secret=SECRET, bind_all_if_foreign=True) as server:
+        assert server.address == "0.0.0.0"
+    with pytest.raises(StoreError, match="cannot resolve"):
+        StoreServer("no.such.host.invalid")
+
+
+def test_ipv6_and_names_are_served_and_dialled(closing):
+    try:
+        server = closing(StoreServer("::1").start())
+    except StoreError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    store = closing(TCPStore("::1", server.port, timeout=20.0))
+    assert store.add("n", 1) == 1
+    named = closing(StoreServer("localhost").start())
+    assert closing(TCPStore("localhost", named.port, timeout=20.0)).add("n", 1) == 1
+
+
+def test_no_server_is_a_timeout_that_says_where(closing):
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    with pytest.raises(StoreTimeoutError, match=rf"connect on 127\.0\.0\.1:{port}: no server"):
+        TCPStore("127.0.0.1", port, timeout=0.2)
