@@ -2,7 +2,13 @@
 
 | variable | meaning | set by |
 |---|---|---|
-| ECHELON_RANK_DIR | folder of this rank and attempt, for the ring; unset: no recording | launcher |
+| ECHELON_RANK_DIR | folder of this rank and attempt, for the ring | launcher |
+| ECHELON_RECORD_DIR | where programs without the launcher record, in `rank_<r>/attempt_<n>` below
+  it; with neither folder, nothing is recorded | user |
+| ECHELON_RECORD_OWNER | who records there, so that what it starts does not | recorder |
+| ECHELON_RING_DIR | node-local folder for the rings (default: the rank's folder where that is on a
+  local file system, else the temporary folder) | user |
+| ECHELON_STALL_TIMEOUT | seconds that count as a stall where no agent runs (default 60) | user |
 | ECHELON_RECORDER_SIZE | operations kept (default 4096); 0: no recording | user, launcher |
 | ECHELON_RECORDER_SPANS | ended spans kept (default 1024) | user |
 | ECHELON_STACK_SIGNAL | signal number that makes a rank write its stacks; 0: none | user |
@@ -21,13 +27,17 @@ from typing import Any
 from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS, DEFAULT_NUM_SPANS
 
 _MAX_SLOTS = 1 << 20
+DEFAULT_STALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """How this process records."""
 
-    directory: Path | None = None
+    rank_dir: Path | None = None  # from the launcher: an agent watches
+    record_dir: Path | None = None
+    ring_dir: Path | None = None
+    stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
     num_operations: int = DEFAULT_NUM_OPERATIONS
     num_spans: int = DEFAULT_NUM_SPANS
     stack_signal: int = 0
@@ -37,12 +47,24 @@ class Settings:
     world_size: int = 1
     attempt: int = 0
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether a launcher's agent watches this process."""
+        return self.rank_dir is not None
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is to be recorded."""
+        return self.num_operations > 0 and bool(self.rank_dir or self.record_dir)
+
     @classmethod
     def from_environment(cls) -> Settings:
         """Read the settings; a value that is no number counts as not given."""
-        directory = os.environ.get("ECHELON_RANK_DIR")
         return cls(
-            directory=Path(directory) if directory else None,
+            rank_dir=_folder("ECHELON_RANK_DIR"),
+            record_dir=_folder("ECHELON_RECORD_DIR"),
+            ring_dir=_folder("ECHELON_RING_DIR"),
+            stall_timeout_s=_seconds("ECHELON_STALL_TIMEOUT", DEFAULT_STALL_TIMEOUT_S),
             num_operations=_number("ECHELON_RECORDER_SIZE", DEFAULT_NUM_OPERATIONS, 0, _MAX_SLOTS),
             num_spans=_number("ECHELON_RECORDER_SPANS", DEFAULT_NUM_SPANS, 1, _MAX_SLOTS),
             stack_signal=_number("ECHELON_STACK_SIGNAL", _default_signal(), 0, 64),
@@ -56,6 +78,28 @@ class Settings:
     def allowed(self) -> dict[str, Any]:
         """Return what may be written into the ring: never a secret, never the environment."""
         return {"recorder_size": self.num_operations, "recorder_spans": self.num_spans}
+
+
+def claim_ownership(process: str) -> bool:
+    """Return whether ECHELON_RECORD_DIR is this process's to record into.
+
+    The first process that asks leaves its name in the environment, so that the programs it starts
+    do not take themselves for further attempts of its rank.
+    """
+    return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
+
+
+def _folder(name: str) -> Path | None:
+    text = os.environ.get(name)
+    return Path(text) if text else None
+
+
+def _seconds(name: str, default: float) -> float:
+    try:
+        value = float(os.environ[name])
+    except (KeyError, ValueError):
+        return default
+    return value if 0 < value < 1e9 else default
 
 
 def _default_signal() -> int:

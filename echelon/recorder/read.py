@@ -58,9 +58,11 @@ from echelon.recorder.schema import (
     Live,
     Record,
     Signature,
+    Socket,
     State,
     decode_ranks,
 )
+from echelon.recorder.watchdog import Sight
 
 _T = TypeVar("_T")
 _MAX_CAPACITY = 1 << 22
@@ -208,6 +210,23 @@ class LiveRing:
             if _is_payload_whole(copy.tobytes(), 0):
                 return int(copy["fixed"]["created_mono_ns"][0]), len(open_slots)
         return 0, 0
+
+    def sight(self, rank: int) -> Sight:
+        """Return what the stall rule wants to know of this rank."""
+        words = self.words()
+        pending_mono_ns, num_pending = self.pending()
+        ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
+        return Sight(
+            rank=rank,
+            initialised=bool(words[Live.INITIALISED]),
+            progress_mono_ns=words[Live.PROGRESS_MONO_NS],
+            pending_mono_ns=pending_mono_ns,
+            num_ended=ended,
+        )
+
+    def activity(self) -> int:
+        """Count what the rank has begun or ended so far: if it stands still, so does the rank."""
+        return self.words()[Live.NUM_OPERATIONS] + self.sight(0).num_ended
 
     def close(self) -> None:
         """Unmap the file."""
@@ -488,8 +507,9 @@ def _dataclass(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
     for name, value in taken.items():
         if not _fits(str(known[name].type), value):
             raise DumpFormatError(f"{path}: field {name!r} is {value!r}", path=path)
-        if isinstance(value, list):
-            taken[name] = tuple(value)
+        if isinstance(value, (list, tuple)):
+            of_sockets = str(known[name].type).startswith("tuple[Socket")
+            taken[name] = tuple(_dataclass(path, Socket, v) if of_sockets else v for v in value)
     try:
         return kind(**taken)
     except TypeError as err:
@@ -508,8 +528,11 @@ def _fits(annotation: str, value: object) -> bool:
         return optional == "None"
     if base in plain:
         return isinstance(value, plain[base]) and (base == "bool" or not isinstance(value, bool))
-    if base.startswith("tuple[str"):
-        return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+    if base.startswith("tuple["):
+        kind = dict if base.startswith("tuple[Socket") else str
+        return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
+    if base == "Mapping[str, float]":
+        return isinstance(value, dict) and all(_fits("float", v) for v in value.values())
     return isinstance(value, dict)
 
 

@@ -15,24 +15,18 @@ write their parent's story.
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 import itertools
 import os
-import signal
-import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic_ns
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
 from echelon.recorder import sites
@@ -74,6 +68,7 @@ _RANGES = [_range_of(code) for code in OPERATION_FIXED_STRUCT.format[1:]]
 _NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
 _PROGRESS = int(Live.PROGRESS_MONO_NS)
 _COMPLETED = int(State.COMPLETED)
+_MAX_STEP = (1 << 63) - 2
 _ERROR_CHARS = 600
 _WORDS_CHARS = 2000
 _TRACE_CHARS = 6000
@@ -97,6 +92,7 @@ class Recorder:
         self._numbers = itertools.count()
         self._span_numbers = itertools.count()
         self._span_records = itertools.count()
+        self._num_ended_spans = itertools.count(1)
         self._coalesced_numbers = itertools.count()
         self._calls: dict[tuple[Any, ...], _Call] = {}
         self._sites = sites.Sites(ring.intern)
@@ -104,8 +100,9 @@ class Recorder:
         self._open_places = deque(range(NUM_OPEN_SPANS))
         self._thread = _Thread()
         self._step = -1
-        self._stop = threading.Event()
         self._beating: threading.Thread | None = None
+        self._is_owner = True
+        self.closing = threading.Event()
 
     @property
     def identity(self) -> Identity:
@@ -195,7 +192,7 @@ class Recorder:
     def failed(self, record: int, error: BaseException) -> None:
         """Record that the operation ended in an error."""
         now = monotonic_ns()
-        text = self._ring.intern(f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
+        text = self._ring.intern(f"{type(error).__name__}: {_said(error)}"[:_ERROR_CHARS])
         self._ring.mark_ended(record, now, State.FAILED, text)
         self._live[Live.PROGRESS_MONO_NS] = now
 
@@ -206,7 +203,7 @@ class Recorder:
     def step(self, number: int | None = None) -> None:
         """Note that a training step begins: number `number`, or one more than the last."""
         now = monotonic_ns()
-        self._step = self._step + 1 if number is None else number
+        self._step = self._step + 1 if number is None else min(max(number, -1), _MAX_STEP)
         self._live[Live.STEP] = self._step + 1
         self._live[Live.STEP_MONO_NS] = now
         self._live[Live.PROGRESS_MONO_NS] = now
@@ -227,8 +224,8 @@ class Recorder:
             next(self._span_numbers),
             now,
             self._step,
-            intern(name),
-            intern(detail[:_ERROR_CHARS]),
+            intern(str(name)[:_ERROR_CHARS]),
+            intern(str(detail)[:_ERROR_CHARS]),
             site,
             self._thread.native_id,
             level,
@@ -242,20 +239,42 @@ class Recorder:
     def close_span(self, span: _OpenSpan) -> None:
         """Record that a phase ended."""
         now = monotonic_ns()
-        self._thread.depth = span.depth
+        if span.thread == self._thread.native_id:
+            self._thread.depth = span.depth
         fields = span.pack(now)
-        number = next(self._span_records)
-        self._ring.write_span(number, fields)
+        self._ring.write_span(next(self._span_records), fields)
         if span.place >= 0:
             self._ring.write_open_span(span.place, span.number, fields)
             self._open_places.append(span.place)
-        self._live[Live.NUM_SPANS] = number + 1
+        self._live[Live.NUM_SPANS] = next(self._num_ended_spans)
         self._live[Live.PROGRESS_MONO_NS] = now
+
+    def text(self, text: str) -> int:
+        """Return the reference of a text, for `note_pause`."""
+        return self._ring.intern(text)
+
+    def note_pause(self, name: int, detail: int, began: int, ended: int, keep: bool) -> None:
+        """Count a pause of the whole process, and keep it as a span if asked. It is no progress.
+
+        Takes no lock and stores no text: it may be called between any two instructions.
+        """
+        self._live[Live.NUM_GC_PAUSES] += 1
+        self._live[Live.GC_PAUSES_NS] += ended - began
+        if not keep:
+            return
+        thread = self._thread
+        span = _OpenSpan(
+            next(self._span_numbers), began, self._step, name, detail, 0, thread.native_id,
+            thread.depth, -1,
+        )  # fmt: skip
+        self._ring.write_span(next(self._span_records), span.pack(ended))
 
     def last_words(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Record the exception that ends this process."""
+        if not self._is_owner:
+            return
         frames = list(traceback.walk_tb(trace))
         own = [pair for pair in frames if sites.is_user_code(pair[0].f_code)] or frames
         site = ""
@@ -264,7 +283,7 @@ class Recorder:
             site = f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
         words = LastWords(
             type=f"{kind.__module__}.{kind.__qualname__}",
-            message=str(error)[:_WORDS_CHARS],
+            message=_said(error)[:_WORDS_CHARS],
             site=site,
             traceback="".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARS:],
             mono_ns=monotonic_ns(),
@@ -280,13 +299,17 @@ class Recorder:
 
     def close(self) -> None:
         """Note an orderly end and stop the heartbeat. The file stays."""
-        self._stop.set()
+        self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)
         self._live[Live.CLOSED] = 1
 
+    def disown(self) -> None:
+        """Write no more last words or end: this is a forked child, the ring is its parent's."""
+        self._is_owner = False
+
     def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
+        while not self.closing.wait(HEARTBEAT_S):
             self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
 
     def _new_call(self, key: tuple[Any, ...]) -> _Call:
@@ -298,7 +321,7 @@ class Recorder:
             intern(operation),
             intern(dtype),
             intern(reduce_op),
-            int(min(max(timeout_s, 0.0), _MAX_TIMEOUT_S) * 1000),
+            int(timeout_s * 1000) if 0 <= timeout_s <= _MAX_TIMEOUT_S else 0,
             num_tensors,
             flags,
             tail,
@@ -306,6 +329,13 @@ class Recorder:
         if len(self._calls) < _MAX_CALLS:
             self._calls[key] = call
         return call
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 -- a broken __str__ must not hide the error itself
+        return "<no text>"
 
 
 def _clamped(fields: tuple[int, ...]) -> list[int]:
@@ -386,9 +416,9 @@ def encode_signature(shapes: _Shapes, inputs: _Splits, outputs: _Splits) -> tupl
 # ---- the recorder of this process ----
 
 _recorder: Recorder | None = None
+_leave: Callable[[], None] | None = None
 _opened = False
 _open_lock = threading.Lock()
-_stack_file: IO[bytes] | None = None
 
 
 def current() -> Recorder | None:
@@ -397,20 +427,20 @@ def current() -> Recorder | None:
 
 
 def _open() -> Recorder | None:
-    global _recorder, _opened
+    global _recorder, _leave, _opened
     with _open_lock:
         if _opened:
             return _recorder
-        _opened = True
         settings = Settings.from_environment()
-        if settings.directory is None or settings.num_operations == 0 or not _may_record():
-            return None
-        try:
-            _recorder = _start(settings, settings.directory)
-        except FileExistsError:
-            return None  # the ring has an owner: [Note: who may record]
-        except OSError as err:
-            warnings.warn(f"not recording: {settings.directory}: {err}", stacklevel=3)
+        if settings.records and _may_record():
+            from echelon.recorder.start import start
+
+            try:
+                _recorder, _leave = start(settings) or (None, None)
+            except OSError as err:
+                folder = settings.rank_dir or settings.record_dir
+                warnings.warn(f"not recording: {folder}: {err}", stacklevel=3)
+        _opened = True
         return _recorder
 
 
@@ -419,92 +449,17 @@ def _may_record() -> bool:
     return multiprocessing is None or multiprocessing.parent_process() is None
 
 
-def _start(settings: Settings, directory: Path) -> Recorder:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    ring = Ring(
-        directory / "ring",
-        _identity(settings),
-        num_operations=settings.num_operations,
-        num_spans=settings.num_spans,
-    )
-    recorder = Recorder(ring)
-    ring.write_identity(
-        ring.identity.changed(stack_signal=_register_stacks(directory, settings.stack_signal))
-    )
-    recorder.start_heartbeat()
-    _chain_excepthook(recorder)
-    atexit.register(recorder.close)
-    return recorder
-
-
-def _identity(settings: Settings) -> Identity:
-    return Identity(
-        rank=settings.rank,
-        local_rank=settings.local_rank,
-        world_size=settings.world_size,
-        attempt=settings.attempt,
-        job_id=settings.job_id,
-        host=socket.gethostname(),
-        boot_id=_first_line("/proc/sys/kernel/random/boot_id"),
-        pid=os.getpid(),
-        pid_start_ticks=_start_ticks(),
-        mono_ns=monotonic_ns(),
-        wall_ns=time.time_ns(),
-        settings=settings.allowed(),
-    )
-
-
-def _register_stacks(directory: Path, number: int) -> int:
-    """Let the agent ask for the stacks of all threads by a signal that nobody else uses."""
-    global _stack_file
-    if number == 0 or not hasattr(faulthandler, "register"):
-        return 0
-    if signal.getsignal(number) is not signal.SIG_DFL:
-        return 0
-    _stack_file = (directory / "stacks").open("ab", buffering=0)
-    faulthandler.register(number, file=_stack_file, all_threads=True, chain=False)
-    if not faulthandler.is_enabled():
-        faulthandler.enable()  # a segfault then names its line on stderr
-    return number
-
-
-def _chain_excepthook(recorder: Recorder) -> None:
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            if recorder is _recorder:  # not in a forked child: [Note: who may record]
-                recorder.last_words(kind, error, trace)
-        except Exception as err:  # noqa: BLE001 -- the user's own error must still be shown
-            print(f"echelon: the last words were not recorded: {err}", file=sys.stderr)
-        previous(kind, error, trace)
-
-    sys.excepthook = hook
-
-
 def _forget_after_fork() -> None:
-    global _recorder, _opened
-    if _recorder is not None:
-        atexit.unregister(_recorder.close)
-    _recorder = None
-    _opened = True
+    global _recorder, _leave, _opened, _open_lock
+    if _leave is not None:
+        _leave()
+    _recorder, _leave = None, None
+    _opened = False
+    _open_lock = threading.Lock()  # another thread may have held it
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _start_ticks() -> int:
-    """Field 22 of /proc/self/stat: with the pid it names a process for ever."""
-    text = _first_line("/proc/self/stat")
-    return int(text.rpartition(")")[2].split()[19]) if text else 0
 
 
 # ---- what users call ----

@@ -73,7 +73,9 @@ class Live(IntEnum):
     OPEN_SPANS_REFUSED = 8
     CLOSED = 9  # 1: the recorder was closed in an orderly way
     INITIALISED = 10  # 1: the world group stands
-    NUM_WORDS = 11
+    NUM_GC_PAUSES = 11  # collections of Python's garbage, short ones too
+    GC_PAUSES_NS = 12  # what they took together
+    NUM_WORDS = 13
 
 
 # One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; it is rewritten in place.
@@ -283,6 +285,21 @@ class LastWords:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Socket:
+    """A TCP connection of a rank, as its host sees it. -1: the kernel did not say."""
+
+    local: str = ""  # "10.0.0.1:29500"
+    peer: str = ""
+    state: str = ""  # "ESTABLISHED", ...
+    unread_bytes: int = 0  # they have come, and the rank has not taken them
+    unsent_bytes: int = 0  # or sent, and not acknowledged
+    retransmits: int = -1
+    sent_bytes: int = -1  # and acknowledged, since it was opened
+    received_bytes: int = -1
+    moved_bytes: int = -1  # both ways, during the snapshot's sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
     """What the agent saw of a rank from outside. None or "": not known, or not permitted."""
 
@@ -303,6 +320,12 @@ class HostFacts:
     later_recorded: int = -1  # operations, spans and steps begun or ended in between; -1: unknown
     later_stacks: str = ""  # the stacks at the second look
     later_heartbeat_mono_ns: int = 0  # the Python heartbeat at the second look
+    num_threads: int | None = None
+    throttled_share: float | None = None  # of the sample, by the cgroup's processor limit
+    memory_bytes: int | None = None  # of the cgroup, and its limit
+    memory_limit_bytes: int | None = None
+    pressure: Mapping[str, float] = field(default_factory=dict)  # cpu, io, memory: see limits.py
+    sockets: tuple[Socket, ...] = ()
     not_permitted: tuple[str, ...] = ()
 
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-_STATUS_BYTES = 1 << 16
+from echelon.recorder.limits import limits, pressure
+from echelon.recorder.proc import read_text
+from echelon.recorder.schema import HostFacts
+from echelon.recorder.sockets import moved, sockets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,20 +34,18 @@ class Sample:
 def sample(pid: int) -> Sample:
     """Look at a process once; an ended one gives an empty state."""
     denied: list[str] = []
-    stat = _read(pid, "stat", denied)
+    stat = read_text(f"/proc/{pid}/stat", "stat", denied)
     fields = stat.rpartition(")")[2].split()
     if len(fields) < 22:
         return Sample(not_permitted=tuple(denied))
-    status = dict(
-        line.split(":\t", 1) for line in _read(pid, "status", denied).splitlines() if ":\t" in line
-    )
+    status = read_text(f"/proc/{pid}/status", "status", denied)
     return Sample(
         state=fields[0],
         start_ticks=int(fields[19]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
-        wait_channel=_read(pid, "wchan", denied).strip("0\n"),
-        caught_signals=int(status.get("SigCgt", "0").strip(), 16),
+        wait_channel=read_text(f"/proc/{pid}/wchan", "wchan", denied).strip("0\n"),
+        caught_signals=int(status.partition("\nSigCgt:")[2].partition("\n")[0] or "0", 16),
         not_permitted=tuple(denied),
     )
 
@@ -82,26 +84,44 @@ def oom_kills(pid: int) -> int | None:
 
     Read it before and after: a difference says that somebody in there was killed for memory.
     """
-    for line in _read(pid, "cgroup", []).splitlines():
-        _, controllers, group = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            path = Path(f"/sys/fs/cgroup/memory{group}/memory.oom_control")  # version 1
-        elif not controllers:
-            path = Path(f"/sys/fs/cgroup{group}/memory.events")  # version 2
-        else:
-            continue
-        count = _count(path, "oom_kill")
-        if count is not None:
-            return count
-    return None
+    return limits(pid, []).oom_kills
 
 
-def _count(path: Path, name: str) -> int | None:
-    try:
-        rows = dict(row.split() for row in path.read_text().splitlines())
-        return int(rows[name])
-    except (OSError, ValueError, KeyError):
-        return None
+class Surroundings:
+    """What is around a process, seen twice: what holds it back, and what its connections carry.
+
+    Made at the first look; `add_to` is the second, and tells what changed in between.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._limits, self._sockets = limits(pid, []), sockets(pid, [])
+        self._looked_ns = time.monotonic_ns()
+
+    def add_to(self, host: HostFacts) -> HostFacts:
+        """Return `host` with what is seen now; what is denied is added to its `not_permitted`."""
+        denied = list(host.not_permitted)
+        elapsed_ns = time.monotonic_ns() - self._looked_ns
+        now = limits(self._pid, denied)
+        throttled = None
+        if now.throttled_ns is not None and self._limits.throttled_ns is not None and elapsed_ns:
+            throttled = max(now.throttled_ns - self._limits.throttled_ns, 0) / elapsed_ns
+        return replace(
+            host,
+            num_threads=_num_threads(self._pid, denied),
+            throttled_share=throttled,
+            memory_bytes=now.memory_bytes,
+            memory_limit_bytes=now.memory_limit_bytes,
+            pressure=pressure(denied),
+            sockets=moved(self._sockets, sockets(self._pid, denied)),
+            not_permitted=tuple(dict.fromkeys(denied)),
+        )
+
+
+def _num_threads(pid: int, denied: list[str]) -> int | None:
+    text = read_text(f"/proc/{pid}/status", "status", denied)
+    _, found, rest = text.partition("\nThreads:")
+    return int(rest.split()[0]) if found else None
 
 
 def tail(path: Path, num_bytes: int) -> str:
@@ -129,14 +149,3 @@ def _send_by_pid(pid: int, start_ticks: int, number: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read(pid: int, name: str, denied: list[str]) -> str:
-    try:
-        with Path(f"/proc/{pid}/{name}").open("rb") as file:
-            return file.read(_STATUS_BYTES).decode("utf-8", "replace")
-    except PermissionError:
-        denied.append(name)
-        return ""
-    except OSError:
-        return ""  # it has ended

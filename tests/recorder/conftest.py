@@ -98,6 +98,12 @@ def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         one.process.communicate()
 
 
+def span_names(record: Record) -> list[str]:
+    """Name the ended spans, without the collector's, which come when they please."""
+    names = [record.strings[row["name"]] for row in record.spans]
+    return [name for name in names if name != "gc"]
+
+
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
     """Poll until a condition holds; return its value."""
     deadline_s = time.monotonic() + timeout_s

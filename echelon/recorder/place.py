@@ -1,0 +1,163 @@
+"""Where a ring lies: always on a file system of its own node.
+
+A ring on a network file system would be written through the network, die with it, and could not be
+read by the agent at the moment when it matters. So a rank's ring lies in the rank's folder where
+that is local, and else in the node's temporary folder with a link `ring` in the rank's folder;
+ECHELON_RING_DIR names another folder. `bring_home` puts the file in place of the link at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+_REMOTE = frozenset(
+    {
+        "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs", "gfs2", "glusterfs",
+        "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "quobyte",
+        "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs",
+    }
+)  # fmt: skip
+_LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ntfs-3g"})
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's ring is to lie, and why."""
+
+    ring: Path
+    rank_dir: Path
+    reason: str = ""  # "": it lies in the rank's folder itself
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the rank's folder only links to it."""
+        return self.ring.parent != self.rank_dir
+
+    def make(self) -> Path:
+        """Make what the ring's file needs; return where to make the file.
+
+        Raises:
+            FileExistsError: the rank's folder has a ring, or a link to one: it has an owner.
+            OSError: the folder or the link cannot be made.
+        """
+        if self.is_elsewhere:
+            (self.rank_dir / "ring").symlink_to(self.ring)
+            self.ring.parent.mkdir(mode=0o700)
+        return self.ring
+
+    def give_up(self) -> None:
+        """Take back what `make` made."""
+        if self.is_elsewhere:
+            with contextlib.suppress(OSError):
+                (self.rank_dir / "ring").unlink()
+            with contextlib.suppress(OSError):
+                self.ring.parent.rmdir()
+
+
+def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
+    """Choose where the ring of a rank lies; `ring_dir` is the user's own choice, if any.
+
+    Raises:
+        OSError: the node's temporary folder cannot be used.
+    """
+    rank_dir = rank_dir.absolute()
+    if ring_dir is not None:
+        return _place_below(ring_dir.absolute(), rank_dir, "as ECHELON_RING_DIR says")
+    kind = file_system(rank_dir)
+    if not is_remote(kind):
+        return Place(rank_dir / "ring", rank_dir)
+    return _place_below(_temporary_folder(), rank_dir, f"{rank_dir} is on a {kind} file system")
+
+
+def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
+    """Make the folder of a rank's next attempt, for a program that no launcher started.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = record_dir.absolute() / f"rank_{rank}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    names = [path.name.removeprefix("attempt_") for path in folder.glob("attempt_*")]
+    number = max([int(name) for name in names if name.isdecimal()], default=-1) + 1
+    while True:
+        try:
+            (folder / f"attempt_{number}").mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder / f"attempt_{number}", number
+
+
+def bring_home(rank_dir: Path) -> bool:
+    """Put the ring itself in place of a link to it; return whether there was a link to a ring.
+
+    For when its process has ended. Attached readers keep what they have mapped.
+
+    Raises:
+        OSError: the rank's folder cannot hold it; the link and the file stay.
+    """
+    link = rank_dir / "ring"
+    if not link.is_symlink() or not link.is_file():
+        return False
+    away = link.resolve()
+    part = rank_dir / ".ring.part"
+    try:
+        shutil.copyfile(away, part)
+        part.chmod(0o600)
+        part.replace(link)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    away.unlink()
+    with contextlib.suppress(OSError):
+        away.parent.rmdir()
+    return True
+
+
+def is_remote(kind: str) -> bool:
+    """Tell whether a file system of this type is reached through a network."""
+    return kind in _REMOTE or (kind.split(".")[0] == "fuse" and kind not in _LOCAL_FUSE)
+
+
+def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
+    """Return the type of the file system that holds a path; "" if that cannot be known."""
+    try:
+        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return ""
+    target = os.path.realpath(path)
+    best, kind = -1, ""
+    for line in lines:
+        before, dash, after = line.partition(" - ")
+        fields = before.split()
+        if not dash or len(fields) < 5:
+            continue
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # the last of equal ones lies on top
+            best, kind = len(point), after.split()[0]
+    return kind
+
+
+def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = f"{rank_dir.parent.name}-{secrets.token_hex(8)}"
+    return Place(folder / name / "ring", rank_dir, reason)
+
+
+def _temporary_folder() -> Path:
+    """Return a folder of our own in the node's temporary folder; nobody else's is trusted."""
+    folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix="echelon-"))
+    return folder

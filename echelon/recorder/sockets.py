@@ -1,0 +1,184 @@
+"""The TCP connections of another process: what lies unread, what was sent again, what has moved.
+
+By sock_diag where the kernel lets us (it knows retransmissions and byte counts), else by
+/proc/<pid>/net/tcp (queues only). A socket belongs to the process whose descriptors show its inode.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+
+from echelon.recorder.proc import read_text
+from echelon.recorder.schema import Socket
+
+MAX_SOCKETS = 256
+_STATES = (
+    "", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE",
+    "CLOSE_WAIT", "LAST_ACK", "LISTEN", "CLOSING", "NEW_SYN_RECV",
+)  # fmt: skip
+_LISTEN = "LISTEN"
+
+# linux/sock_diag.h, linux/inet_diag.h, linux/tcp.h
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLM_F_REQUEST_DUMP = 0x301
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_INET_DIAG_INFO = 2
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBBI48s")
+_MESSAGE = struct.Struct("=BBBB4s16s16sI8sIIIII")
+_PORTS = struct.Struct("!HH")
+_ATTRIBUTE = struct.Struct("=HH")
+_TOTAL_RETRANS_OFFSET, _BYTES_OFFSET = 100, 120
+_REPLY_BYTES = 1 << 18
+_TIMEOUT_S = 1.0
+
+
+def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
+    """Return the TCP sockets of a process; what is denied is named in `denied`."""
+    inodes = _inodes(pid, denied)
+    if not inodes:
+        return ()
+    try:
+        found = dict(_from_kernel(inodes))
+    except PermissionError:
+        denied.append("sock_diag")
+        found = {}
+    except (OSError, struct.error):
+        found = {}  # this kernel has none, or speaks it otherwise
+    if not found:  # also if the process lives in another network namespace
+        found = dict(_from_files(pid, inodes, denied))
+    return tuple(found[inode] for inode in sorted(found))[:MAX_SOCKETS]
+
+
+def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
+    """Return `after` with what each connection has carried since `before`."""
+    earlier = {(one.local, one.peer): one for one in before}
+    return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
+
+
+def _moved(before: Socket | None, after: Socket) -> Socket:
+    if before is None or before.sent_bytes < 0 or after.sent_bytes < 0:
+        return after
+    carried = after.sent_bytes + after.received_bytes - before.sent_bytes - before.received_bytes
+    return replace(after, moved_bytes=max(carried, 0))
+
+
+def _inodes(pid: int, denied: list[str]) -> set[int]:
+    inodes = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 -- names, not paths
+            target = _link(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:["):
+                inodes.add(int(target[8:-1]))
+    except PermissionError:
+        denied.append("fd")
+    except OSError:
+        pass
+    return inodes
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)  # noqa: PTH115 -- no path, a label
+    except FileNotFoundError:
+        return ""  # closed meanwhile
+
+
+def _from_kernel(inodes: set[int]) -> Iterator[tuple[int, Socket]]:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
+        netlink.settimeout(_TIMEOUT_S)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            wanted = 1 << (_INET_DIAG_INFO - 1)
+            body = _REQUEST.pack(family, socket.IPPROTO_TCP, wanted, 0, 0xFFFFFFFF, bytes(48))
+            size = _HEADER.size + len(body)
+            head = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0)
+            netlink.sendto(head + body, (0, 0))
+            for message in _messages(netlink):
+                inode, one = _parsed(message)
+                if inode in inodes:
+                    yield inode, one
+
+
+def _messages(netlink: socket.socket) -> Iterator[bytes]:
+    while True:
+        data = netlink.recv(_REPLY_BYTES)
+        while data:
+            length, kind, _, _, _ = _HEADER.unpack_from(data)
+            if kind == _NLMSG_DONE or length < _HEADER.size:
+                return
+            if kind == _NLMSG_ERROR:
+                code = -struct.unpack_from("=i", data, _HEADER.size)[0]
+                raise OSError(code, os.strerror(code))
+            yield data[_HEADER.size : length]
+            data = data[-(-length // 4) * 4 :]
+
+
+def _parsed(message: bytes) -> tuple[int, Socket]:
+    family, state, _, again, ports, source, target, _, _, _, unread, unsent, _, inode = (
+        _MESSAGE.unpack_from(message)
+    )
+    local_port, peer_port = _PORTS.unpack(ports)
+    size = 4 if family == socket.AF_INET else 16
+    retransmits, sent, received = again, -1, -1
+    at = _MESSAGE.size
+    while at + _ATTRIBUTE.size <= len(message):
+        length, kind = _ATTRIBUTE.unpack_from(message, at)
+        if length < _ATTRIBUTE.size:
+            break
+        info = message[at + _ATTRIBUTE.size : at + length]
+        if kind == _INET_DIAG_INFO and len(info) >= _BYTES_OFFSET + 16:
+            (retransmits,) = struct.unpack_from("=I", info, _TOTAL_RETRANS_OFFSET)
+            sent, received = struct.unpack_from("=QQ", info, _BYTES_OFFSET)
+        at += -(-length // 4) * 4
+    name = _STATES[state] if state < len(_STATES) else str(state)
+    # Of a listening socket the queues are connections waiting, not bytes.
+    unread, unsent = (0, 0) if name == _LISTEN else (unread, unsent)
+    return inode, Socket(
+        local=_endpoint(source[:size], local_port),
+        peer=_endpoint(target[:size], peer_port),
+        state=name,
+        unread_bytes=unread,
+        unsent_bytes=unsent,
+        retransmits=retransmits,
+        sent_bytes=sent,
+        received_bytes=received,
+    )
+
+
+def _from_files(pid: int, inodes: set[int], denied: list[str]) -> Iterator[tuple[int, Socket]]:
+    for name in ("net/tcp", "net/tcp6"):
+        for line in read_text(f"/proc/{pid}/{name}", "net/tcp", denied).splitlines()[1:]:
+            fields = line.split()
+            if len(fields) < 10 or int(fields[9]) not in inodes:
+                continue
+            unsent, _, unread = fields[4].partition(":")
+            state = _STATES[int(fields[3], 16)]
+            listens = state == _LISTEN
+            yield (
+                int(fields[9]),
+                Socket(
+                    local=_hex_endpoint(fields[1]),
+                    peer=_hex_endpoint(fields[2]),
+                    state=state,
+                    unread_bytes=0 if listens else int(unread, 16),
+                    unsent_bytes=0 if listens else int(unsent, 16),
+                ),
+            )
+
+
+def _hex_endpoint(text: str) -> str:
+    address, _, port = text.partition(":")
+    words = bytes.fromhex(address)
+    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+    return _endpoint(packed, int(port, 16))
+
+
+def _endpoint(packed: bytes, port: int) -> str:
+    address = ipaddress.ip_address(packed)
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
