@@ -1,0 +1,76 @@
+"""A relay between a client and a server that can be cut: breaks connections, keeps both ends."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+
+_JOIN_S = 20.0
+
+
+class Relay:
+    """Forward connections to a port until `cut`.
+
+    Attributes:
+        port: where clients connect.
+        num_accepted: connections so far.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.num_accepted = 0
+        self._lock = threading.Lock()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            pair = (near, socket.create_connection(("127.0.0.1", self._target)))
+            pump = threading.Thread(target=self._pump, args=pair, daemon=True)
+            with self._lock:
+                self._pairs.append(pair)
+                self._threads.append(pump)
+                self.num_accepted += 1
+            pump.start()
+
+    @staticmethod
+    def _pump(near: socket.socket, far: socket.socket) -> None:
+        """Forward both ways until either end closes; owns both."""
+        with near, far, contextlib.suppress(OSError):
+            while True:
+                for source in select.select([near, far], [], [])[0]:
+                    data = source.recv(1 << 16)
+                    if not data:
+                        return
+                    (far if source is near else near).sendall(data)
+
+    def cut(self) -> None:
+        """Break every connection; new ones are accepted as before."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for near, _far in pairs:
+            with contextlib.suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+
+    def retarget(self, target: int) -> None:
+        """Send later connections to another server."""
+        self._target = target
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join(_JOIN_S)
+        self.cut()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+            assert not thread.is_alive()

@@ -1,0 +1,90 @@
+"""`echelon store`: its first line, when it stops, and what it says about bad usage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from echelon.store import TCPStore
+from echelon.store.cli import main
+from tests.store.peers import PATIENCE_S, server_process
+
+COMMAND = [sys.executable, "-m", "echelon.store"]
+
+
+def start(stdin, *arguments):
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_it_prints_its_port_and_serves(closing):
+    with server_process() as port:
+        assert closing(TCPStore("127.0.0.1", port, timeout=20.0)).add("n", 2) == 2
+
+
+def test_it_stops_when_its_parents_pipe_ends():
+    server = start(subprocess.PIPE)
+    assert int(server.stdout.readline()) > 0
+    rest, errors = server.communicate(timeout=PATIENCE_S)
+    assert (server.returncode, rest, errors) == (0, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_without_a_pipe_it_goes_on_until_a_signal(number, closing):
+    server = start(subprocess.DEVNULL)
+    port = int(server.stdout.readline())
+    assert closing(TCPStore("127.0.0.1", port, timeout=20.0)).add("n", 1) == 1
+    assert server.poll() is None
+    server.send_signal(number)
+    rest, errors = server.communicate(timeout=PATIENCE_S)
+    assert (server.returncode, rest, errors) == (0, "", "")
+
+
+def test_a_closed_standard_input_is_no_pipe():
+    server = subprocess.Popen(
+        ["sh", "-c", 'exec "$0" "$@" 0<&-', *COMMAND],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert int(server.stdout.readline()) > 0
+    server.terminate()
+    assert server.communicate(timeout=PATIENCE_S)[1] == ""
+    assert server.returncode == 0
+
+
+def test_a_secret_comes_from_a_file(tmp_path, closing):
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    with server_process("--secret-file", str(secret)) as port:
+        store = closing(TCPStore("127.0.0.1", port, timeout=20.0, secret="s3cret"))
+        assert store.add("n", 1) == 1
+
+
+def test_a_port_in_use_is_one_line(server, capsys):
+    assert main(["--port", str(server.port)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "Address already in use" in error
+
+
+@pytest.mark.parametrize("arguments", [["--port", "99999"], ["--port", "x"], ["--nonsense"]])
+def test_bad_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_missing_secret_file_is_one_line(capsys):
+    assert main(["--secret-file", os.devnull + ".none"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
