@@ -1,0 +1,143 @@
+"""Clients that die in the middle of waits and rounds: nothing leaks, nobody passes alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+
+import pytest
+
+from echelon.store import TCPStore
+from echelon.store import protocol as p
+from tests.ranks import run_ranks
+from tests.store.peers import Background, Raw, ours, until
+
+
+def store_here(timeout_s: float = 20.0) -> TCPStore:
+    return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timeout_s)
+
+
+def die_once_it_waits(key: str, num_waiting: int) -> None:
+    """End this process by SIGKILL as soon as so many wait for the key."""
+
+    def watch() -> None:
+        store = store_here()
+        until(lambda: store.statistics().waiting.get(key, 0) >= num_waiting, f"{num_waiting} wait")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def meet_with_a_death(rank: int, world_size: int, operation: str) -> list[bytes]:
+    """Rank 1 dies after it has arrived; the others pass only with the process that replaces it."""
+    store = store_here()
+
+    def arrive(rank: int, value: bytes) -> list[bytes]:
+        if operation == "gather":
+            return store.gather("round", rank, world_size, value)
+        store.barrier("round", world_size, rank=rank)
+        return []
+
+    if rank == 1:
+        die_once_it_waits("round", 2)
+        arrive(1, b"dead")
+    if rank == 2:  # comes only after rank 1 has come and gone
+        until(lambda: store.statistics().waiting.get("round", 0) == 2, "two wait")
+        until(lambda: store.statistics().waiting.get("round", 0) == 1, "one of them died")
+        late = Background(lambda: arrive(2, b"2"))
+        until(lambda: store.statistics().waiting.get("round", 0) == 2, "rank 2 waits as well")
+        assert dict(store.statistics().missing_ranks) == {"round": (1,)}
+        assert not late.is_done
+        arrive(1, b"reborn")
+        return late.result()
+    return arrive(rank, b"0")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("operation", ["gather", "barrier"])
+def test_a_rank_that_dies_in_a_round_is_missing_from_it(server, operation):
+    found = run_ranks(
+        meet_with_a_death, 3, operation, exit_codes={1: -signal.SIGKILL}, store_port=server.port
+    )
+    passed = [b"0", b"reborn", b"2"] if operation == "gather" else []
+    assert found == [passed, None, passed]
+    until(lambda: server.statistics().num_connections == 0, "all have left")
+    assert server.statistics().num_waiters == 0
+
+
+def wait_and_die(rank: int, world_size: int) -> str:
+    """Ranks above 0 die in a wait for what rank 0 sets afterwards."""
+    store = store_here()
+    if rank > 0:
+        die_once_it_waits("late", world_size - 1)
+        store.wait(["late"])
+    until(lambda: store.statistics().waiting.get("late", 0) == world_size - 1, "all wait")
+    until(lambda: store.statistics().num_waiters == 0, "the dead no longer wait")
+    store.set("late", b"")
+    with store.presence("alive"):
+        return "done"
+
+
+@pytest.mark.ranks
+def test_the_dead_no_longer_wait(server):
+    killed = dict.fromkeys((1, 2, 3), -signal.SIGKILL)
+    ended = run_ranks(wait_and_die, 4, exit_codes=killed, store_port=server.port)
+    assert ended == ["done", None, None, None]
+    until(lambda: server.statistics().num_connections == 0, "all connections are gone")
+    statistics = server.statistics()
+    assert (statistics.num_waiters, statistics.num_presences, statistics.num_keys) == (0, 0, 1)
+
+
+def hold_presence(rank: int, _world_size: int) -> None:
+    store = store_here()
+    presence = store.presence(f"here/{rank}", b"")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with store.watch(["here/1"]) as watch:
+        if store.check(["here/1"]):
+            watch.next(20.0)
+    assert not store.check(["here/1"])
+    presence.close()
+
+
+@pytest.mark.ranks
+def test_a_killed_process_is_no_longer_present(server):
+    run_ranks(hold_presence, 2, exit_codes={1: -signal.SIGKILL}, store_port=server.port)
+    assert server.statistics().num_keys == 0
+
+
+def test_deaths_at_any_moment_leave_nothing(server):
+    """Peers begin waits of every kind and die or cancel, in an order drawn by chance."""
+    rng = random.Random(3)
+    for _ in range(15):
+        peers = []
+        for number in range(12):
+            peer = ours(server.port)
+            peer.send(
+                rng.choice(
+                    [
+                        p.encode(p.WAIT, [b"/a", b"/b"]),
+                        p.encode(p.AWAIT_GET, b"/a"),
+                        p.encode(p.AWAIT_POP, b"/q"),
+                        p.encode(p.BARRIER, b"/b1", 40),
+                        p.encode(p.ARRIVE, b"/b2", number, 40),
+                        p.encode(p.GATHER, b"/g", number, 40, b"x"),
+                        p.encode(p.PRESENCE, b"/p", b""),
+                        p.encode(p.WATCH, [b"/w"]),
+                    ]
+                )
+            )
+            if rng.random() < 0.3:
+                peer.send(p.encode(rng.choice([p.CANCEL, p.CANCEL_WAIT])))
+            peers.append(peer)
+        rng.shuffle(peers)
+        for peer in peers:
+            rng.choice([Raw.close, Raw.reset])(peer)
+    until(lambda: server.statistics().num_connections == 0, "all have left")
+    statistics = server.statistics()
+    assert (statistics.num_waiters, statistics.num_keys, statistics.num_queues) == (0, 0, 0)
+    assert (statistics.num_presences, statistics.num_watched_keys) == (0, 0)
+    inside = server._call(lambda hub: (dict(hub.state.waiting), dict(hub.state.rounds)))
+    assert inside == ({}, {})
