@@ -1,5 +1,21 @@
-"""The black box of a rank: `span`, `step` and `watch` for users, the ring and dumps beneath."""
+"""The black box of a rank: `span`, `step` and `watch` for users, the ring and dumps beneath.
+
+`export_torch` is imported when it is first used: recording must not wait for it.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from echelon.recorder.recorder import span, step, watch
 
-__all__ = ["span", "step", "watch"]
+if TYPE_CHECKING:
+    from echelon.recorder.torch_export import export_torch
+
+__all__ = ["span", "step", "watch", "export_torch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "export_torch":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from echelon.recorder.torch_export import export_torch
+
+    return export_torch
