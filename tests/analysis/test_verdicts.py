@@ -423,6 +423,15 @@ def everybody_waits_for_data() -> Job:
     return job
 
 
+@story("host_hang", [1])
+def hangs_before_it_comes_to_the_meeting() -> Job:
+    job = Job(3)
+    for rank in job.others(1):
+        rank.span("store", detail="gather ranks")
+    job[1].stands("train.py", 12, "load_everything")
+    return job
+
+
 # ---- orders, pairs, transports ----
 
 

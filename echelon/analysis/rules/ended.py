@@ -243,6 +243,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
                 f"rank {ending.rank} last called {operation} #{sequence} of group '{group}'"
             )
     lines += _reports_of(picture, ending.rank)
+    lines += _same_elsewhere(picture, facts)
     return Finding(
         cause=ending.cause,
         culprit_ranks=(ending.rank,),
@@ -265,6 +266,21 @@ def _reports_of(picture: Picture, rank: int) -> list[str]:
         if other != rank and ("PeerLost" in text or "Timeout" in text):
             return [f"rank {other} recorded: {text.splitlines()[0]}"]
     return []
+
+
+def _same_elsewhere(picture: Picture, facts: RankEvidence) -> list[str]:
+    """Say which other ranks raised the same exception at the same line: then no rank is special."""
+    words = facts.last_words
+    if words is None:
+        return []
+    same = [
+        other
+        for other, theirs in picture.evidence.ranks.items()
+        if other != facts.rank
+        and theirs.last_words is not None
+        and (theirs.last_words.type, theirs.last_words.site) == (words.type, words.site)
+    ]
+    return [f"{rank_list(same)} raised the same there, later than this one"] if same else []
 
 
 def _next_action(facts: RankEvidence, ending: Ending) -> str:

@@ -81,7 +81,8 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 
     A rank that is itself inside an operation with all its members waits for the transport; while
     another rank sits in no operation at all, that one comes first. A rank that is inside what its
-    peers have completed waits for its own device.
+    peers have completed waits for its own device. Before there is a group, ranks meet at the store:
+    those that are there wait for those that are not.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -94,11 +95,18 @@ def suspects(picture: Picture) -> tuple[int, ...]:
         return tuple(sorted(behind))
     if picture.graph.waits or picture.evidence.incident.kind != "stall":
         return ()
-    return tuple(
+    running = [
         rank
         for rank, facts in picture.evidence.ranks.items()
         if facts.host.alive is not False and not is_inside(facts)
-    )
+    ]
+    elsewhere = [rank for rank in running if not _is_at_store(picture.evidence.ranks[rank])]
+    return tuple(elsewhere or running)
+
+
+def _is_at_store(facts: RankEvidence) -> bool:
+    span = innermost_span(facts)
+    return span is not None and span.name == "store"
 
 
 def _outside_all_operations(picture: Picture, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -382,7 +390,7 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
     words = _SPAN_WORDS[cause].format(
         age=seconds(age_s) if age_s else "some time",
         at=f" ({site})" if site else "",
-        detail=f" (key {span.detail!r})" if span.detail else "",
+        detail=f", {span.detail!r}" if span.detail else "",
     )
     lines = [f"rank {facts.rank}: span '{span.name}' is open" + (f" at {site}" if site else "")]
     if span.detail:
