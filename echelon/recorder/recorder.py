@@ -183,10 +183,10 @@ class Recorder:
         """Record that the backend took the operation up."""
         self._ring.mark_started(record, monotonic_ns())
 
-    def completed(self, record: int) -> None:
-        """Record that the operation is done on this rank."""
+    def completed(self, record: int, at_mono_ns: int | None = None) -> None:
+        """Record that the operation is done on this rank, now or at a time already past."""
         now = monotonic_ns()
-        self._ring.mark_ended(record, now, _COMPLETED)
+        self._ring.mark_ended(record, at_mono_ns or now, _COMPLETED)
         self._live[_PROGRESS] = now
 
     def failed(self, record: int, error: BaseException) -> None:
