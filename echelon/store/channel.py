@@ -213,10 +213,7 @@ def _shake_hands(channel: Channel, secret: bytes | None, deadline: Deadline) -> 
         raise StoreProtocolError(f"the server answered PING with {answer.hex()}: no store server")
     client_nonce = trust.new_nonce()
     channel.send(p.encode(p.HELLO, client_nonce, p.EXTENSION_VERSION), deadline)
-    status, payload = channel.take_frame(deadline)
-    if status != p.OK:
-        raise StoreConnectionError(payload.decode("utf-8", "replace"))
-    instance, server_nonce, proof = p.unpack_strings(payload)
+    instance, server_nonce, proof = _take_welcome(channel, deadline)
     if secret is not None:
         expected = trust.server_proof(secret, client_nonce, server_nonce)
         if not server_nonce or not trust.is_equal(proof, expected):
@@ -229,3 +226,12 @@ def _shake_hands(channel: Channel, secret: bytes | None, deadline: Deadline) -> 
     elif server_nonce:
         raise StoreConnectionError("the server demands a secret: pass secret=...")
     channel.instance = instance
+
+
+def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
+    """Return what our server answers to HELLO: its instance, its nonce, its proof."""
+    status, payload = channel.take_frame(deadline)
+    if status != p.OK:
+        raise StoreConnectionError(payload.decode("utf-8", "replace"))
+    instance, server_nonce, proof = p.unpack_strings(payload)
+    return instance, server_nonce, proof

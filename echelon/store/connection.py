@@ -55,7 +55,6 @@ class Connection(asyncio.Protocol):
         self.hub = hub
         self.state = hub.state
         self.peer = "?"
-        self.address: tuple[str, int, str, int] = ("", 0, "", 0)
         self.standing = Standing.NEW
         self.since = hub.loop.time()
         self.partial_bytes = 0
@@ -73,6 +72,15 @@ class Connection(asyncio.Protocol):
         self._nonces = (b"", b"")
 
     @property
+    def address(self) -> tuple[str, int, str, int] | None:
+        """Far address and port, near address and port; None when the peer has gone."""
+        transport = self._transport
+        if transport is None:
+            return None
+        far, near = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        return (far[0], far[1], near[0], near[1]) if far and near else None
+
+    @property
     def num_unread_bytes(self) -> int:
         """Bytes of replies that the peer has not taken yet."""
         transport = self._transport
@@ -84,10 +92,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Note the numeric peer, and turn it away if the server is full."""
         self._transport = cast(asyncio.Transport, transport)
-        far, near = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-        if far and near:
+        far = transport.get_extra_info("peername")
+        if far:
             self.peer = f"{far[0]}:{far[1]}"
-            self.address = (far[0], far[1], near[0], near[1])
         self._transport.set_write_buffer_limits(high=self.hub.limits.unread_bytes)
         if not self.hub.accept(self):
             self.refuse(f"server is full ({self.hub.limits.num_connections} connections)")

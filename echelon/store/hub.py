@@ -54,7 +54,7 @@ class Hub:
         self.num_refused = 0
         self.connections: set[Connection] = set()
         self._watchers: dict[bytes, set[Connection]] = {}
-        self._asked: list[Connection] = []
+        self._asked: dict[Connection, tuple[str, int, str, int]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._old_promises: dict[Any, bytes] = {}
         self._sweep_s = min(_SWEEP_S, limits.handshake_s / 2, limits.command_s / 2)
@@ -142,13 +142,16 @@ class Hub:
 
     def look_up(self, connection: Connection) -> None:
         """Decide about a client that cannot prove the secret, now or a moment later."""
-        address = trust.plain_address(connection.address[0])
+        ends = connection.address
+        if ends is None:
+            return
+        address = trust.plain_address(ends[0])
         if address in self.admitted_addresses:
             self.loop.call_soon(connection.settle, True)
         elif not trust.is_loopback(address):
             self.loop.call_soon(connection.settle, False)
         else:
-            self._asked.append(connection)
+            self._asked[connection] = ends
             if self._asking is None:
                 self._asking = self.loop.create_task(self._ask_kernel())
 
@@ -156,13 +159,10 @@ class Hub:
         """Find out whose the waiting loopback peers are, all in one look."""
         try:
             while self._asked:
-                asked, self._asked = self._asked, []
-                uids = await self.loop.run_in_executor(
-                    None, trust.owner_uids, [connection.address for connection in asked]
-                )
-                for connection in asked:
-                    ports = (connection.address[1], connection.address[3])
-                    connection.settle(uids.get(ports) == os.getuid())
+                asked, self._asked = self._asked, {}
+                uids = await self.loop.run_in_executor(None, trust.owner_uids, list(asked.values()))
+                for connection, (_, far_port, _, near_port) in asked.items():
+                    connection.settle(uids.get((far_port, near_port)) == os.getuid())
         finally:
             self._asking = None
 

@@ -165,13 +165,16 @@ _KEY_VALUE: Final = 1
 _KEY: Final = 2
 _KEY_INT: Final = 3
 _KEYS: Final = 4
-_FAST: Final = {"KV": _KEY_VALUE, "K": _KEY, "Kq": _KEY_INT, "k": _KEYS}
+_NUMBER: Final = 5
+_FAST: Final = {"KV": _KEY_VALUE, "K": _KEY, "Kq": _KEY_INT, "k": _KEYS, "I": _NUMBER}
 _OUR_SHAPES: Final = bytes(_FAST.get(_FIELDS.get(query, ""), 0) for query in range(256))
 _TORCH_SHAPES: Final = _OUR_SHAPES[:HELLO] + bytes(256 - HELLO)
 _NO_SHAPES: Final = bytes(256)
 
 _MIN_RUN: Final = 8  # commands of equal lengths in a row from which on they are cut out together
 _MAX_RUN_STRUCTS: Final = 256
+
+_OPENING: Final = bytes((VALIDATE,)) + _U32.pack(VALIDATE_MAGIC)
 
 _Steps = Generator[int, bytes, Message | None]
 
@@ -196,12 +199,13 @@ class Parser:
         self.extensions = False
         self._held = bytearray()
         self._budget = 0
-        self._steps: _Steps | None = self._handshake()
-        self._need = next(self._steps)
+        self._steps: _Steps | None = None
+        self._need = 0
+        self._is_fresh = True
 
     @property
     def is_inside_command(self) -> bool:
-        """Whether a command was begun and is not complete."""
+        """Whether a command, or the handshake, was begun and is not complete."""
         return self._steps is not None
 
     def feed(self, data: bytes) -> list[Message]:
@@ -216,7 +220,10 @@ class Parser:
             data = bytes(self._held)
             self._held.clear()
         try:
-            position = 0 if self._steps is None else self._advance(data, 0, out)
+            if self._is_fresh:
+                position = self._open(data, out)
+            else:
+                position = 0 if self._steps is None else self._advance(data, 0, out)
             self._scan(data, position, out)
         except StoreProtocolError as error:
             self.violation = str(error)
@@ -232,7 +239,15 @@ class Parser:
             query = data[position]
             shape = shapes[query]
             key_at = position + 9
-            if shape and key_at <= size:
+            if shape == _NUMBER:
+                if position + 5 <= size:
+                    (number,) = _U32.unpack_from(data, position + 1)
+                    out.append((query, number))
+                    self._note_ping(number)
+                    shapes = self._shapes()
+                    position += 5
+                    continue
+            elif shape and key_at <= size:
                 (length,) = read_u64(data, position + 1)
                 key_end = key_at + length
                 if shape == _KEY_VALUE:
@@ -273,6 +288,15 @@ class Parser:
             self._need = self._first_need(out)
             position = self._advance(data, position + 1, out)
             shapes = self._shapes()
+
+    def _open(self, data: bytes, out: list[Message]) -> int:
+        """Take the first bytes of the connection; return where the first command begins."""
+        self._is_fresh = False
+        if data.startswith(_OPENING):
+            return len(_OPENING)
+        self._steps = self._handshake()
+        self._need = next(self._steps)
+        return self._advance(data, 0, out)
 
     def _shapes(self) -> bytes:
         """Return which queries of this peer may take the fast path."""
@@ -348,9 +372,14 @@ class Parser:
                     of_key = kind == "k" or index % 2 == 0
                     strings.append((yield self._allowed(query, "K" if of_key else "V", length)))
                 message.append(strings)
-        if query == PING and message[1] == OUR_NONCE:
-            self.extensions = True
+        if query == PING:
+            self._note_ping(message[1])
         return tuple(message)
+
+    def _note_ping(self, nonce: object) -> None:
+        """Understand our queries from here on if the peer announces itself as ours."""
+        if nonce == OUR_NONCE:
+            self.extensions = True
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
         """Return `length` if a string of it may still come in this command."""
