@@ -19,6 +19,7 @@ class Limits:
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
     oom_kills: int | None = None
+    frozen: bool | None = None
 
 
 def limits(pid: int, denied: list[str]) -> Limits:
@@ -30,7 +31,9 @@ def limits(pid: int, denied: list[str]) -> Limits:
             value = _row(text, row) if row else _number(text.strip())
             if value is not None:
                 found.setdefault(field, value * unit)
-    return Limits(**{field: value for field, value in found.items() if value < _UNLIMITED})
+    frozen = found.pop("frozen", None)
+    known = {field: value for field, value in found.items() if value < _UNLIMITED}
+    return Limits(**known, frozen=None if frozen is None else bool(frozen))
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
@@ -57,6 +60,7 @@ _SOURCES: dict[bool, tuple[tuple[str, str, str, int], ...]] = {
         ("memory_bytes", "memory.current", "", 1),
         ("memory_limit_bytes", "memory.max", "", 1),
         ("oom_kills", "memory.events", "oom_kill", 1),
+        ("frozen", "cgroup.events", "frozen", 1),
     ),
 }
 

@@ -31,6 +31,7 @@ from zlib import crc32
 
 from echelon.recorder import sites
 from echelon.recorder.environment import Settings
+from echelon.recorder.liveness import HEARTBEAT_S
 from echelon.recorder.ring import OPERATION_FIXED_STRUCT, SPAN_FIXED_STRUCT, Ring
 from echelon.recorder.schema import (
     MAX_DIMS,
@@ -59,7 +60,6 @@ def _range_of(code: str) -> tuple[int, int]:
     return (0, (1 << bits) - 1) if code.isupper() else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
 
 
-HEARTBEAT_S = 0.5
 NOT_RECORDED = -1
 _MAX_CALLS = 4096  # cached encodings; a program with more dynamic shapes encodes again
 _MAX_TIMEOUT_S = 1e9

@@ -321,6 +321,7 @@ class HostFacts:
     later_stacks: str = ""  # the stacks at the second look
     later_heartbeat_mono_ns: int = 0  # the Python heartbeat at the second look
     num_threads: int | None = None
+    frozen: bool | None = None  # its cgroup is
     throttled_share: float | None = None  # of the sample, by the cgroup's processor limit
     memory_bytes: int | None = None  # of the cgroup, and its limit
     memory_limit_bytes: int | None = None

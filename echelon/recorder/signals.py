@@ -35,16 +35,17 @@ def sample(pid: int) -> Sample:
     """Look at a process once; an ended one gives an empty state."""
     denied: list[str] = []
     stat = read_text(f"/proc/{pid}/stat", "stat", denied)
+    status = read_text(f"/proc/{pid}/status", "status", denied)
+    wait_channel = read_text(f"/proc/{pid}/wchan", "wchan", denied)
     fields = stat.rpartition(")")[2].split()
     if len(fields) < 22:
         return Sample(not_permitted=tuple(denied))
-    status = read_text(f"/proc/{pid}/status", "status", denied)
     return Sample(
         state=fields[0],
         start_ticks=int(fields[19]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
-        wait_channel=read_text(f"/proc/{pid}/wchan", "wchan", denied).strip("0\n"),
+        wait_channel=wait_channel.strip("0\n"),
         caught_signals=int(status.partition("\nSigCgt:")[2].partition("\n")[0] or "0", 16),
         not_permitted=tuple(denied),
     )
@@ -109,6 +110,7 @@ class Surroundings:
         return replace(
             host,
             num_threads=_num_threads(self._pid, denied),
+            frozen=now.frozen,
             throttled_share=throttled,
             memory_bytes=now.memory_bytes,
             memory_limit_bytes=now.memory_limit_bytes,

@@ -1,0 +1,69 @@
+"""How far this host's monotonic clock is from rank 0's, so that ranks line up in time.
+
+Ranks of one host share the kernel's clock: their offset is 0, exactly. Between hosts it is measured
+by round trips, as NTP does it: rank 0's answer was read somewhere between my question and its
+arrival, so the middle is the best guess and half the round trip bounds the error. The shortest of
+several round trips is the best one. Monotonic clocks drift apart by some microseconds a second, so
+a long job measures again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """A stamp of this host lies on rank 0's clock at stamp + offset_ns, within error_ns."""
+
+    offset_ns: int
+    error_ns: int
+
+
+SAME_CLOCK = ClockOffset(0, 0)
+
+
+def clock_id() -> str:
+    """Name this process's monotonic clock: two with equal names read the same one.
+
+    That is one boot of one kernel, and one time namespace of it. "" if that cannot be known.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    try:
+        return f"{boot}/{Path('/proc/self/ns/time').stat().st_ino}"
+    except OSError:
+        return boot  # a kernel without time namespaces
+
+
+def measure_offset(
+    ask: Callable[[], int],
+    *,
+    num_rounds: int = NUM_ROUNDS,
+    now: Callable[[], int] = time.monotonic_ns,
+) -> ClockOffset:
+    """Measure the offset to rank 0's clock by round trips.
+
+    Args:
+        ask: makes one round trip to rank 0 and returns its monotonic clock, in ns. What it raises
+            goes through.
+        num_rounds: at least 1.
+        now: this host's monotonic clock, in ns.
+    """
+    best: ClockOffset | None = None
+    for _ in range(num_rounds):
+        asked = now()
+        theirs = ask()
+        answered = now()
+        error = (answered - asked + 1) // 2
+        if best is None or error < best.error_ns:
+            best = ClockOffset(theirs - (asked + answered) // 2, error)
+    assert best is not None, num_rounds
+    return best
