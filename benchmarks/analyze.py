@@ -3,6 +3,7 @@
     python benchmarks/analyze.py                         # 64, 256 and 1024 ranks, both formats
     python benchmarks/analyze.py --ranks 16384 --formats echelon
     python benchmarks/analyze.py --torch-ranks 64,256    # where torch's analyzer is run too
+    python benchmarks/analyze.py --sets tests/data/torch_dumps     # verdicts on recorded dumps
 
 Makes folders of dumps (2000 operations a rank over 3 groups: the world, groups of 8 neighbours, and
 groups across them; one rank hangs), analyses each in a fresh process, and prints a table of wall
@@ -16,13 +17,14 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -270,9 +272,66 @@ def measure_torch_analyzer(folder: Path, timeout_s: float) -> Figure | None:
     return run(command, timeout_s=timeout_s)
 
 
+# ---- recorded sets with known truth ----
+
+
+def compare_sets(root: Path) -> None:
+    """Print what we and torch's analyzer say of each recorded set."""
+    print("| set | truth | fr-analyze | torch's analyzer |")
+    print("|---|---|---|---|")
+    ours_right = theirs_right = count = 0
+    for path in sorted(root.glob("*/*/truth.json")):
+        truth = json.loads(path.read_text())
+        wanted = set(truth["culprit_ranks"])
+        ours = json.loads(
+            run([sys.executable, "-m", "echelon.analysis", str(path.parent), "--json"]).said
+        )
+        verdict = ours["verdict"] or {"cause": "healthy", "culprit_ranks": []}
+        well = truth["cause"] == "healthy"
+        right = set(verdict["culprit_ranks"]) == wanted and (verdict["cause"] == "healthy") == well
+        theirs, named = _torch_says(path.parent)
+        count, ours_right = count + 1, ours_right + right
+        theirs_right += named == wanted and (theirs == "no finding") == well
+        print(
+            f"| {path.parent.relative_to(root)} | {truth['cause']} {_ranks(wanted)} | "
+            f"{verdict['cause']} {_ranks(verdict['culprit_ranks'])} | {theirs} |"
+        )
+    print(f"\nculprits exact: fr-analyze {ours_right} of {count}, torch {theirs_right} of {count}")
+
+
+def _torch_says(folder: Path) -> tuple[str, set[int] | None]:
+    """Run torch's analyzer on a copy of a set without its truth; return words and ranks named."""
+    files = [path for path in folder.iterdir() if path.name != "truth.json"]
+    prefix = files[0].name.rstrip("0123456789")
+    with tempfile.TemporaryDirectory() as copy:
+        for file in files:
+            shutil.copy(file, copy)
+        program = Path(sys.executable).with_name("torchfrtrace")
+        if not program.exists():
+            return "not installed", None
+        command = [str(program), copy, "--prefix", prefix]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    text = done.stdout + done.stderr
+    if "Traceback" in text:
+        return f"crash: {text.strip().splitlines()[-1][:60]}", None
+    named = {int(rank) for rank in re.findall(r"Culprit rank (\d+)", text)}
+    for missing in re.findall(r"missing ranks: \{([\d, ]+)\}", text):
+        named |= {int(rank) for rank in missing.split(",")}
+    if named:
+        return f"names {_ranks(named)}", named
+    return ("errors, no rank", None) if "has errors" in text else ("no finding", set())
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
 def main() -> int:
     """Make folders, analyse them, print the table."""
     options = _parser().parse_args()
+    if options.sets is not None:
+        compare_sets(options.sets)
+        return 0
     print("| ranks | operations | dumps | fr-analyze | peak memory | torch's analyzer | its peak |")
     print("|---|---|---|---|---|---|---|")
     for ranks in options.ranks:
@@ -314,6 +373,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--formats", type=lambda t: t.split(","), default=["echelon", "torch"])
     parser.add_argument("--torch-ranks", type=_numbers, default=[64, 256], metavar="N,N,...")
     parser.add_argument("--torch-timeout", type=float, default=900.0, metavar="SECONDS")
+    parser.add_argument(
+        "--sets", type=Path, metavar="DIR", help="compare verdicts on these instead"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", help="where the dumps go while measuring (default: temporary)")
     return parser

@@ -255,11 +255,11 @@ class WaitForStore(InSpan):
 
 
 class HoldLock(Worker):
-    """Sleep in C with the interpreter's lock held."""
+    """Compute in C for hours, with the interpreter's lock held."""
 
     def compute(self) -> None:
         if self.is_due:
-            ctypes.PyDLL(None).sleep(1000)
+            pow(7, 1 << 33)  # a sleep in C would be ended by the signal that asks for stacks
         super().compute()
 
 
@@ -328,6 +328,9 @@ class UseUpMemory(Worker):
 
 class LagBehind(Worker):
     """Be slower than the others in every step."""
+
+    def num_steps(self) -> int:
+        return 80
 
     def compute(self) -> None:
         time.sleep(0.03 if self.is_culprit else 0.005)

@@ -524,6 +524,32 @@ def last_again_and_again() -> Job:
     return job
 
 
+@story("straggler", [2], "")
+def slow_before_the_first_of_several_buckets() -> Job:
+    job = Job(4)
+    for _ in range(60):
+        for rank in job.ranks:
+            rank.wait(0.02 if rank.rank == 2 else 0.004)
+        for bucket in range(4):
+            latest = max(rank.now_ns for rank in job.ranks)
+            for rank in job.ranks:
+                rank.all_reduce(shape=(bucket + 1,), took_s=(latest - rank.now_ns) / 1e9 + 0.001)
+                rank.wait(((rank.rank + bucket) % 4) * 1e-6)
+    return job
+
+
+@story("unknown", [1])
+def a_stall_that_was_over_before_the_snapshot() -> Job:
+    job = Job(3).train(4)
+    job[1].wait(4.0)
+    latest = job[1].now_ns
+    for rank in job.ranks:
+        rank.all_reduce(took_s=(latest - rank.now_ns) / 1e9 + 0.001)
+    job.train(2)
+    job[0].call("barrier", shape=None, inside=True, group="alone", ranks=(0,))
+    return job
+
+
 @story("unknown", [], "failure")
 def nothing_explains_the_failure() -> Job:
     return Job(2).train(2)

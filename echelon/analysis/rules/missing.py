@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+import numpy as np
+
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
 from echelon.analysis.picture import Picture
+from echelon.analysis.timing import arrivals
+
+_LATE_S = 1.0  # a stall that was over before the snapshot: how late somebody must have been
 
 
 def find_missing(picture: Picture) -> list[Finding]:
@@ -33,6 +38,9 @@ def find_unknown(picture: Picture) -> list[Finding]:
     incident = picture.evidence.incident
     if incident.kind not in ("failure", "stall"):
         return []
+    late = _latest_arrival(picture)
+    if late is not None and incident.kind == "stall":
+        return [late]
     ringless = tuple(rank for rank, facts in picture.evidence.ranks.items() if not facts.has_ring)
     settles = ["a second snapshot a few seconds later", "the stderr of every rank"]
     if ringless:
@@ -50,3 +58,36 @@ def find_unknown(picture: Picture) -> list[Finding]:
             next_action="Take another snapshot a few seconds later, and read the ranks' stderr.",
         )
     ]
+
+
+def _latest_arrival(picture: Picture) -> Finding | None:
+    """Look for a stall that was over before the snapshot: who came far later than all others?"""
+    worst: tuple[int, int, str, int, str] | None = None
+    for lanes in picture.lanes:
+        found = arrivals(lanes)
+        if found is None:
+            continue
+        place = int(np.argmax(found.cost_ns))
+        member = int(found.last[place])
+        row = lanes.row(member, int(found.columns[place]))
+        call = picture.evidence.call(row).operation
+        sequence = int(lanes.sequences[found.columns[place]])
+        this = (int(found.cost_ns[place]), int(found.members[member]), lanes.name, sequence, call)
+        worst = this if worst is None else max(worst, this)
+    if worst is None or worst[0] < _LATE_S * 1e9:
+        return None
+    cost_ns, rank, group, sequence, operation = worst
+    late = seconds(cost_ns / 1e9)
+    return Finding(
+        cause=Cause.UNKNOWN,
+        culprit_ranks=(rank,),
+        confidence=Confidence.POSSIBLE,
+        group=group,
+        operation=operation,
+        sequence=sequence,
+        summary=f"rank {rank} came {late} after all others to {operation} #{sequence} of group "
+        f"'{group}'; the job went on before the snapshot could show why",
+        evidence=(f"rank {rank} came {late} late, and all completed the {operation}",),
+        would_settle=(f"a snapshot while rank {rank} is late",),
+        next_action=f"Look at what rank {rank} did before that call; mark it by a span.",
+    )

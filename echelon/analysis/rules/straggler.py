@@ -2,6 +2,9 @@
 
 It is a verdict only where it matters: last in at least 80 % of at least 50 collectives of a group,
 and at least 20 % of the time goes into waiting for it. Below that it is worth a line.
+
+Only meetings count: collectives in which somebody really waited. Of four buckets that follow each
+other, the first takes up the slow rank's delay, and who is last in the other three is chance.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from echelon.analysis.timing import Arrivals, arrivals
 MIN_COLLECTIVES = 50
 LAST_SHARE = 0.8
 COST_SHARE = 0.2
+MEETING_SHARE = 0.1  # of the larger delays: below it nobody really waited
 NOTED_LAST_SHARE = 0.5  # below the verdict: what is still worth a line
 NOTED_COST_SHARE = 0.05
 
@@ -46,13 +50,15 @@ class Laggard:
 
 def laggard(found: Arrivals) -> Laggard | None:
     """Return who was last most often, None if there are too few collectives to say."""
-    count = found.lag_ns.shape[1]
+    spread = found.lag_ns.max(axis=0)
+    meeting = spread >= max(1.0, MEETING_SHARE * float(np.percentile(spread, 90)))
+    count = int(meeting.sum())
     if count < MIN_COLLECTIVES or found.span_s <= 0:
         return None
-    last = found.last
+    last, cost_ns = found.last[meeting], found.cost_ns[meeting]
     often = int(np.bincount(last, minlength=len(found.members)).argmax())
     mine = last == often
-    cost_s = float(found.cost_ns[mine].sum()) / 1e9
+    cost_s = float(cost_ns[mine].sum()) / 1e9
     return Laggard(
         group=found.group,
         rank=int(found.members[often]),
@@ -88,10 +94,10 @@ def _describe(picture: Picture, found: Laggard) -> Finding:
         confidence=Confidence.CERTAIN if found.is_straggler else Confidence.POSSIBLE,
         group=found.group,
         summary=f"rank {rank} was the last of {found.group_size} in {found.last_share:.0%} of "
-        f"{found.num_collectives} collectives of group '{found.group}' and cost "
+        f"{found.num_collectives} meetings of group '{found.group}' and cost "
         f"{found.cost_share:.0%} of the time ({seconds(found.cost_s)})",
         evidence=(
-            f"rank {rank} came last in {found.last_share:.0%} of {found.num_collectives}",
+            f"rank {rank} was last in {found.last_share:.0%} of {found.num_collectives} meetings",
             f"the others waited {seconds(found.cost_s)} for rank {rank} alone",
         ),
         fallout_ranks=others if found.is_straggler else (),
