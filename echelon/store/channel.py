@@ -15,6 +15,7 @@ from echelon.errors import StoreConnectionError, StoreProtocolError
 from echelon.store import protocol as p
 from echelon.store import trust
 from echelon.store.deadline import Deadline
+from echelon.store.keepalive import keep_alive
 
 _RECEIVE_BYTES = 64 << 10
 _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
@@ -185,19 +186,10 @@ def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
             problem = error
             continue
         dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(dialled)
+        keep_alive(dialled)
         dialled.setblocking(False)
         return dialled
     raise problem
-
-
-def _keep_alive(connected: socket.socket) -> None:
-    """Have the kernel notice a peer whose machine is gone, within about half a minute."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        option = getattr(socket, name, None)
-        if option is not None:
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _shake_hands(channel: Channel, secret: bytes | None, deadline: Deadline) -> None:

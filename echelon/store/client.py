@@ -12,6 +12,7 @@ may not (add, append, compare_set, queue operations, rounds) fails, and says so.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -141,7 +142,7 @@ class TCPStore(Store):
         if connections is not None:
             connections.close()
         hosted, self._hosted = getattr(self, "_hosted", None), None
-        if hosted is not None:
+        if hosted is not None and hosted.pid == os.getpid():  # a forked child hosts nothing
             hosted.leave()
 
     def __del__(self) -> None:

@@ -6,12 +6,18 @@ one to close stops it.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
 
 class Hosted:
-    """A server in this process, and how many stores share it."""
+    """A server in this process, and how many stores share it.
+
+    Attributes:
+        port: where it listens.
+        pid: the process that hosts it.
+    """
 
     def __init__(self, host: str, port: int, secret: bytes | None, listen_fd: int | None) -> None:
         from echelon.store.server import StoreServer
@@ -20,6 +26,7 @@ class Hosted:
             host, port, secret=secret, listen_fd=listen_fd, bind_all_if_foreign=True
         ).start()
         self.port = self._server.port
+        self.pid = os.getpid()
         self._num_stores = 1
 
     def share(self) -> Hosted:

@@ -28,6 +28,7 @@ from echelon.errors import StoreError
 from echelon.store import trust
 from echelon.store.connection import Connection
 from echelon.store.hub import Hub, log
+from echelon.store.keepalive import keep_alive
 from echelon.store.protocol import Limits
 from echelon.store.statistics import StoreStatistics
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BACKLOG = 4096
+_BIND_TRIES = 10
 _CLOSE_S = 5.0
 _WIND_DOWN_S = 0.02
 
@@ -252,15 +254,14 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise StoreError(f"store server: cannot resolve {host!r}: {error}") from None
-    bound: list[socket.socket] = []
-    problem: OSError | None = None
-    for family, _, _, _, address in dict.fromkeys(found):
-        if bound:
-            port = bound[0].getsockname()[1]
-        try:
-            bound.append(_listen(family, (str(address[0]), port, *address[2:])))
-        except OSError as error:
-            problem = error
+    addresses = [(info[0], info[4]) for info in dict.fromkeys(found)]
+    bound, problem = _bind_all(addresses, port)
+    for _ in range(_BIND_TRIES):
+        if port or problem is None or problem.errno != errno.EADDRINUSE:
+            break
+        for listener in bound:  # the port that was free for one address is taken for the next
+            listener.close()
+        bound, problem = _bind_all(addresses, port)
     if bound:
         return bound
     assert problem is not None
@@ -278,11 +279,28 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
     )
 
 
+def _bind_all(
+    addresses: list[tuple[int, Any]], port: int
+) -> tuple[list[socket.socket], OSError | None]:
+    """Bind what can be bound, all to one port; return the sockets and the last problem."""
+    bound: list[socket.socket] = []
+    problem: OSError | None = None
+    for family, address in addresses:
+        if bound:
+            port = bound[0].getsockname()[1]
+        try:
+            bound.append(_listen(family, (str(address[0]), port, *address[2:])))
+        except OSError as error:
+            problem = error
+    return bound, problem
+
+
 def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
     """Return a listening socket; the caller owns it."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keep_alive(listener)  # what is accepted inherits it: a machine that is gone is noticed
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)
