@@ -109,6 +109,10 @@ class Recorder:
         """Who this black box says it belongs to."""
         return self._ring.identity
 
+    def num_records(self) -> int:
+        """Return how many operations and spans were recorded so far."""
+        return self._live[Live.NUM_OPERATIONS] + self._live[Live.NUM_SPANS]
+
     def identify(self, **changes: Any) -> None:
         """Replace some of the identity's fields, such as the world size or the clock offset."""
         self._ring.write_identity(self._ring.identity.changed(**changes))

@@ -1,0 +1,286 @@
+"""Measure what recording costs: beside torch's flight recorder, and within a training step.
+
+    python benchmarks/recorder.py [--rounds N] [--only NAME] [--markdown FILE]
+
+All costs are processor time of the thread or process that is measured, not time on the wall: so
+what else the machine does disturbs them less. Cases:
+
+    operation   one operation, recorded with its call site: best of N rounds of 20,000
+    torch       the same in torch's recorder: a Gloo all_reduce on a world of one, with its recorder
+                on and off, in fresh processes in turn; the medians' difference
+    ring        a full ring of 4096 operations: read it, write its dump
+    step        a training step of examples/train_gpt.py with our recorder on and off, in turn
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import echelon.recorder.recorder as black_box
+from echelon.recorder import span, step
+from echelon.recorder.dump import write_dump
+from echelon.recorder.read import read_ring
+from echelon.recorder.recorder import Recorder
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NUM_CALLS = 20_000
+NUM_SLOTS = 4096
+SHAPES = ((1024, 1024),)
+STEPS_A_RUN = 2
+TARGET_OPERATION_US = 3.0
+TARGET_RING_MS = 20.0
+TARGET_STEP_SHARE = 0.01
+
+TORCH = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.zeros(1)
+def rounds(count):
+    for _ in range(count):
+        dist.all_reduce(x)
+rounds(2000)
+began = time.process_time()
+rounds({count})
+print((time.process_time() - began) / {count} * 1e6)
+import pickle
+from torch._C._distributed_c10d import _dump_fr_trace
+print(len(pickle.loads(_dump_fr_trace()).get("entries", [])))
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    value: str
+    target: str = ""
+    met: str = ""
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record into a ring in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ECHELON_RANK_DIR"] = str(Path(folder) / "rank")
+        recorder = black_box.current()
+        assert recorder is not None, "no ring could be made"
+        yield recorder
+
+
+def cost_us(one: Callable[[], None], rounds: int, count: int = NUM_CALLS) -> tuple[float, float]:
+    """Return the (smallest, median) processor time of a call."""
+    results = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        for _ in range(count):
+            one()
+        results.append((time.thread_time() - began) / count * 1e6)
+    return min(results), statistics.median(results)
+
+
+def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, float]]:
+    """Measure each call of the recorder; a loop's own cost is in them."""
+    group = recorder.group("world", range(8))
+
+    def begin() -> int:
+        return recorder.begin(
+            group, "all_reduce", sequence=7, dtype="float32", shapes=SHAPES, num_bytes=4 << 20,
+            reduce_op="sum", timeout_s=600.0,
+        )  # fmt: skip
+
+    def begin_complete() -> None:
+        recorder.completed(begin())
+
+    def begin_start_complete() -> None:
+        number = begin()
+        recorder.started(number)
+        recorder.completed(number)
+
+    def one_span() -> None:
+        with span("compute"):
+            pass
+
+    return {
+        "begin + complete": cost_us(begin_complete, rounds),
+        "begin + start + complete": cost_us(begin_start_complete, rounds),
+        "span": cost_us(one_span, rounds),
+        "step": cost_us(step, rounds),
+    }
+
+
+def torch_cost_us(rounds: int) -> tuple[float, list[float], list[float]] | None:
+    """Return (median difference, costs with torch's recorder, without); None without torch."""
+    costs: dict[int, list[float]] = {NUM_SLOTS: [], 0: []}
+    for _ in range(rounds):
+        for size, results in costs.items():
+            env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            env["TORCH_FR_BUFFER_SIZE"] = env["TORCH_NCCL_TRACE_BUFFER_SIZE"] = str(size)
+            done = subprocess.run(
+                [sys.executable, "-c", TORCH.format(count=NUM_CALLS)],
+                env=env, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode:
+                print(f"torch: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+                return None
+            cost, num_entries = done.stdout.split()
+            assert (int(num_entries) > 0) == (size > 0), "torch's recorder did not obey"
+            results.append(float(cost))
+    difference = statistics.median(costs[NUM_SLOTS]) - statistics.median(costs[0])
+    return difference, costs[NUM_SLOTS], costs[0]
+
+
+def ring_costs_ms(recorder: Recorder, rounds: int) -> tuple[float, float, int]:
+    """Return the median times of reading a full ring and writing its dump, and the dump's size."""
+    group = recorder.group("world", range(8))
+    for i in range(NUM_SLOTS + 1):
+        shapes = ((i % 97, 64),)
+        number = recorder.begin(group, "all_reduce", sequence=i, dtype="float32", shapes=shapes)
+        recorder.started(number)
+        recorder.completed(number)
+    path = Path(os.environ["ECHELON_RANK_DIR"]) / "ring"
+    reads, writes = [], []
+    for _ in range(rounds):
+        began = time.process_time()
+        record = read_ring(path)
+        read_by = time.process_time()
+        write_dump(record, path.with_name("dump"))
+        reads.append((read_by - began) * 1e3)
+        writes.append((time.process_time() - read_by) * 1e3)
+    assert len(record.operations) == NUM_SLOTS
+    size = path.with_name("dump").stat().st_size
+    return statistics.median(reads), statistics.median(writes), size
+
+
+def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
+    """Train with the recorder on and off in turn; return processor times of a step."""
+    sys.path.insert(0, str(EXAMPLES))
+    from gpt.data import load_dataset
+    from gpt.loop import Trainer, TrainingSettings
+    from gpt.model import GPTConfig
+
+    import echelon.dist as dist
+
+    settings = TrainingSettings(steps=10_000, batch=16, lr=3e-3, warmup=50, clip=1.0, seed=0)
+    config = GPTConfig(layers=4, width=128, heads=4, context=128)
+    world = dist.init()
+    trainer = Trainer.build(config, settings, load_dataset(None).train, world=world)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    trainer.train_step()
+    before = recorder.num_records()
+    trainer.train_step()
+    records = recorder.num_records() - before
+    for run in range(2 * rounds):
+        is_on = run % 2 == 0
+        black_box._recorder = recorder if is_on else None
+        began = time.process_time()
+        for _ in range(STEPS_A_RUN):
+            trainer.train_step()
+        times[is_on].append((time.process_time() - began) / STEPS_A_RUN * 1e3)
+    black_box._recorder = recorder
+    dist.shutdown()
+    return {"on": times[True], "off": times[False], "records": records}
+
+
+def spread(values: list[float]) -> str:
+    """Say median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def operation_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
+    """Measure the recorder's own calls, and torch's beside them."""
+    costs = operation_costs(recorder, rounds)
+    for name, (best, median) in costs.items():
+        target = f"{TARGET_OPERATION_US:g} us" if name == "begin + complete" else ""
+        met = ("yes" if best <= TARGET_OPERATION_US else "no") if target else ""
+        yield Row(name, f"{best:.2f} us best, {median:.2f} us median", target, met)
+    torch = torch_cost_us(max(5, rounds // 4))
+    if torch is not None:
+        difference, on, off = torch
+        yield Row(
+            "torch's recorder, an operation",
+            f"{difference:.2f} us (all_reduce {spread(on)} us with, {spread(off)} us without)",
+        )
+        ours = costs["begin + start + complete"][0]
+        if difference > 0:
+            yield Row("ours / torch's", f"{ours / difference:.1f}")
+
+
+def ring_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
+    """Measure a full ring."""
+    read_ms, write_ms, size = ring_costs_ms(recorder, max(5, rounds))
+    total = read_ms + write_ms
+    yield Row(
+        f"full ring of {NUM_SLOTS} to a dump",
+        f"{total:.1f} ms (read {read_ms:.1f}, write {write_ms:.1f}; {size / 1e3:.0f} kB)",
+        f"{TARGET_RING_MS:g} ms",
+        "yes" if total <= TARGET_RING_MS else "no",
+    )
+
+
+def step_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
+    """Measure a training step."""
+    cost_us_each = operation_costs(recorder, 5)["begin + start + complete"][0]
+    found = step_costs_ms(recorder, max(30, rounds))
+    share = found["records"] * cost_us_each / 1e3 / statistics.median(found["off"])
+    yield Row(
+        "records x cost / step",
+        f"{share:.4%} ({found['records']} records of {cost_us_each:.2f} us)",
+        f"{TARGET_STEP_SHARE:.0%}",
+        "yes" if share <= TARGET_STEP_SHARE else "no",
+    )
+    on, off = statistics.median(found["on"]), statistics.median(found["off"])
+    yield Row("step, recorder on", f"{spread(found['on'])} ms, {len(found['on'])} runs")
+    yield Row("step, recorder off", f"{spread(found['off'])} ms, {len(found['off'])} runs")
+    yield Row("difference of the medians", f"{(on - off) / off:+.2%}")
+
+
+def markdown(rows: list[Row]) -> str:
+    """Write the table."""
+    lines = ["| what | measured | target | met |", "|---|---|---|---|"]
+    lines += [f"| {row.what} | {row.value} | {row.target} | {row.met} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", choices=("operation", "ring", "step"))
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    options = parser.parse_args()
+    cases = {"operation": operation_rows, "ring": ring_rows, "step": step_rows}
+    rows: list[Row] = []
+    with recording() as recorder:
+        for name, case in cases.items():
+            if options.only in (None, name):
+                for row in case(recorder, options.rounds):
+                    rows.append(row)
+                    print(json.dumps(vars(row)), flush=True)
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    python = f"Python {platform.python_version()}"
+    table = markdown(rows)
+    print(f"\n{machine}, {python}, load {os.getloadavg()[0]:.1f}\n\n{table}")
+    if options.markdown:
+        options.markdown.write_text(table)
+
+
+if __name__ == "__main__":
+    main()
