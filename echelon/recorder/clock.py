@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_ROUNDS = 16
+NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,6 @@ class ClockOffset:
 
     offset_ns: int
     error_ns: int
-
-
-SAME_CLOCK = ClockOffset(0, 0)
 
 
 def clock_id() -> str:

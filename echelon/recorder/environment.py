@@ -45,12 +45,18 @@ class Settings:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 0  # 0: not said
     attempt: int = 0
 
     @property
     def has_agent(self) -> bool:
         """Whether a launcher's agent watches this process."""
         return self.rank_dir is not None
+
+    @property
+    def has_rank_0s_clock(self) -> bool:
+        """Whether rank 0 is known to run on this host, and so to read the same clock."""
+        return self.rank == 0 or self.local_world_size == self.world_size
 
     @property
     def records(self) -> bool:
@@ -72,6 +78,7 @@ class Settings:
             rank=_number("RANK", 0, 0, 1 << 30),
             local_rank=_number("LOCAL_RANK", 0, 0, 1 << 30),
             world_size=_number("WORLD_SIZE", 1, 1, 1 << 30),
+            local_world_size=_number("LOCAL_WORLD_SIZE", 0, 1, 1 << 30),
             attempt=_number("ECHELON_ATTEMPT", 0, 0, 1 << 30),
         )
 

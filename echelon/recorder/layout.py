@@ -1,6 +1,6 @@
 """Where each part of a ring file lies.
 
-    header | identity | live words | last words | open spans | strings | spans | operations
+    header | identity, twice | live words | last words | open spans | strings | spans | operations
 
 All offsets follow from the two capacities, so a reader computes them from the header alone. Parts
 start on page boundaries: the live words never share a page with what is written often.
@@ -20,15 +20,16 @@ from echelon.recorder.schema import (
     Live,
 )
 
-IDENTITY_OFFSET = 64
-IDENTITY_BYTES = PAGE_BYTES - IDENTITY_OFFSET
+# The identity is rewritten now and then, in the two places by turns: one of them is always whole.
+IDENTITY_BYTES = (PAGE_BYTES - 64) // 2
+IDENTITY_OFFSETS = (64, 64 + IDENTITY_BYTES)
 LIVE_OFFSET = PAGE_BYTES
 LIVE_BYTES = 8 * Live.NUM_WORDS
 LAST_WORDS_OFFSET = 2 * PAGE_BYTES
 LAST_WORDS_BYTES = 4 * PAGE_BYTES
 OPEN_SPANS_OFFSET = LAST_WORDS_OFFSET + LAST_WORDS_BYTES
 
-assert HEADER.itemsize <= IDENTITY_OFFSET
+assert HEADER.itemsize <= IDENTITY_OFFSETS[0]
 
 
 def _pages(num_bytes: int) -> int:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from echelon.errors import DumpFormatError
 from echelon.recorder.layout import (
     IDENTITY_BYTES,
-    IDENTITY_OFFSET,
+    IDENTITY_OFFSETS,
     LAST_WORDS_BYTES,
     LAST_WORDS_OFFSET,
     LIVE_BYTES,
@@ -114,14 +114,17 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
     except OSError as err:
         raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
     layout = _check_header(path, data)
-    identity_fields = _blob(data, IDENTITY_OFFSET, IDENTITY_BYTES)
-    if identity_fields is None:
-        # The identity is rewritten in place now and then; only a dead or racing writer tears it.
-        identity_fields = _blob(path.read_bytes(), IDENTITY_OFFSET, IDENTITY_BYTES)
-    if identity_fields is None:
+    identities = [_blob(data, at, IDENTITY_BYTES) for at in IDENTITY_OFFSETS]
+    if not any(identities):
         raise DumpFormatError(f"{path}: the ring's identity is damaged", path=path)
+    _, identity_fields = max(filter(None, identities), key=lambda found: found[0])
     live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
     parser = _RingParser(data, layout, live)
+    if any(
+        found is None and any(data[at : at + BLOB_HEAD.itemsize])
+        for at, found in zip(IDENTITY_OFFSETS, identities, strict=True)
+    ):
+        parser.warnings.append("an identity is damaged: the other one is used")
     operations = parser.operations()
     spans = parser.spans(layout.spans_offset, layout.num_spans)
     open_spans = parser.spans(OPEN_SPANS_OFFSET, NUM_OPEN_SPANS)
@@ -296,13 +299,13 @@ class _RingParser:
 
     def last_words(self, path: Path) -> LastWords | None:
         """Return the rank's last words; damaged ones cost a warning, not the record."""
-        values = _blob(self._data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
-        if values is None:
+        found = _blob(self._data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
+        if found is None:
             if any(self._data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):
                 self.warnings.append("the last words are damaged")
             return None
         try:
-            return _dataclass(path, LastWords, values)
+            return _dataclass(path, LastWords, found[1])
         except DumpFormatError:
             self.warnings.append("the last words are damaged")
             return None
@@ -482,8 +485,8 @@ def _check_version(path: Path, version: object) -> tuple[int, int]:
     return version[0], version[1]
 
 
-def _blob(data: bytes, at: int, room: int) -> dict[str, Any] | None:
-    """Read a blob; None if it was never written, is being written, or is damaged."""
+def _blob(data: bytes, at: int, room: int) -> tuple[int, dict[str, Any]] | None:
+    """Read a blob as (stamp, value); None if never written, being written, or damaged."""
     head = np.frombuffer(data, BLOB_HEAD, 1, at)[0]
     stamp, length = int(head["head"]), int(head["length"])
     tail = int.from_bytes(data[at + room - 8 : at + room], "little")
@@ -497,7 +500,7 @@ def _blob(data: bytes, at: int, room: int) -> dict[str, Any] | None:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return (stamp, value) if isinstance(value, dict) else None
 
 
 def _dataclass(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from echelon.recorder.layout import (
     IDENTITY_BYTES,
-    IDENTITY_OFFSET,
+    IDENTITY_OFFSETS,
     LAST_WORDS_BYTES,
     LAST_WORDS_OFFSET,
     LIVE_BYTES,
@@ -101,7 +101,8 @@ class Ring:
         self._strings_owner = 0
         self._strings_used = 0
         self._table_full = 0
-        self._blob_stamps = {IDENTITY_OFFSET: 0, LAST_WORDS_OFFSET: 0}
+        self._num_blobs = 0
+        self._num_identities = 0
         self.intern("")
         self._table_full = self.intern(TABLE_FULL)
         self.write_identity(identity)
@@ -156,7 +157,9 @@ class Ring:
     def write_identity(self, identity: Identity) -> None:
         """Replace the identity."""
         self.identity = identity
-        self._write_blob(IDENTITY_OFFSET, IDENTITY_BYTES, asdict(identity))
+        place = IDENTITY_OFFSETS[self._num_identities % 2]
+        self._num_identities += 1
+        self._write_blob(place, IDENTITY_BYTES, asdict(identity))
 
     def write_last_words(self, words: LastWords) -> None:
         """Store the exception that ends this rank; texts are cut to what fits."""
@@ -222,7 +225,7 @@ class Ring:
 
     def _write_blob(self, at: int, room: int, value: dict[str, Any]) -> None:
         data = _fitted(value, room - _HEAD_STRUCT.size - _STAMP_STRUCT.size)
-        stamp = self._blob_stamps[at] = self._blob_stamps[at] + 1
+        stamp = self._num_blobs = self._num_blobs + 1
         _HEAD_STRUCT.pack_into(self._map, at, stamp, len(data), crc32(data))
         begin = at + _HEAD_STRUCT.size
         self._map[begin : begin + len(data)] = data

@@ -78,7 +78,7 @@ class Live(IntEnum):
     NUM_WORDS = 13
 
 
-# One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; it is rewritten in place.
+# One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; the stamp counts all blobs written.
 BLOB_HEAD = np.dtype([("head", "<u8"), ("length", "<u4"), ("crc", "<u4")])
 
 HEADER = np.dtype(

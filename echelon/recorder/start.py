@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from echelon.recorder.clock import NOT_MEASURED
 from echelon.recorder.environment import Settings, claim_ownership
 from echelon.recorder.pauses import GarbagePauses
 from echelon.recorder.place import Place, bring_home, choose_place, claim_attempt
@@ -121,6 +122,7 @@ def _identity(settings: Settings, place: Place) -> Identity:
         pid_start_ticks=_start_ticks(),
         mono_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
+        clock_error_ns=0 if settings.has_rank_0s_clock else NOT_MEASURED,
         settings={**settings.allowed(), "ring": str(place.ring)},
     )
 

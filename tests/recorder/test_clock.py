@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from echelon.recorder.clock import ClockOffset, clock_id, measure_offset
+from echelon.recorder.clock import NOT_MEASURED, ClockOffset, clock_id, measure_offset
+from echelon.recorder.read import read_ring
 from tests.ranks import run_ranks
 
 
@@ -58,6 +59,23 @@ def test_what_the_trip_raises_goes_through():
 
     with pytest.raises(TimeoutError, match="rank 0"):
         measure_offset(ask)
+
+
+@pytest.mark.parametrize(
+    ("environ", "error_ns"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "8"}, 0),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, 0),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, NOT_MEASURED),
+        ({"WORLD_SIZE": "8"}, NOT_MEASURED),
+    ],
+    ids=["rank 0", "one host", "two hosts", "not said"],
+)
+def test_ranks_on_rank_0s_host_need_no_measurement(program, environ, error_ns):
+    one = program("from echelon.recorder import step; step()", **environ)
+    assert one.end()[0] == 0
+    identity = read_ring(one.ring).identity
+    assert (identity.clock_offset_ns, identity.clock_error_ns) == (0, error_ns)
 
 
 def _clock_id(rank, world_size):

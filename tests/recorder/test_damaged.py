@@ -212,6 +212,22 @@ def test_no_file_is_the_same_error(name, tmp_path):
             reader(tmp_path / name)
 
 
+def test_a_torn_identity_leaves_the_one_before_it(ring):
+    recorder = Recorder(ring)
+    recorder.identify(world_size=16)
+    recorder.last_words(KeyError, KeyError("x"), None)
+    recorder.identify(world_size=32)
+    record = read_ring(ring.path)
+    assert (record.identity.world_size, record.warnings) == (32, ())
+    newest = ring.path.read_bytes().index(b'"world_size":32')
+    with ring.path.open("r+b") as file:
+        file.seek(newest)
+        file.write(b"?")
+    record = read_ring(ring.path)
+    assert record.identity.world_size == 16
+    assert record.warnings == ("an identity is damaged: the other one is used",)
+
+
 def test_a_truncated_ring_says_so(good, tmp_path):
     path = tmp_path / "ring"
     path.write_bytes(good[0][: Layout(NUM_OPERATIONS, NUM_SPANS).operations_offset + 100])
