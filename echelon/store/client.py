@@ -15,15 +15,26 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import protocol as p
 from echelon.store import trust
+from echelon.store.answers import (
+    CANCEL_S,
+    STEPS,
+    Read,
+    take_check,
+    take_if_present,
+    take_item,
+    take_pong,
+    take_wait,
+)
 from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.channel import Channel
 from echelon.store.connections import Connections
 from echelon.store.deadline import Deadline, Timeout, seconds
+from echelon.store.exchanges import Exchanges, show
 from echelon.store.hosting import Hosted, host
 from echelon.store.pipeline import Step
 from echelon.store.presence import Presence
@@ -31,10 +42,8 @@ from echelon.store.statistics import StoreStatistics
 from echelon.store.watch import PushedWatch, Watch
 
 T = TypeVar("T")
-Read = Callable[[Channel, Deadline], Any]
 
 _INIT_KEY: Final = b"init/"
-_CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
 _CHECK_ONE: Final = bytes((p.CHECK,)) + p.pack_u64(1)
 _WINDOW_BYTES: Final = 32 << 10  # of a pipeline under way: fits a socket's buffers
 _GET: Final = bytes((p.GET,))
@@ -47,10 +56,6 @@ def _wire(key: bytes) -> bytes:
 
 def _wires(keys: list[bytes]) -> list[bytes]:
     return [b"/" + key for key in keys]
-
-
-def _show(key: bytes) -> str:
-    return key.decode("utf-8", "replace")
 
 
 class TCPStore(Store):
@@ -98,6 +103,7 @@ class TCPStore(Store):
             self._hosted = host(host_name, port, self._secret, multi_tenant, master_listen_fd)
             port = self._hosted.port
         self._connections = Connections(host_name, port, self._secret)
+        self._exchanges = Exchanges(self._connections)
         try:
             self._connections.open(deadline)
             if world_size is not None and wait_for_workers:
@@ -176,87 +182,11 @@ class TCPStore(Store):
         *,
         can_repeat: bool = False,
     ) -> T:
-        """Send a request that is answered at once and read its answer."""
         deadline = deadline or Deadline(self._timeout_s)
-        name = _show(key)
-        connections = self._connections
-        with connections.turn(operation, name, deadline):
-            while True:
-                channel = connections.main(operation, name, deadline)
-                had_unconfirmed = channel.num_unconfirmed > 0
-                try:
-                    channel.send(request, deadline)
-                    answer = read(channel, deadline)
-                except TimeoutError as error:
-                    connections.drop(channel)
-                    raise connections.timed_out(operation, name, deadline, str(error)) from None
-                except OSError as error:
-                    failure = connections.lost(operation, name, channel, error)
-                    if not can_repeat or had_unconfirmed:
-                        raise failure from None
-                    continue
-                except BaseException:
-                    connections.drop(channel)
-                    raise
-                channel.num_unconfirmed = 0
-                return answer
+        return self._exchanges.ask(operation, key, request, read, deadline, can_repeat=can_repeat)
 
     def _tell(self, operation: str, key: bytes, request: bytes) -> None:
-        """Send a request that has no answer."""
-        deadline = Deadline(self._timeout_s)
-        name = _show(key)
-        connections = self._connections
-        with connections.turn(operation, name, deadline):
-            channel = connections.main(operation, name, deadline)
-            try:
-                channel.num_unconfirmed += 1
-                channel.send(request, deadline)
-            except TimeoutError as error:
-                connections.drop(channel)
-                raise connections.timed_out(operation, name, deadline, str(error)) from None
-            except OSError as error:
-                raise connections.lost(operation, name, channel, error) from None
-            except BaseException:
-                connections.drop(channel)
-                raise
-
-    def _hold(
-        self,
-        operation: str,
-        key: bytes,
-        request: bytes,
-        exchange: Callable[[Channel, Deadline], T],
-        deadline: Deadline,
-        *,
-        can_repeat: bool = False,
-    ) -> T:
-        """Run an exchange that waits for others on a connection of its own.
-
-        `exchange` reads the answer; at the deadline it cancels and returns or raises by itself.
-        """
-        name = _show(key)
-        connections = self._connections
-        while True:
-            channel = connections.take_away(operation, name, deadline)
-            try:
-                channel.send(request, deadline)
-                answer = exchange(channel, deadline)
-            except StoreError:
-                connections.give_back(channel)
-                raise
-            except TimeoutError as error:
-                connections.drop(channel)
-                raise connections.timed_out(operation, name, deadline, str(error)) from None
-            except OSError as error:
-                failure = connections.lost(operation, name, channel, error)
-                if can_repeat and deadline.left_s > 0 and not connections.is_closed:
-                    continue
-                raise failure from None
-            except BaseException:
-                connections.drop(channel)
-                raise
-            connections.give_back(channel)
-            return answer
+        self._exchanges.tell(operation, key, request, Deadline(self._timeout_s))
 
     def _framed(
         self, operation: str, key: bytes, world_size: int = 0
@@ -267,7 +197,7 @@ class TCPStore(Store):
             try:
                 status, payload = channel.take_frame(deadline)
             except TimeoutError:
-                grace = Deadline(_CANCEL_S)
+                grace = Deadline(CANCEL_S)
                 channel.send(p.encode(p.CANCEL), grace)
                 status, payload = channel.take_frame(grace)
                 if status != p.CANCELLED:
@@ -286,8 +216,8 @@ class TCPStore(Store):
         if status == p.OK:
             return payload
         raise StoreError(
-            f"{operation}({_show(key)!r}) on {self.endpoint}: {payload.decode('utf-8', 'replace')}",
-            key=_show(key),
+            f"{operation}({show(key)!r}) on {self.endpoint}: {payload.decode('utf-8', 'replace')}",
+            key=show(key),
             endpoint=self.endpoint,
         )
 
@@ -305,17 +235,19 @@ class TCPStore(Store):
         string = p.pack_string(_wire(key))
         request = _CHECK_ONE + string + _GET + string
         while True:
-            value = self._ask("get", key, request, _take_if_present, deadline, can_repeat=True)
+            value = self._ask("get", key, request, take_if_present, deadline, can_repeat=True)
             if value is not None:
                 return value
             if self.has_extensions:
                 waiting = p.encode(p.AWAIT_GET, _wire(key))
                 exchange = self._framed("get", key)
-                return self._hold("get", key, waiting, exchange, deadline, can_repeat=True)
+                return self._exchanges.hold(
+                    "get", key, waiting, exchange, deadline, can_repeat=True
+                )
             self._wait_present("get", [key], deadline)
 
     def _do_add(self, key: bytes, amount: int) -> int:
-        return self._add(_wire(key), amount, _show(key))
+        return self._add(_wire(key), amount, show(key))
 
     def _add(self, wire: bytes, amount: int, name: str) -> int:
         key = name.encode("utf-8", "replace")
@@ -330,7 +262,7 @@ class TCPStore(Store):
         if not keys:
             return True
         request = p.encode(p.CHECK, _wires(keys))
-        return self._ask("check", keys[0], request, _take_check, can_repeat=True)
+        return self._ask("check", keys[0], request, take_check, can_repeat=True)
 
     def _do_compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         request = p.encode(p.COMPARE_SET, _wire(key), expected, desired)
@@ -342,13 +274,15 @@ class TCPStore(Store):
 
     def _do_wait(self, keys: list[bytes], deadline: Deadline) -> None:
         request = p.encode(p.CHECK, _wires(keys))
-        if not self._ask("wait", keys[0], request, _take_check, deadline, can_repeat=True):
+        if not self._ask("wait", keys[0], request, take_check, deadline, can_repeat=True):
             self._wait_present("wait", keys, deadline)
 
     def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
         """Wait inside the server until all keys are there."""
         request = p.encode(p.WAIT, _wires(keys))
-        is_there = self._hold(operation, keys[0], request, _take_wait, deadline, can_repeat=True)
+        is_there = self._exchanges.hold(
+            operation, keys[0], request, take_wait, deadline, can_repeat=True
+        )
         if not is_there:
             self._raise_wait_timeout(operation, keys, self._missing_of(keys), deadline)
 
@@ -378,7 +312,7 @@ class TCPStore(Store):
         request = p.encode(p.CHECK, wires) + p.encode(p.MULTI_GET, wires)
 
         def read(channel: Channel, deadline: Deadline) -> list[bytes] | None:
-            is_there = _take_check(channel, deadline)
+            is_there = take_check(channel, deadline)
             values = [channel.take_string(deadline) for _ in keys]
             return values if is_there else None
 
@@ -398,12 +332,14 @@ class TCPStore(Store):
         self._tell("queue_push", key, p.encode(p.QUEUE_PUSH, _wire(key), value))
 
     def _do_queue_pop(self, key: bytes) -> bytes | None:
-        return self._ask("queue_pop", key, p.encode(p.QUEUE_POP, _wire(key)), _take_item)
+        return self._ask("queue_pop", key, p.encode(p.QUEUE_POP, _wire(key)), take_item)
 
     def _do_queue_pop_wait(self, key: bytes, deadline: Deadline) -> bytes:
         if self.has_extensions:
             waiting = p.encode(p.AWAIT_POP, _wire(key))
-            return self._hold("queue_pop", key, waiting, self._framed("queue_pop", key), deadline)
+            return self._exchanges.hold(
+                "queue_pop", key, waiting, self._framed("queue_pop", key), deadline
+            )
         while True:
             self._wait_present("queue_pop", [key], deadline)
             item = self._do_queue_pop(key)
@@ -438,7 +374,7 @@ class TCPStore(Store):
             self._ask_framed("set_confirmed", key, p.encode(p.ACK_SET, _wire(key), value))
             return
         request = p.encode(p.SET, _wire(key), value) + p.encode(p.PING, 0)
-        self._ask("set_confirmed", key, request, _take_pong)
+        self._ask("set_confirmed", key, request, take_pong)
 
     def _do_pipeline(self, steps: list[Step]) -> None:
         """Send in windows that fit the sockets' buffers, so that neither side waits for itself."""
@@ -458,7 +394,7 @@ class TCPStore(Store):
     def _send_window(self, window: list[tuple[Step, Read]], request: bytes) -> None:
         def read_all(channel: Channel, deadline: Deadline) -> list[object]:
             answers = [read(channel, deadline) for _, read in window]
-            _take_pong(channel, deadline)
+            take_pong(channel, deadline)
             return answers
 
         first = window[0][0].key
@@ -470,9 +406,9 @@ class TCPStore(Store):
         """Return the command of a pipeline's step and the reader of its answer."""
         wire = _wire(step.key)
         if step.operation == "get":
-            return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), _take_if_present
+            return p.encode(p.CHECK, [wire]) + p.encode(p.GET, wire), take_if_present
         if step.operation == "check":
-            return p.encode(p.CHECK, [wire]), _take_check
+            return p.encode(p.CHECK, [wire]), take_check
         if step.operation == "add" and self.has_extensions:
 
             def read_sum(channel: Channel, deadline: Deadline) -> object:
@@ -483,7 +419,7 @@ class TCPStore(Store):
                     return error
 
             return p.encode(p.ACK_ADD, wire, *step.operands), read_sum
-        query, read = _STEPS[step.operation]
+        query, read = STEPS[step.operation]
         return p.encode(query, wire, *step.operands), read
 
     def _do_watch(self, keys: list[bytes]) -> Watch:
@@ -491,7 +427,7 @@ class TCPStore(Store):
             return super()._do_watch(keys)
         self._confirm_writes()
         channel = self._dedicate("watch", keys[0], p.encode(p.WATCH, _wires(keys)))
-        return PushedWatch(channel, lambda wire: _show(wire[1:]))
+        return PushedWatch(channel, lambda wire: show(wire[1:]))
 
     def _do_presence(self, key: bytes, value: bytes) -> Presence:
         if not self.has_extensions:
@@ -501,27 +437,27 @@ class TCPStore(Store):
 
         def take_back() -> None:
             with contextlib.suppress(OSError):  # the server is gone, and the key with it
-                channel.leave(Deadline(_CANCEL_S))
+                channel.leave(Deadline(CANCEL_S))
             channel.close()
 
         return Presence(take_back)
 
     def _confirm_writes(self) -> None:
         """Make sure that what this client has set has arrived."""
-        self._ask("ping", b"", p.encode(p.PING, 0), _take_pong)
+        self._ask("ping", b"", p.encode(p.PING, 0), take_pong)
 
     def _dedicate(self, operation: str, key: bytes, request: bytes) -> Channel:
         """Open a connection for one purpose and start it with one of our queries."""
         deadline = Deadline(self._timeout_s)
-        channel = self._connections.dedicated(operation, _show(key), deadline)
+        channel = self._connections.dedicated(operation, show(key), deadline)
         try:
             channel.send(request, deadline)
             self._checked(operation, key, *channel.take_frame(deadline))
         except TimeoutError as error:
             channel.close()
-            raise self._connections.timed_out(operation, _show(key), deadline, str(error)) from None
+            raise self._connections.timed_out(operation, show(key), deadline, str(error)) from None
         except OSError as error:
-            raise self._connections.lost(operation, _show(key), channel, error) from None
+            raise self._connections.lost(operation, show(key), channel, error) from None
         return channel
 
     # Rounds.
@@ -532,11 +468,11 @@ class TCPStore(Store):
         if self.has_extensions:
             arrival = p.encode(p.ARRIVE, _wire(key), -1 if rank is None else rank, world_size)
             exchange = self._framed("barrier", key, world_size)
-            self._hold("barrier", key, arrival, exchange, deadline)
+            self._exchanges.hold("barrier", key, arrival, exchange, deadline)
         elif rank is not None:
             super()._do_barrier(key, rank, world_size, deadline)
-        elif not self._hold(
-            "barrier", key, p.encode(p.BARRIER, _wire(key), world_size), _take_wait, deadline
+        elif not self._exchanges.hold(
+            "barrier", key, p.encode(p.BARRIER, _wire(key), world_size), take_wait, deadline
         ):
             self._raise_round_timeout("barrier", key, world_size, 1, (), deadline)
 
@@ -547,59 +483,4 @@ class TCPStore(Store):
             return super()._do_gather(key, rank, world_size, value, deadline)
         arrival = p.encode(p.GATHER, _wire(key), rank, world_size, value)
         exchange = self._framed("gather", key, world_size)
-        return p.unpack_strings(self._hold("gather", key, arrival, exchange, deadline))
-
-
-# How answers are read.
-
-
-def _take_check(channel: Channel, deadline: Deadline) -> bool:
-    return channel.take(1, deadline) == p.CHECK_PRESENT
-
-
-def _take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
-    """Read the answers to CHECK and GET."""
-    is_there = channel.take(1, deadline) == p.CHECK_PRESENT
-    value = channel.take_string(deadline)
-    return value if is_there else None
-
-
-def _take_pong(channel: Channel, deadline: Deadline) -> None:
-    channel.take(4, deadline)
-
-
-def _take_nothing(_: Channel, __: Deadline) -> None:
-    """Read the answer of a command that has none."""
-
-
-def _take_bool(channel: Channel, deadline: Deadline) -> bool:
-    return bool(channel.take_int(deadline))
-
-
-def _take_item(channel: Channel, deadline: Deadline) -> bytes | None:
-    count = channel.take_int(deadline)
-    return channel.take_string(deadline) if count > 0 else None
-
-
-def _take_wait(channel: Channel, deadline: Deadline) -> bool:
-    """Read the answer to WAIT or BARRIER; at the deadline cancel it and return False."""
-    try:
-        channel.take(1, deadline)
-    except TimeoutError:
-        grace = Deadline(_CANCEL_S)
-        channel.send(p.encode(p.CANCEL_WAIT), grace)
-        if channel.take(1, grace) == p.WAIT_CANCELLED:
-            return False
-        channel.take(1, grace)  # it was woken meanwhile; the cancel is answered as well
-    return True
-
-
-_STEPS: Final[dict[str, tuple[int, Read]]] = {
-    "set": (p.SET, _take_nothing),
-    "append": (p.APPEND, _take_nothing),
-    "queue_push": (p.QUEUE_PUSH, _take_nothing),
-    "add": (p.ADD, Channel.take_int),
-    "queue_len": (p.QUEUE_LEN, Channel.take_int),
-    "compare_set": (p.COMPARE_SET, Channel.take_string),
-    "delete_key": (p.DELETE_KEY, _take_bool),
-}
+        return p.unpack_strings(self._exchanges.hold("gather", key, arrival, exchange, deadline))

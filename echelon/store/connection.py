@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.store import protocol as p
-from echelon.store import trust
-from echelon.store.state import Waiter, Wants, show_key
+from echelon.store.commands import HANDLERS
+from echelon.store.parser import Parser
+from echelon.store.state import Waiter
 
 if TYPE_CHECKING:
     from echelon.store.hub import Hub
@@ -48,6 +49,7 @@ class Connection(asyncio.Protocol):
         standing: how far it has come.
         since: loop time of the accept, or of the first byte of an incomplete command.
         is_inside_command: whether the peer has begun a command and not completed it.
+        nonces: the client's and the server's of the handshake under way.
         partial_bytes: what came of the incomplete command.
     """
 
@@ -60,7 +62,7 @@ class Connection(asyncio.Protocol):
         self.partial_bytes = 0
         self.is_inside_command = True
         self.watched_keys: set[bytes] = set()
-        self._parser = p.Parser(hub.limits)
+        self._parser = Parser(hub.limits)
         self._parser.admitted = hub.secret is None
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] = []
@@ -69,7 +71,7 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._is_deaf = False
         self._violation: str | None = None
-        self._nonces = (b"", b"")
+        self.nonces = (b"", b"")
 
     @property
     def address(self) -> tuple[str, int, str, int] | None:
@@ -86,6 +88,11 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         waiting = 0 if transport is None else transport.get_write_buffer_size()
         return self._out_bytes + waiting
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the peer has announced itself as our client."""
+        return self._parser.extensions
 
     # asyncio.Protocol.
 
@@ -170,7 +177,7 @@ class Connection(asyncio.Protocol):
         if self.state.woken:
             self.hub.deliver_woken()
         if self._out:
-            self._flush()
+            self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
         """Carry out what one may ask who is no member, until it has become one."""
@@ -186,7 +193,7 @@ class Connection(asyncio.Protocol):
 
     def _carry_out_one(self, message: p.Message) -> None:
         query, *operands = message
-        _HANDLERS[cast(int, query)](self, *operands)
+        HANDLERS[cast(int, query)](self, *operands)
 
     def _serve(self, messages: Iterator[Any]) -> None:
         """Carry out a member's messages until they end, it is closed, or it must read first.
@@ -216,11 +223,11 @@ class Connection(asyncio.Protocol):
                 else:
                     out += (pack(length), value)
             else:
-                _HANDLERS[query](self, *message[1:])
+                HANDLERS[query](self, *message[1:])
                 if self.standing is not Standing.MEMBER:
                     return
             if self._out_bytes > _FLUSH_BYTES:
-                self._flush()
+                self.flush()
                 if self._is_paused:
                     return
 
@@ -236,7 +243,8 @@ class Connection(asyncio.Protocol):
         else:
             self._read_on()
 
-    def _reply_value(self, value: bytes) -> None:
+    def reply_value(self, value: bytes) -> None:
+        """Answer with a string, sent when the packet's commands are done."""
         length = len(value)
         if length < _JOIN_BYTES:
             self._out.append(p.pack_u64(length) + value)
@@ -244,21 +252,23 @@ class Connection(asyncio.Protocol):
             self._out += (p.pack_u64(length), value)
         self._out_bytes += length + 8
 
-    def _reply(self, data: bytes) -> None:
+    def reply(self, data: bytes) -> None:
+        """Answer with these bytes, sent when the packet's commands are done."""
         self._out.append(data)
         self._out_bytes += len(data)
 
-    def _reply_error(self, text: str) -> None:
-        self._reply(p.frame(p.ERROR, text.encode()))
+    def reply_error(self, text: str) -> None:
+        """Answer one of our queries with why it cannot be done."""
+        self.reply(p.frame(p.ERROR, text.encode()))
 
     def reply_later(self, reply: bytes) -> None:
         """Answer outside a command of this connection: a wake-up or an event."""
         if self.standing is Standing.CLOSED:
             return
-        self._reply(reply)
-        self._flush()
+        self.reply(reply)
+        self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Hand the replies to the transport in one write."""
         out, transport = self._out, self._transport
         size, self._out_bytes = self._out_bytes, 0
@@ -281,7 +291,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; replies already earned are still sent if the peer reads them."""
         if self._out:
-            self._flush()
+            self.flush()
         self.standing = Standing.CLOSED
         self.hub.leave(self)
         self._backlog.clear()
@@ -335,184 +345,6 @@ class Connection(asyncio.Protocol):
         self.admit()
         self._work_off()
 
-    def _on_hello(self, client_nonce: bytes, version: int) -> None:
-        if version != p.EXTENSION_VERSION or len(client_nonce) != trust.NONCE_BYTES:
-            self._reply_error(f"extension version {version}, this server speaks 1")
-            return
-        secret = self.hub.secret
-        server_nonce = trust.new_nonce() if secret else b""
-        self._nonces = (client_nonce, server_nonce)
-        proof = trust.server_proof(secret, client_nonce, server_nonce) if secret else b""
-        self._reply(p.frame(p.OK, p.pack_strings((self.hub.instance, server_nonce, proof))))
-
-    def _on_proof(self, mac: bytes) -> None:
-        client_nonce, server_nonce = self._nonces
-        self._nonces = (b"", b"")
-        secret = self.hub.secret
-        if secret is None:
-            self._reply(p.frame(p.OK))
-            return
-        is_right = bool(server_nonce) and trust.is_equal(
-            mac, trust.client_proof(secret, client_nonce, server_nonce)
-        )
-        if not is_right:
-            self._reply_error("the secret is not this server's")
-            self._flush()
-            self.refuse("wrong secret")
-            return
-        self.admit()
-        self._reply(p.frame(p.OK))
-
-    # torch's commands.
-
-    def _on_ping(self, nonce: int) -> None:
-        self._reply(p.pack_u32(p.OUR_ANSWER if nonce == p.OUR_NONCE else nonce))
-
-    def _on_set(self, key: bytes, value: bytes) -> None:
-        self.state.set(key, value)
-
-    def _on_get(self, key: bytes) -> None:
-        self._reply_value(self.state.values.get(key, b""))
-
-    def _on_compare_set(self, key: bytes, expected: bytes, desired: bytes) -> None:
-        self._reply_value(self.state.compare_set(key, expected, desired))
-
-    def _on_add(self, key: bytes, amount: int) -> None:
-        self._reply(p.pack_i64(self.state.add(key, amount)))
-
-    def _on_check(self, keys: list[bytes]) -> None:
-        is_present = all(map(self.state.is_present, keys))
-        self._reply(p.CHECK_PRESENT if is_present else p.CHECK_MISSING)
-
-    def _on_wait(self, keys: list[bytes]) -> None:
-        if self._has_too_many_waiters():
-            return
-        wants = Wants.WAKE if self._parser.extensions else Wants.CLAIM
-        if self.state.wait(self, wants, keys) is None:
-            self._reply(p.WAIT_DONE)
-
-    def _on_num_keys(self) -> None:
-        self._reply(p.pack_i64(len(self.state.values)))
-
-    def _on_delete(self, key: bytes) -> None:
-        self._reply(p.pack_i64(int(self.state.delete(key))))
-
-    def _on_append(self, key: bytes, value: bytes) -> None:
-        size = len(self.state.values.get(key, b"")) + len(value)
-        if size > self.hub.limits.value_bytes:
-            raise ValueError(f"append: {show_key(key)} would hold {size} bytes")
-        self.state.append(key, value)
-
-    def _on_multi_get(self, keys: list[bytes]) -> None:
-        values = [self.state.values.get(key, b"") for key in keys]
-        if sum(map(len, values)) > self.hub.limits.reply_bytes:
-            raise ValueError(f"multi_get of more than {self.hub.limits.reply_bytes} bytes")
-        for value in values:
-            self._reply_value(value)
-
-    def _on_multi_set(self, strings: list[bytes]) -> None:
-        self.state.set_many(zip(strings[::2], strings[1::2], strict=True))
-
-    def _on_cancel_wait(self) -> None:
-        for waiter in self.state.waiters_of(self):
-            self.state.withdraw(waiter)
-        self._reply(p.WAIT_CANCELLED)
-
-    def _on_queue_push(self, key: bytes, item: bytes) -> None:
-        self.state.push(key, item)
-
-    def _on_queue_pop(self, key: bytes) -> None:
-        count, item = self.state.pop(key, self)
-        self._reply(p.pack_i64(count))
-        if count:
-            self._reply_value(item)
-
-    def _on_queue_len(self, key: bytes) -> None:
-        self._reply(p.pack_i64(self.state.queue_length(key)))
-
-    def _on_list_keys(self) -> None:
-        keys = self.state.values
-        self._reply(p.pack_i64(len(keys)) + p.pack_strings(keys))
-
-    def _on_barrier(self, key: bytes, world_size: int) -> None:
-        if self._has_too_many_waiters():
-            return
-        self.state.arrive(self, Wants.BARRIER, key, -1, world_size)
-
-    # Our extensions.
-
-    def _has_too_many_waiters(self) -> bool:
-        if len(self.state.waiters_of(self)) < self.hub.limits.num_waiters:
-            return False
-        self.refuse(f"more than {self.hub.limits.num_waiters} open waits")
-        return True
-
-    def _on_cancel(self) -> None:
-        waiters = self.state.waiters_of(self)
-        if not waiters:
-            self._reply(p.frame(p.NOTHING))
-            return
-        for waiter in waiters:
-            world_size, came, missing = self.state.withdraw(waiter)
-            self._reply(p.frame(p.CANCELLED, p.pack_integers((world_size, came, *missing))))
-
-    def _on_gather(self, key: bytes, rank: int, world_size: int, value: bytes) -> None:
-        self._arrive(Wants.GATHER, key, rank, world_size, value)
-
-    def _on_arrive(self, key: bytes, rank: int, world_size: int) -> None:
-        self._arrive(Wants.BARRIER, key, rank, world_size, b"")
-
-    def _arrive(self, wants: Wants, key: bytes, rank: int, world_size: int, value: bytes) -> None:
-        if self._has_too_many_waiters():
-            return
-        try:
-            waiter = self.state.arrive(self, wants, key, rank, world_size, value)
-        except ValueError as error:
-            self._reply_error(str(error))
-            return
-        waiter.is_framed = True
-
-    def _on_ack_set(self, key: bytes, value: bytes) -> None:
-        self._acknowledge(lambda: self.state.set(key, value))
-
-    def _on_ack_add(self, key: bytes, amount: int) -> None:
-        self._acknowledge(lambda: p.pack_i64(self.state.add(key, amount)))
-
-    def _acknowledge(self, act: Callable[[], bytes | None]) -> None:
-        """Answer with what `act` returns, or with why it cannot."""
-        try:
-            self._reply(p.frame(p.OK, act() or b""))
-        except ValueError as error:
-            self._reply_error(str(error))
-
-    def _on_await_get(self, key: bytes) -> None:
-        if self._has_too_many_waiters():
-            return
-        waiter = self.state.wait(self, Wants.VALUE, [key])
-        if waiter is None:
-            self._reply(p.frame(p.OK, self.state.values[key]))
-        else:
-            waiter.is_framed = True
-
-    def _on_await_pop(self, key: bytes) -> None:
-        if self._has_too_many_waiters():
-            return
-        result = self.state.wait_item(self, key)
-        if isinstance(result, bytes):
-            self._reply(p.frame(p.OK, result))
-        else:
-            result.is_framed = True
-
-    def _on_watch(self, keys: list[bytes]) -> None:
-        self.hub.watch(self, keys)
-        self._reply(p.frame(p.OK))
-
-    def _on_presence(self, key: bytes, value: bytes) -> None:
-        self._acknowledge(lambda: self.state.set_presence(self, key, value))
-
-    def _on_statistics(self) -> None:
-        self._reply(p.frame(p.OK, self.hub.statistics().to_json()))
-
     # Deliveries.
 
     def deliver(self, waiter: Waiter, gathered: bytes) -> None:
@@ -537,37 +369,3 @@ class Connection(asyncio.Protocol):
             self.refuse("watches keys and does not read their events")
             return
         self.reply_later(event)
-
-
-_HANDLERS: dict[int, Callable[..., None]] = {
-    p.SET: Connection._on_set,
-    p.GET: Connection._on_get,
-    p.COMPARE_SET: Connection._on_compare_set,
-    p.ADD: Connection._on_add,
-    p.CHECK: Connection._on_check,
-    p.WAIT: Connection._on_wait,
-    p.NUM_KEYS: Connection._on_num_keys,
-    p.DELETE_KEY: Connection._on_delete,
-    p.APPEND: Connection._on_append,
-    p.MULTI_GET: Connection._on_multi_get,
-    p.MULTI_SET: Connection._on_multi_set,
-    p.CANCEL_WAIT: Connection._on_cancel_wait,
-    p.PING: Connection._on_ping,
-    p.QUEUE_PUSH: Connection._on_queue_push,
-    p.QUEUE_POP: Connection._on_queue_pop,
-    p.QUEUE_LEN: Connection._on_queue_len,
-    p.LIST_KEYS: Connection._on_list_keys,
-    p.BARRIER: Connection._on_barrier,
-    p.HELLO: Connection._on_hello,
-    p.PROOF: Connection._on_proof,
-    p.CANCEL: Connection._on_cancel,
-    p.GATHER: Connection._on_gather,
-    p.ARRIVE: Connection._on_arrive,
-    p.ACK_SET: Connection._on_ack_set,
-    p.ACK_ADD: Connection._on_ack_add,
-    p.AWAIT_GET: Connection._on_await_get,
-    p.AWAIT_POP: Connection._on_await_pop,
-    p.WATCH: Connection._on_watch,
-    p.PRESENCE: Connection._on_presence,
-    p.STATISTICS: Connection._on_statistics,
-}

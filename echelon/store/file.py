@@ -27,6 +27,8 @@ from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import protocol as p
 from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.deadline import Deadline, Timeout, seconds
+from echelon.store.limits import Limits
+from echelon.store.parser import Parser
 from echelon.store.state import StoreState
 
 T = TypeVar("T")
@@ -176,7 +178,7 @@ class FileStore(Store):
 
     def _replay(self, command: bytes) -> None:
         """Carry out one recorded change."""
-        parser = p.Parser(_LIMITS)
+        parser = Parser(_LIMITS)
         parser.admitted = True
         messages = parser.feed(_OPENING + command)
         if parser.violation is not None or len(messages) != 1:
@@ -316,7 +318,7 @@ class FileStore(Store):
         return self._look(lambda state: state.queue_length(key))
 
 
-_LIMITS: Final = p.Limits()
+_LIMITS: Final = Limits()
 _OPENING: Final = p.encode(p.VALIDATE, p.VALIDATE_MAGIC)
 _REPLAY: Final[dict[int, Callable[..., object]]] = {
     p.SET: StoreState.set,

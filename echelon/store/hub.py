@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.store import protocol as p
 from echelon.store import trust
 from echelon.store.connection import Connection, Standing
+from echelon.store.limits import Limits
 from echelon.store.state import StoreState, show_key
 from echelon.store.statistics import StoreStatistics
 
@@ -42,7 +43,7 @@ class Hub:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, limits: p.Limits, secret: bytes | None
+        self, loop: asyncio.AbstractEventLoop, limits: Limits, secret: bytes | None
     ) -> None:
         self.loop = loop
         self.limits = limits

@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import StoreError
@@ -29,7 +29,7 @@ from echelon.store import trust
 from echelon.store.connection import Connection
 from echelon.store.hub import Hub, log
 from echelon.store.keepalive import keep_alive
-from echelon.store.protocol import Limits
+from echelon.store.limits import Limits
 from echelon.store.statistics import StoreStatistics
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _bind(host: str, port: int, may_bind_all: bool) -> list[socket.socket]:
 
 
 def _bind_all(
-    addresses: list[tuple[int, Any]], port: int
+    addresses: Sequence[tuple[int, Any]], port: int
 ) -> tuple[list[socket.socket], OSError | None]:
     """Bind what can be bound, all to one port; return the sockets and the last problem."""
     bound: list[socket.socket] = []

@@ -13,6 +13,8 @@ import pytest
 from echelon.errors import StoreError
 from echelon.store import PrefixStore
 from echelon.store import protocol as p
+from echelon.store.limits import Limits
+from echelon.store.parser import Parser
 from tests.store.peers import OPENING, Background, Raw, until
 
 WAIT_K = p.encode(p.WAIT, [b"/k"])
@@ -192,7 +194,7 @@ def test_14_a_large_command_is_parsed_once_and_carried_out_at_once(server, raw, 
     peer.sync()
     assert store.num_keys() == num_keys
 
-    parser = p.Parser(p.Limits())
+    parser = Parser(Limits())
     parser.feed(OPENING)
     parser.admitted = True
     touched = 0

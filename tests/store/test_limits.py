@@ -9,9 +9,10 @@ import pytest
 
 from echelon.store import StoreServer
 from echelon.store import protocol as p
+from echelon.store.limits import Limits
 from tests.store.peers import OPENING, Background, Raw, ours, until
 
-QUICK = p.Limits(
+QUICK = Limits(
     key_bytes=64,
     value_bytes=4096,
     num_keys=50,

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from echelon.errors import StoreProtocolError
 from echelon.store import protocol as p
+from echelon.store.limits import Limits
+from echelon.store.parser import Parser
 from tests.store.peers import OPENING
 
 SETTINGS = settings(derandomize=True, max_examples=150, deadline=None, database=None)
-LIMITS = p.Limits(key_bytes=40, value_bytes=300, num_command_keys=30, command_bytes=4000)
+LIMITS = Limits(key_bytes=40, value_bytes=300, num_command_keys=30, command_bytes=4000)
 
 keys = st.binary(max_size=LIMITS.key_bytes)
 values = st.binary(max_size=60)
@@ -40,14 +42,14 @@ runs = st.tuples(messages, st.integers(1, 40)).map(lambda pair: [pair[0]] * pair
 traffic = st.lists(runs, max_size=5).map(lambda found: [m for run in found for m in run])
 
 
-def member() -> p.Parser:
-    parser = p.Parser(LIMITS)
+def member() -> Parser:
+    parser = Parser(LIMITS)
     parser.admitted = True
     assert parser.feed(OPENING + p.encode(p.PING, p.OUR_NONCE)) == [(p.PING, p.OUR_NONCE)]
     return parser
 
 
-def feed_in_pieces(parser: p.Parser, data: bytes, cuts: list[int]) -> list[p.Message]:
+def feed_in_pieces(parser: Parser, data: bytes, cuts: list[int]) -> list[p.Message]:
     found: list[p.Message] = []
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     for start, end in itertools.pairwise(edges):
@@ -91,7 +93,7 @@ def test_every_prefix_yields_the_whole_commands_in_it(sent):
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_random_bytes_end_alike_however_they_are_split(noise, cuts, is_member):
     def parse(pieces):
-        parser = member() if is_member else p.Parser(LIMITS)
+        parser = member() if is_member else Parser(LIMITS)
         found = feed_in_pieces(parser, noise, pieces)
         return found, parser.violation
 
@@ -128,13 +130,13 @@ def test_limits_are_held_before_the_bytes_come(command, why):
 
 
 def test_a_stranger_gets_small_commands_only():
-    parser = p.Parser(p.Limits(untrusted_bytes=100))
+    parser = Parser(Limits(untrusted_bytes=100))
     parser.feed(OPENING + bytes((p.SET,)) + p.pack_u64(200))
     assert parser.violation == "SET: command too long for one peer"
 
 
 def test_our_queries_need_our_announcement():
-    parser = p.Parser(LIMITS)
+    parser = Parser(LIMITS)
     parser.admitted = True
     parser.feed(OPENING + p.encode(p.AWAIT_GET, b"k"))
     assert parser.violation == "unknown query 0x47"

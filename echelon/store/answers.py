@@ -1,0 +1,70 @@
+"""How the answers to torch's commands are read from a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from echelon.store import protocol as p
+from echelon.store.channel import Channel
+from echelon.store.deadline import Deadline
+
+Read = Callable[[Channel, Deadline], Any]
+
+CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
+
+
+def take_check(channel: Channel, deadline: Deadline) -> bool:
+    """Read the answer to CHECK."""
+    return channel.take(1, deadline) == p.CHECK_PRESENT
+
+
+def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
+    """Read the answers to CHECK and GET."""
+    is_there = channel.take(1, deadline) == p.CHECK_PRESENT
+    value = channel.take_string(deadline)
+    return value if is_there else None
+
+
+def take_pong(channel: Channel, deadline: Deadline) -> None:
+    """Read the answer to PING."""
+    channel.take(4, deadline)
+
+
+def take_nothing(_: Channel, __: Deadline) -> None:
+    """Read the answer of a command that has none."""
+
+
+def take_bool(channel: Channel, deadline: Deadline) -> bool:
+    """Read the answer to DELETE_KEY."""
+    return bool(channel.take_int(deadline))
+
+
+def take_item(channel: Channel, deadline: Deadline) -> bytes | None:
+    """Read the answer to QUEUE_POP: None if the queue was empty."""
+    count = channel.take_int(deadline)
+    return channel.take_string(deadline) if count > 0 else None
+
+
+def take_wait(channel: Channel, deadline: Deadline) -> bool:
+    """Read the answer to WAIT or BARRIER; at the deadline cancel it and return False."""
+    try:
+        channel.take(1, deadline)
+    except TimeoutError:
+        grace = Deadline(CANCEL_S)
+        channel.send(p.encode(p.CANCEL_WAIT), grace)
+        if channel.take(1, grace) == p.WAIT_CANCELLED:
+            return False
+        channel.take(1, grace)  # it was woken meanwhile; the cancel is answered as well
+    return True
+
+
+STEPS: Final[dict[str, tuple[int, Read]]] = {
+    "set": (p.SET, take_nothing),
+    "append": (p.APPEND, take_nothing),
+    "queue_push": (p.QUEUE_PUSH, take_nothing),
+    "add": (p.ADD, Channel.take_int),
+    "queue_len": (p.QUEUE_LEN, Channel.take_int),
+    "compare_set": (p.COMPARE_SET, Channel.take_string),
+    "delete_key": (p.DELETE_KEY, take_bool),
+}

@@ -1,0 +1,125 @@
+"""Request and answer: the three ways in which a client talks to its server.
+
+`ask` sends a request that is answered at once, on the shared connection. `tell` sends one that has
+no answer. `hold` runs an exchange that waits for others, on a connection of its own. Each turns
+what went wrong below into an error that names operation, key and server, and each leaves no
+connection behind on which an answer may still come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from echelon.errors import StoreError
+from echelon.store.channel import Channel
+from echelon.store.connections import Connections
+from echelon.store.deadline import Deadline
+
+T = TypeVar("T")
+
+
+class Exchanges:
+    """Exchange messages over the connections of one client.
+
+    What may be repeated without harm is marked `can_repeat` and goes on over a new connection when
+    one breaks, unless writes without an answer may have been lost with it.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def ask(
+        self,
+        operation: str,
+        key: bytes,
+        request: bytes,
+        read: Callable[[Channel, Deadline], T],
+        deadline: Deadline,
+        *,
+        can_repeat: bool = False,
+    ) -> T:
+        """Send a request that is answered at once and read its answer."""
+        name = show(key)
+        connections = self._connections
+        with connections.turn(operation, name, deadline):
+            while True:
+                channel = connections.main(operation, name, deadline)
+                had_unconfirmed = channel.num_unconfirmed > 0
+                try:
+                    channel.send(request, deadline)
+                    answer = read(channel, deadline)
+                except TimeoutError as error:
+                    connections.drop(channel)
+                    raise connections.timed_out(operation, name, deadline, str(error)) from None
+                except OSError as error:
+                    failure = connections.lost(operation, name, channel, error)
+                    if not can_repeat or had_unconfirmed:
+                        raise failure from None
+                    continue
+                except BaseException:
+                    connections.drop(channel)
+                    raise
+                channel.num_unconfirmed = 0
+                return answer
+
+    def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
+        """Send a request that has no answer."""
+        name = show(key)
+        connections = self._connections
+        with connections.turn(operation, name, deadline):
+            channel = connections.main(operation, name, deadline)
+            try:
+                channel.num_unconfirmed += 1
+                channel.send(request, deadline)
+            except TimeoutError as error:
+                connections.drop(channel)
+                raise connections.timed_out(operation, name, deadline, str(error)) from None
+            except OSError as error:
+                raise connections.lost(operation, name, channel, error) from None
+            except BaseException:
+                connections.drop(channel)
+                raise
+
+    def hold(
+        self,
+        operation: str,
+        key: bytes,
+        request: bytes,
+        exchange: Callable[[Channel, Deadline], T],
+        deadline: Deadline,
+        *,
+        can_repeat: bool = False,
+    ) -> T:
+        """Run an exchange that waits for others on a connection of its own.
+
+        `exchange` reads the answer; at the deadline it cancels and returns or raises by itself.
+        """
+        name = show(key)
+        connections = self._connections
+        while True:
+            channel = connections.take_away(operation, name, deadline)
+            try:
+                channel.send(request, deadline)
+                answer = exchange(channel, deadline)
+            except StoreError:
+                connections.give_back(channel)
+                raise
+            except TimeoutError as error:
+                connections.drop(channel)
+                raise connections.timed_out(operation, name, deadline, str(error)) from None
+            except OSError as error:
+                failure = connections.lost(operation, name, channel, error)
+                if can_repeat and deadline.left_s > 0 and not connections.is_closed:
+                    continue
+                raise failure from None
+            except BaseException:
+                connections.drop(channel)
+                raise
+            connections.give_back(channel)
+            return answer
+
+
+def show(key: bytes) -> str:
+    """Return a key as its user wrote it."""
+    return key.decode("utf-8", "replace")

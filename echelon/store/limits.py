@@ -1,0 +1,40 @@
+"""What one peer may ask of a server: the numbers behind every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one peer may ask of a server before it is turned away.
+
+    Attributes:
+        key_bytes: longest key, with its leading "/" and every prefix (torch's limit).
+        value_bytes: longest value (torch's limit).
+        num_command_keys: most keys in one command (torch's limit).
+        command_bytes: most bytes in one command, all its strings together.
+        untrusted_bytes: most bytes in one command before the peer is admitted.
+        num_keys: most keys and queues that a server holds.
+        num_connections: most connections; one more is closed at once.
+        num_waiters: most things that one connection may wait for at a time.
+        unread_bytes: replies that may lie unread before the server stops reading from that
+            connection; one reply may be added on top.
+        reply_bytes: longest single reply.
+        handshake_s: time in which a connection must have become a member.
+        command_s: time in which a command must be complete once begun, plus `command_s` for
+            every 64 KiB of it that came.
+    """
+
+    key_bytes: int = 8192
+    value_bytes: int = 8 << 20
+    num_command_keys: int = 131072
+    command_bytes: int = 256 << 20
+    untrusted_bytes: int = 4096
+    num_keys: int = 4_000_000
+    num_connections: int = 16384
+    num_waiters: int = 1024
+    unread_bytes: int = 1 << 20
+    reply_bytes: int = 256 << 20
+    handshake_s: float = 15.0
+    command_s: float = 30.0

@@ -1,0 +1,322 @@
+"""Cutting a stream of bytes into messages: incremental, bounded, and the same however it is split.
+
+A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes).
+Each byte is looked at a bounded number of times whatever the packets, and every length is held
+against `Limits` before anything is kept.
+
+What the parser refuses it refuses for good: `violation` says why in one line, messages completed
+before it are still delivered, and whatever follows is dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator, Iterable
+from typing import Final
+
+from echelon.errors import StoreProtocolError
+from echelon.store import protocol as p
+from echelon.store.limits import Limits
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_I64 = struct.Struct("<q")
+
+# The fields of each query: K key, V value, q i64, I u32, k list of keys, p list of key-value pairs.
+_FIELDS: Final[dict[int, str]] = {
+    p.SET: "KV",
+    p.COMPARE_SET: "KVV",
+    p.GET: "K",
+    p.ADD: "Kq",
+    p.CHECK: "k",
+    p.WAIT: "k",
+    p.NUM_KEYS: "",
+    p.DELETE_KEY: "K",
+    p.APPEND: "KV",
+    p.MULTI_GET: "k",
+    p.MULTI_SET: "p",
+    p.CANCEL_WAIT: "",
+    p.PING: "I",
+    p.QUEUE_PUSH: "KV",
+    p.QUEUE_POP: "K",
+    p.QUEUE_LEN: "K",
+    p.LIST_KEYS: "",
+    p.BARRIER: "Kq",
+    p.HELLO: "Vq",
+    p.PROOF: "V",
+    p.CANCEL: "",
+    p.GATHER: "KqqV",
+    p.ARRIVE: "Kqq",
+    p.ACK_SET: "KV",
+    p.ACK_ADD: "Kq",
+    p.AWAIT_GET: "K",
+    p.AWAIT_POP: "K",
+    p.WATCH: "k",
+    p.PRESENCE: "KV",
+    p.STATISTICS: "",
+}
+
+# Shapes that the fast path knows, by query byte; 0 takes the slow path.
+_KEY_VALUE: Final = 1
+_KEY: Final = 2
+_KEY_INT: Final = 3
+_KEYS: Final = 4
+_NUMBER: Final = 5
+_FAST: Final = {"KV": _KEY_VALUE, "K": _KEY, "Kq": _KEY_INT, "k": _KEYS, "I": _NUMBER}
+_OUR_SHAPES: Final = bytes(_FAST.get(_FIELDS.get(query, ""), 0) for query in range(256))
+_TORCH_SHAPES: Final = _OUR_SHAPES[: p.HELLO] + bytes(256 - p.HELLO)
+_NO_SHAPES: Final = bytes(256)
+
+_MIN_RUN: Final = 8  # commands of equal lengths in a row from which on they are cut out together
+_MAX_RUN_STRUCTS: Final = 256
+
+_OPENING: Final = bytes((p.VALIDATE,)) + _U32.pack(p.VALIDATE_MAGIC)
+
+_Steps = Generator[int, bytes, p.Message | None]
+
+
+class Parser:
+    """Cut a stream of bytes into messages.
+
+    Complete commands of the common shapes are cut out of the received bytes directly; everything
+    else (rare commands, and a command that the packet cuts in two) runs through a generator that
+    asks for so many bytes at a time, so that no byte is parsed twice.
+
+    Attributes:
+        violation: why the peer must be turned away, None while it behaves.
+        admitted: set by the owner once the peer is a member; until then commands are small.
+        extensions: whether the peer has announced itself as ours.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.violation: str | None = None
+        self.admitted = False
+        self.extensions = False
+        self._held = bytearray()
+        self._budget = 0
+        self._steps: _Steps | None = None
+        self._need = 0
+        self._is_fresh = True
+
+    @property
+    def is_inside_command(self) -> bool:
+        """Whether a command, or the handshake, was begun and is not complete."""
+        return self._steps is not None
+
+    def feed(self, data: bytes) -> list[p.Message]:
+        """Take received bytes and return the messages that they complete."""
+        out: list[p.Message] = []
+        if self.violation is not None:
+            return out
+        if self._held:
+            self._held += data
+            if len(self._held) < self._need:
+                return out
+            data = bytes(self._held)
+            self._held.clear()
+        try:
+            if self._is_fresh:
+                position = self._open(data, out)
+            else:
+                position = 0 if self._steps is None else self._advance(data, 0, out)
+            self._scan(data, position, out)
+        except StoreProtocolError as error:
+            self.violation = str(error)
+            self._steps = None
+        return out
+
+    def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
+        """Cut out whole commands from `position` on; begin the first that is not whole."""
+        size = len(data)
+        key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
+        shapes, read_u64 = self._shapes(), _U64.unpack_from
+        while position < size:
+            query = data[position]
+            shape = shapes[query]
+            key_at = position + 9
+            if shape == _NUMBER:
+                if position + 5 <= size:
+                    (number,) = _U32.unpack_from(data, position + 1)
+                    out.append((query, number))
+                    self._note_ping(number)
+                    shapes = self._shapes()
+                    position += 5
+                    continue
+            elif shape and key_at <= size:
+                (length,) = read_u64(data, position + 1)
+                key_end = key_at + length
+                if shape == _KEY_VALUE:
+                    if length <= key_bytes and key_end + 8 <= size:
+                        (length,) = read_u64(data, key_end)
+                        end = key_end + 8 + length
+                        if end <= size and length <= value_bytes:
+                            record = end - position
+                            if size - end >= (_MIN_RUN - 1) * record:
+                                end = _cut_run(data, position, record, key_end, out)
+                            else:
+                                out.append((query, data[key_at:key_end], data[key_end + 8 : end]))
+                            position = end
+                            continue
+                elif shape == _KEY:
+                    if length <= key_bytes and key_end <= size:
+                        record = key_end - position
+                        if size - key_end >= (_MIN_RUN - 1) * record:
+                            position = _cut_run(data, position, record, -1, out)
+                        else:
+                            out.append((query, data[key_at:key_end]))
+                            position = key_end
+                        continue
+                elif shape == _KEY_INT:
+                    if length <= key_bytes and key_end + 8 <= size:
+                        (number,) = _I64.unpack_from(data, key_end)
+                        out.append((query, data[key_at:key_end], number))
+                        position = key_end + 8
+                        continue
+                elif length == 1 and key_at + 8 <= size:
+                    (length,) = read_u64(data, key_at)
+                    key_end = key_at + 8 + length
+                    if key_end <= size and length <= key_bytes:
+                        out.append((query, [data[key_at + 8 : key_end]]))
+                        position = key_end
+                        continue
+            self._steps = self._command(query)
+            self._need = self._first_need(out)
+            position = self._advance(data, position + 1, out)
+            shapes = self._shapes()
+
+    def _open(self, data: bytes, out: list[p.Message]) -> int:
+        """Take the first bytes of the connection; return where the first command begins."""
+        self._is_fresh = False
+        if data.startswith(_OPENING):
+            return len(_OPENING)
+        self._steps = self._handshake()
+        self._need = next(self._steps)
+        return self._advance(data, 0, out)
+
+    def _shapes(self) -> bytes:
+        """Return which queries of this peer may take the fast path."""
+        if not self.admitted:
+            return _NO_SHAPES
+        return _OUR_SHAPES if self.extensions else _TORCH_SHAPES
+
+    def _first_need(self, out: list[p.Message]) -> int:
+        """Start the open command; a command without fields is complete at once."""
+        assert self._steps is not None
+        try:
+            return next(self._steps)
+        except StopIteration as done:
+            self._complete(done.value, out)
+            return 0
+
+    def _advance(self, data: bytes, position: int, out: list[p.Message]) -> int:
+        """Feed the open command from `position`; return where it ended, or the end of data."""
+        while self._steps is not None:
+            end = position + self._need
+            if end > len(data):
+                self._held += data[position:]
+                return len(data)
+            try:
+                self._need = self._steps.send(data[position:end])
+            except StopIteration as done:
+                self._complete(done.value, out)
+            position = end
+        return position
+
+    def _complete(self, message: p.Message | None, out: list[p.Message]) -> None:
+        """Close the open command; the handshake yields no message."""
+        self._steps = None
+        if message is not None:
+            out.append(message)
+
+    def _handshake(self) -> _Steps:
+        """Demand VALIDATE and its magic number before anything else."""
+        first = (yield 1)[0]
+        if first != p.VALIDATE:
+            raise StoreProtocolError(
+                f"first byte 0x{first:02x}, expected VALIDATE: no store client"
+            )
+        (magic,) = _U32.unpack((yield 4))
+        if magic != p.VALIDATE_MAGIC:
+            raise StoreProtocolError(f"VALIDATE with magic 0x{magic:08x}: no store client")
+        return None
+
+    def _command(self, query: int) -> _Steps:
+        """Ask for the fields of one command, byte counts first; return the message."""
+        fields = _FIELDS.get(query)
+        if fields is None or (query >= p.HELLO and not self.extensions):
+            raise StoreProtocolError(f"unknown query 0x{query:02x}")
+        self._budget = self.limits.command_bytes if self.admitted else self.limits.untrusted_bytes
+        message: list[object] = [query]
+        for kind in fields:
+            if kind == "q":
+                message.append(_I64.unpack((yield 8))[0])
+            elif kind == "I":
+                message.append(_U32.unpack((yield 4))[0])
+            elif kind == "K" or kind == "V":
+                (length,) = _U64.unpack((yield 8))
+                message.append((yield self._allowed(query, kind, length)))
+            else:
+                (count,) = _U64.unpack((yield 8))
+                if count > self.limits.num_command_keys:
+                    raise StoreProtocolError(
+                        f"{p.NAMES[query]} of {count} keys, limit {self.limits.num_command_keys}"
+                    )
+                strings: list[bytes] = []
+                for index in range(count if kind == "k" else 2 * count):
+                    (length,) = _U64.unpack((yield 8))
+                    of_key = kind == "k" or index % 2 == 0
+                    strings.append((yield self._allowed(query, "K" if of_key else "V", length)))
+                message.append(strings)
+        if query == p.PING:
+            self._note_ping(message[1])
+        return tuple(message)
+
+    def _note_ping(self, nonce: object) -> None:
+        """Understand our queries from here on if the peer announces itself as ours."""
+        if nonce == p.OUR_NONCE:
+            self.extensions = True
+
+    def _allowed(self, query: int, kind: str, length: int) -> int:
+        """Return `length` if a string of it may still come in this command."""
+        limit = self.limits.key_bytes if kind == "K" else self.limits.value_bytes
+        if length > limit:
+            what = "key" if kind == "K" else "value"
+            raise StoreProtocolError(f"{p.NAMES[query]}: {what} of {length} bytes, limit {limit}")
+        self._budget -= length + 8
+        if self._budget < 0:
+            raise StoreProtocolError(f"{p.NAMES[query]}: command too long for one peer")
+        return length
+
+
+_run_structs: dict[tuple[int, int], struct.Struct] = {}
+
+
+def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
+    """Cut out a run of key-value (or, `key_end` -1, key) commands of equal lengths.
+
+    The command at `position` is `record` bytes long; returns where the run ends. As long as the
+    bytes that hold query and lengths repeat every `record` bytes, so do whole commands: one unpack
+    cuts them all out.
+    """
+    count = (len(data) - position) // record
+    stop = position + count * record
+    headers: Iterable[int] = range(position, position + 9)
+    if key_end >= 0:
+        headers = (*headers, *range(key_end, key_end + 8))
+    for at in headers:
+        column = data[at:stop:record]
+        same = count - len(column.lstrip(column[:1]))
+        if same < count:
+            count = same
+            stop = position + count * record
+    lengths = (key_end, record) if key_end < 0 else (key_end - position - 9, record)
+    layout = _run_structs.get(lengths)
+    if layout is None:
+        if len(_run_structs) >= _MAX_RUN_STRUCTS:
+            _run_structs.clear()
+        key_bytes = lengths[0]
+        form = f"{record - 9}s" if key_end < 0 else f"{key_bytes}s8x{record - key_bytes - 17}s"
+        layout = _run_structs[lengths] = struct.Struct(f"<B8x{form}")
+    out += layout.iter_unpack(memoryview(data)[position:stop])
+    return stop
