@@ -167,7 +167,6 @@ class RankEvidence:
     host: HostFacts = field(default_factory=HostFacts)
     has_ring: bool = True
     seen_ns: int = 0  # when the rank was last looked at, on rank 0's clock; 0: not known
-    num_unrecorded: int = 0  # operations its counters know and its entries lack (Gloo's p2p)
 
     @property
     def offset_ns(self) -> int:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from echelon.analysis.collector import collector_off
 from echelon.analysis.evidence import Evidence, RankEvidence, Tables
-from echelon.analysis.torch_file import TorchFile, rank_in_name, read_torch_file
+from echelon.analysis.torch_file import rank_in_name, read_torch_file
 from echelon.analysis.torch_rows import TorchRows
 from echelon.errors import DumpFormatError
 from echelon.recorder.schema import Group, Identity
@@ -117,7 +117,7 @@ class _Loader:
             self._warnings.append(str(err))
             return
         self._warnings += file.warnings
-        self.files[rank] = _Read(rank, file.members, rows, _unrecorded(file))
+        self.files[rank] = _Read(rank, file.members, rows)
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
         """Say who is in which group, and put everything together."""
@@ -129,7 +129,6 @@ class _Loader:
                 rank=rank,
                 rows=read.rows,
                 identity=Identity(rank=rank, world_size=groups.world_size),
-                num_unrecorded=read.num_unrecorded,
             )
         return Evidence(
             world_size=groups.world_size,
@@ -151,7 +150,6 @@ class _Read:
     rank: int
     members: Mapping[str, tuple[int, ...]]
     rows: npt.NDArray[Any]
-    num_unrecorded: int
 
 
 class _Groups:
@@ -215,16 +213,3 @@ class _Groups:
         label = name if desc in _NAMELESS else desc
         taken = any(g.name == label and g.ranks == members for g in self.groups)
         return f"{label} ({name})" if taken else label
-
-
-def _unrecorded(file: TorchFile) -> int:
-    """Count the operations begun after a group's last entry that only `pg_status` knows of.
-
-    Gloo records no send and no receive, but counts them.
-    """
-    last: dict[int, int] = {}
-    for entry in file.entries:
-        group, number = entry.get("pg_id"), entry.get("op_id")
-        if type(group) is int and type(number) is int:
-            last[group] = max(number, last.get(group, 0))
-    return sum(max(0, file.enqueued.get(group, 0) - number) for group, number in last.items())

@@ -34,7 +34,6 @@ class TorchFile:
     rank: int
     version: tuple[int, int]
     members: Mapping[str, tuple[int, ...]]  # group name -> global ranks, as far as recorded
-    enqueued: Mapping[int, int]  # process-local group id -> operations enqueued
     entries: Sequence[Mapping[str, Any]]
     warnings: tuple[str, ...] = ()
 
@@ -67,7 +66,6 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
         rank=rank,
         version=version,
         members=_members(top.get("pg_config")),
-        enqueued=_enqueued(top.get("pg_status")),
         entries=good,
         warnings=(f"{path}: {lost} entries cannot be read",) if lost else (),
     )
@@ -117,24 +115,6 @@ def _members(config: Any) -> dict[str, tuple[int, ...]]:
         if isinstance(name, str) and isinstance(value, dict):
             found[name] = ranks_in(value.get("ranks"))
     return found
-
-
-def _enqueued(status: Any) -> dict[int, int]:
-    """Read `pg_status`, whose keys, and in JSON its values too, are numbers written as strings."""
-    found: dict[int, int] = {}
-    for key, value in status.items() if isinstance(status, dict) else ():
-        count = value.get("last_enqueued_collective") if isinstance(value, dict) else None
-        group, enqueued = _number(key), _number(count)
-        if group >= 0 and enqueued >= 0:
-            found[group] = enqueued
-    return found
-
-
-def _number(value: Any) -> int:
-    """Return a whole number, also one written as a string; -1 for anything else."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return int(value)
-    return value if type(value) is int else -1
 
 
 def ranks_in(value: Any) -> tuple[int, ...]:

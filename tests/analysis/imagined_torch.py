@@ -21,7 +21,6 @@ class TorchRank:
             "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(world_size)))}
         }
         self.version = "2.10"
-        self.extra_enqueued = 0
 
     def call(
         self,
@@ -81,7 +80,7 @@ class TorchRank:
     def top(self) -> dict[str, object]:
         status = {
             name: {
-                "last_enqueued_collective": counts[2] + self.extra_enqueued,
+                "last_enqueued_collective": counts[2],
                 "last_started_collective": -1,
                 "last_completed_collective": -1,
             }

@@ -142,7 +142,7 @@ def _by_exception(
     short = type_name.rpartition(".")[2]
     first = message.splitlines()[0] if message else ""
     said = f"{short}: {first}" if first else short
-    place = f" at {frame}" if frame else ""
+    place = f" ({frame})" if frame else ""
     lines = [f"rank {facts.rank} raised {said}{place}"]
     if facts.host.exit_code is not None:
         lines.append(f"rank {facts.rank} ended {exit_words(facts.host.exit_code)}")
@@ -182,7 +182,7 @@ def _by_death(facts: RankEvidence) -> Ending:
         lines.append(f"rank {facts.rank} had begun no operation")
     words = f"rank {facts.rank} ended {exit_words(code)}"
     if where:
-        words += f" in {where}"
+        words += f" inside its span '{facts.open_spans[-1].name}' ({where})"
     return Ending(
         rank=facts.rank,
         cause=cause,

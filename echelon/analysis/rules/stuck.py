@@ -88,7 +88,7 @@ def suspects(picture: Picture) -> tuple[int, ...]:
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
     outside = tuple(rank for rank in sinks if rank not in inside)
     if outside:
-        return _outside_all_operations(picture, outside)
+        return outside
     left = [wait for wait in picture.graph.waits if is_left_behind(picture, wait)]
     behind = {rank for wait in left for rank in wait.waiting}
     if behind:
@@ -107,13 +107,6 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 def _is_at_store(facts: RankEvidence) -> bool:
     span = innermost_span(facts)
     return span is not None and span.name == "store"
-
-
-def _outside_all_operations(picture: Picture, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Leave out ranks whose counters say they are inside something that was not recorded."""
-    ranks_of = picture.evidence.ranks
-    idle = [r for r in ranks if r not in ranks_of or ranks_of[r].num_unrecorded == 0]
-    return tuple(idle) or ranks
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
@@ -423,7 +416,8 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
     if len(ranks) > 1:
-        summary += f" (so do {rank_list([rank for rank in ranks if rank != shown])})"
+        rest = [rank for rank in ranks if rank != shown]
+        summary += f" (and so {'does' if len(rest) == 1 else 'do'} {rank_list(rest)})"
     lines = list(reading.evidence)
     for other in [rank for rank in ranks if rank != shown][:4]:
         lines += read_rank(picture, other).evidence[:1]
@@ -437,6 +431,9 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
         at=f" at {reading.frame}" if reading.frame else "",
         pid=facts.identity.pid if facts else 0,
     )
+    settles = reading.would_settle
+    if picture.evidence.foreign and len(ranks) > 1:
+        settles += (f"which of {who} waits for another in a send or receive: Gloo records neither",)
     return Finding(
         cause=reading.cause,
         culprit_ranks=ranks,
@@ -447,7 +444,7 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
         summary=summary,
         evidence=tuple(lines),
         fallout_ranks=fallout,
-        would_settle=reading.would_settle,
+        would_settle=settles,
         next_action=action,
     )
 
