@@ -166,6 +166,15 @@ def _pair(run: tuple[int, int]) -> list[tuple[int, int]]:
     return [(run[0], run[0]), (run[1], run[1])]
 
 
+def rate(bytes_per_s: float) -> str:
+    """Show a bandwidth: `12.4 GB/s`, `310 MB/s`, `-` if it is not known."""
+    if bytes_per_s <= 0:
+        return "-"
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.{0 if bytes_per_s >= 1e7 else 1}f} MB/s"
+
+
 def seconds(duration_s: float) -> str:
     """Show a duration: `840 us`, `31 ms`, `31.2 s`, `4 min 10 s`."""
     if duration_s < 0.001:

@@ -16,7 +16,7 @@ from typing import Any
 
 from echelon import __version__
 from echelon.analysis.evidence import RankEvidence
-from echelon.analysis.finding import Finding, Report, rank_list, seconds
+from echelon.analysis.finding import Finding, Report, rank_list, rate, seconds
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.report.clean import clean
 from echelon.analysis.report.graph import Drawing, draw
@@ -360,7 +360,6 @@ def _rank_row(rank: RankTime) -> Sequence[str]:
 
 
 def _call_row(call: CallTime) -> Sequence[str]:
-    rate = f"{call.bytes_per_s / 1e9:.2f} GB/s" if call.bytes_per_s else "-"
     each_s = call.total_s / max(1, call.count)
     return (
         f"<td>{_text(call.call)}</td>",
@@ -368,7 +367,7 @@ def _call_row(call: CallTime) -> Sequence[str]:
         f'<td class="n">{call.count}</td>',
         f'<td class="n">{_text(seconds(call.total_s))}</td>',
         f'<td class="n">{_text(seconds(each_s))}</td>',
-        f'<td class="n">{_text(rate)}</td>',
+        f'<td class="n">{_text(rate(call.bytes_per_s))}</td>',
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from echelon.analysis.finding import Finding, Report, rank_list, seconds
+from echelon.analysis.finding import Finding, Report, rank_list, rate, seconds
 from echelon.analysis.report.clean import clean
 
 if TYPE_CHECKING:
@@ -117,9 +117,8 @@ def _print_timing(timing: Timing, console: Console) -> None:
     if timing.calls:
         table = Table("collective", "times", "own time", "rate", box=None, header_style="bold")
         for call in timing.calls[:_MAX_CALLS]:
-            rate = f"{call.bytes_per_s / 1e9:.2f} GB/s" if call.bytes_per_s else "-"
             name = Text(clean(f"{call.call} · {call.group}", 90))
-            table.add_row(name, str(call.count), seconds(call.total_s), rate)
+            table.add_row(name, str(call.count), seconds(call.total_s), rate(call.bytes_per_s))
         console.print(Padding(table, (0, 0, 0, 1), expand=False))
 
 

@@ -218,7 +218,7 @@ def _side_lines(found: Divergence) -> list[str]:
     return lines
 
 
-def error_lines(picture: Picture, limit: int = 2) -> list[str]:
+def error_lines(picture: Picture, limit: int = 1) -> list[str]:
     """Quote the mismatch errors that ranks recorded."""
     lines: list[str] = []
     for rank, facts in picture.evidence.ranks.items():
