@@ -1,7 +1,9 @@
-"""The agent: one loop over the workers' output, the guard's news, the rings and the clock.
+"""The agent: one loop over its workers' output, the guard's news, the coordinator and the clock.
 
-It decides nothing itself: `decide.Attempt` does, this acts. Everything runs on one thread. What the
-agent starts (guard, store) ends with it, also when it is killed: both hold the other end of a pipe.
+Every node runs one. The node that owns the endpoint (the only node, mostly) hosts the coordinator
+and the store as well. Everything runs on one thread, but for the gRPC links that several nodes
+need. What the agent starts (guard, store) ends with it, also when it is killed: both hold the other
+end of a pipe.
 """
 
 from __future__ import annotations
@@ -11,329 +13,259 @@ import os
 import secrets
 import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from echelon.errors import DumpFormatError, LaunchError
-from echelon.launcher import decide, environment
+from echelon.errors import LaunchError
+from echelon.launcher import decide
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.link import Link, LocalLink, Mailbox
+from echelon.launcher.coordinator import Coordinator
 from echelon.launcher.explain import explain
-from echelon.launcher.harvest import Occasion, Worker, harvest
 from echelon.launcher.meeting import StoreProcess
+from echelon.launcher.node import NodeAgent
 from echelon.launcher.options import Options
-from echelon.launcher.output import Stream, Terminal
-from echelon.launcher.report import EXIT_STALL, Incident, Report, exit_code
+from echelon.launcher.report import Report
 from echelon.launcher.rundir import RunDirectory, write_json
-from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
-from echelon.recorder.read import LiveRing
-from echelon.recorder.schema import Live
-from echelon.recorder.signals import oom_kills
-from echelon.recorder.watchdog import Sight, StallRule
+from echelon.launcher.workers import Workers
 
 _LOOP_S = 0.5
-_DRAIN_S = 1.0  # for what ended workers left in their pipes
-_SWEEP_S = 2.0
-_NOT_STARTED = 127
+_ALONE_GRACE_S = 2.0  # for workers whose coordinator is gone
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lightning
-_HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 
 
 def run(options: Options) -> int:
-    """Run a job to its end; return the launcher's exit code.
+    """Run this node's part of a job to its end; return the launcher's exit code.
 
     Raises:
         LaunchError: it cannot be started.
     """
-    job_id = options.rdzv_id or secrets.token_hex(4)
     directory = RunDirectory(options.run_dir, options.rdzv_id)
-    report = Report(job_id=job_id, world_size=options.nproc_per_node)
-    secret = secrets.token_hex(32)
-    with (
-        contextlib.closing(Workers()) as guard,
-        contextlib.closing(StoreProcess(_HOST, secret)) as store,
-        _caught_signals() as signals,
-    ):
-        job = {"endpoint": f"{store.host}:{store.port}", "secret": secret, "job_id": job_id}
-        write_json(directory.job_file, job)
-        agent = _Agent(options, directory, report, guard, store, signals)
-        try:
-            agent.run()
-        except LaunchError as err:
-            report.ended_by, report.exit_code = decide.EndedBy.AGENT, 1
-            report.error = str(err)
-            _say(f"ended: {err}")
-        finally:
-            agent.close()
-            report.write(directory.path / "report.json", agent.workers)
+    with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(contextlib.closing(Workers()))
+        signals = stack.enter_context(_caught_signals())
+        meeting = options.rendezvous
+        if meeting is None or meeting.is_host:
+            return _host(options, directory, guard, signals, stack)
+        return _take_part(options, directory, guard, signals, stack)
+
+
+def _host(
+    options: Options,
+    directory: RunDirectory,
+    guard: Workers,
+    signals: int,
+    stack: contextlib.ExitStack,
+) -> int:
+    """Host the job: coordinator, store, and this node's workers."""
+    meeting = options.rendezvous
+    report = Report(job_id=options.rdzv_id or secrets.token_hex(4), world_size=0)
+    secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode("utf-8", "replace")
+    bind = _LOOPBACK if meeting is None else meeting.bind
+    store = stack.enter_context(contextlib.closing(StoreProcess(bind, secret)))
+    host = _LOOPBACK if meeting is None else meeting.host
+    job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": report.job_id}
+    write_json(directory.job_file, job)
+    events: Mailbox[tuple[str, m.Event]] = Mailbox()
+    stack.callback(events.close)
+    link = LocalLink(lambda event: events.put((options.node_name, event)))
+    stack.callback(link.close)
+    server = None
+    if meeting is not None:
+        from echelon.launcher.control.server import ControlServer  # gRPC only where needed
+
+        server = ControlServer(meeting.bind_address, meeting.secret, events)
+        stack.callback(server.close)
+
+    def send(node: str, command: m.Command) -> None:
+        if node == options.node_name:
+            link.commands.put(command)
+        elif server is not None:
+            server.send(node, command)
+            if isinstance(command, m.Over):
+                server.hang_up(node)
+
+    coordinator = Coordinator(options, directory, report, (host, store.port), send, _say)
+    agent = _Agent(options, directory, guard, signals, link, coordinator, events)
+    link.send(_hello(options))
+    _say(f"{options.nproc_per_node} ranks{_nodes(options)}; run directory {directory.shown}")
+    try:
+        agent.run()
+    except LaunchError as err:
+        report.ended_by, report.exit_code = decide.EndedBy.AGENT, 1
+        report.error = str(err)
+        _say(f"ended: {err}")
+    finally:
+        agent.close()
+        report.write(directory.path / "report.json")
     return report.exit_code
 
 
+def _take_part(
+    options: Options,
+    directory: RunDirectory,
+    guard: Workers,
+    signals: int,
+    stack: contextlib.ExitStack,
+) -> int:
+    """Run this node's workers for a coordinator elsewhere."""
+    from echelon.launcher.control.client import GrpcLink  # gRPC only where needed
+
+    meeting = options.rendezvous
+    assert meeting is not None
+    secret = meeting.secret.decode("utf-8", "replace")
+    write_json(directory.job_file, {"endpoint": meeting.address, "secret": secret})
+    link = GrpcLink(meeting.address, meeting.secret, _hello(options), options.join_timeout_s)
+    stack.callback(link.close)
+    agent = _Agent(options, directory, guard, signals, link, None, None)
+    _say(f"joining {meeting.address} with {options.nproc_per_node} ranks")
+    try:
+        agent.run()
+    except LaunchError as err:
+        _say(f"ended: {err}")
+        return 1
+    finally:
+        agent.close()
+    if agent.over is None:
+        return _leave_alone(agent, directory, f"coordinator node lost ({link.lost_because})")
+    if agent.over.text:
+        _say(agent.over.text)
+    return agent.over.exit_code
+
+
+def _leave_alone(agent: _Agent, directory: RunDirectory, why: str) -> int:
+    _say(why)
+    if agent.own_incident is not None:
+        explain(agent.own_incident, directory.shown / "dump" / agent.own_incident.name)
+    return 1
+
+
 class _Agent:
-    """One job on one node."""
+    """The loop of one node."""
 
     def __init__(
         self,
         options: Options,
         directory: RunDirectory,
-        report: Report,
         guard: Workers,
-        store: StoreProcess,
         signals: int,
+        link: Link,
+        coordinator: Coordinator | None,
+        events: Mailbox[tuple[str, m.Event]] | None,
     ) -> None:
         self._options = options
-        self._directory = directory
-        self._report = report
-        self._guard = guard
-        self._store = store
         self._signals = signals
-        self._terminal = Terminal()
+        self._link = link
+        self._coordinator = coordinator
+        self._events = events
         self._selector = selectors.DefaultSelector()
-        self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
-        self._selector.register(signals, selectors.EVENT_READ, self._take_signals)
-        self._streams: dict[int, Stream] = {}
-        self._rings: dict[int, LiveRing] = {}
-        self._events: list[decide.Event] = []
-        self._num_ended = 0
-        self._swept: int | None = None
-        self._oom_kills_before = oom_kills(os.getpid())
-        self._first_attempt = directory.next_attempt()
-        self._number = self._first_attempt
-        self.workers: list[Worker] = []
+        self._node = NodeAgent(
+            options, directory, guard, self._selector, link.send, _say, self._pump
+        )
+        self._register(signals, self._take_signals)
+        self._register(link.fileno(), lambda: None)  # wakes the loop; taken between pumps
+        if events is not None:
+            self._register(events.fileno(), lambda: None)
+        self.over: m.Over | None = None
+        self.own_incident: Path | None = None
 
     def run(self) -> None:
-        """Run attempts until one ends well or none is left, and settle the exit code."""
-        started_s = time.monotonic()
-        _say(f"{self._options.nproc_per_node} ranks; run directory {self._directory.shown}")
-        while True:
-            end, stop_signal = self._run_attempt()
-            self._report.attempts += 1
-            self._clear_up()
-            restart = self._number - self._first_attempt
-            if not end.failed or end.ended_by is not decide.EndedBy.WORKER:
-                break
-            if restart >= self._options.max_restarts:
-                break
-            _say(f"restart {restart + 1} of {self._options.max_restarts}")
-            self._number += 1
-        self._conclude(end, stop_signal, time.monotonic() - started_s)
+        """Serve until the job is over, or the coordinator gone."""
+        look_s = min(_LOOP_S, self._options.stall_timeout_s / 5)
+        next_look_s = 0.0
+        while self.over is None:
+            if not self._obey():
+                self._stop_alone()
+                return
+            until = next_look_s
+            if self._coordinator is not None and self._events is not None:
+                for name, event in self._events.take():
+                    self._coordinator.take(name, event)
+                self._coordinator.step()
+                until = min(until, self._coordinator.deadline_s())
+            if time.monotonic() >= next_look_s:
+                self._node.look()
+                next_look_s = time.monotonic() + look_s
+                until = min(until, next_look_s) if until > time.monotonic() else next_look_s
+            self._pump(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Close pipes, files and mappings."""
-        for stream in list(self._streams.values()):
-            self._drop(stream)
-        self._close_rings()
+        """Close what the loop holds."""
+        self._node.close()
         self._selector.close()
 
-    # ---- one attempt ----
-
-    def _run_attempt(self) -> tuple[decide.EndAttempt, int]:
-        attempt = decide.Attempt(
-            self._options.nproc_per_node,
-            grace_s=self._options.shutdown_timeout_s,
-            stop_on_stall=self._options.on_stall == "stop",
-        )
-        self._start_workers()
-        rule = StallRule(self._options.stall_timeout_s, time.monotonic_ns())
-        look_s = min(_LOOP_S, self._options.stall_timeout_s / 5)
-        while True:
-            until = time.monotonic() + look_s
-            if attempt.deadline_s is not None:
-                until = min(until, attempt.deadline_s)
-            self._pump(max(0.0, until - time.monotonic()))
-            self._look_for_stall(rule)
-            for event in [*self._take_events(), decide.TimePassed()]:
-                for action in attempt.on(event, time.monotonic()):
-                    if isinstance(action, decide.EndAttempt):
-                        return action, attempt.stop_signal
-                    self._act(action)
-
-    def _start_workers(self) -> None:
-        options = self._options
-        self._num_ended = 0
-        attempt = environment.Attempt(
-            number=self._number,
-            restart=self._number - self._first_attempt,
-            max_restarts=options.max_restarts,
-            job_id=self._report.job_id,
-            world_size=options.nproc_per_node,
-            master_addr=self._store.host,
-            master_port=self._store.port,
-            job_file=self._directory.job_file,
-            recorder_size=options.recorder_size,
-            terminal_columns=self._terminal.columns,
-        )
-        self.workers = []
-        for rank in range(options.nproc_per_node):
-            folder = self._directory.make_rank_dir(rank, self._number)
-            env = environment.worker_environment(os.environ, attempt, rank, folder)
-            self.workers.append(Worker(rank=rank, folder=folder))
-            pipes = self._guard.spawn(rank, options.program, env, str(Path.cwd()))
-            for number, pipe in enumerate(pipes, start=1):
-                self._add_stream(rank, number, pipe, folder)
-
-    def _add_stream(self, rank: int, number: int, pipe: int, folder: Path) -> None:
-        log = folder / ("stdout.log" if number == 1 else "stderr.log")
-        stream = Stream(pipe, number, b"%d| " % rank, log.open("wb"), self._terminal)
-        self._streams[pipe] = stream
-        self._selector.register(pipe, selectors.EVENT_READ, stream)
-
-    def _act(self, action: decide.Action) -> None:
-        if isinstance(action, decide.CollectIncident):
-            self._collect(action)
-        elif isinstance(action, decide.SignalWorkers):
-            for worker in self.workers:
-                if worker.exit_code is None:
-                    worker.stopped_by_agent = True
-                    self._guard.signal(worker.rank, action.number)
-
-    # ---- what comes in ----
+    def _register(self, fd: int, act: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _pump(self, timeout_s: float) -> None:
-        """Pass on output and take in news, for at most this long."""
+        """Pass on output and take in the guard's news and signals, for at most this long."""
         for key, _ in self._selector.select(timeout_s):
-            if not isinstance(key.data, Stream):
-                key.data()
-            elif not key.data.pump():
-                self._drop(key.data)
+            key.data()
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 256):
             if number in _STOPPING_SIGNALS:
-                self._events.append(decide.StopRequested(number))
+                self._link.send(m.StopAsked(number=number))
             else:
-                for worker in self.workers:
-                    self._guard.signal(worker.rank, number)
+                self._node.pass_on(number)
 
-    def _take_news(self) -> None:
-        for news in self._guard.events():
-            if isinstance(news, Started):
-                self.workers[news.index].pid = news.pid
-            elif isinstance(news, Failed):
-                worker = self.workers[news.index]
-                worker.start_error = news.error
-                _say(f"rank {news.index}: cannot run {news.error}")
-                self._note_end(worker, _NOT_STARTED, time.monotonic_ns())
-            elif isinstance(news, Exited):
-                self._note_end(self.workers[news.index], news.code, news.mono_ns)
-            elif isinstance(news, Swept):
-                self._swept = news.count
+    def _obey(self) -> bool:
+        """Carry out commands; return False once the coordinator is gone."""
+        for command in self._link.take():
+            if command is None:
+                return self.over is not None
+            self._obey_one(command)
+        return True
 
-    def _note_end(self, worker: Worker, code: int, mono_ns: int) -> None:
-        worker.exit_code = code
-        worker.exited_mono_ns = mono_ns
-        worker.exit_order = self._num_ended
-        self._num_ended += 1
-        self._events.append(decide.WorkerEnded(worker.rank, code))
-
-    def _take_events(self) -> list[decide.Event]:
-        events, self._events = self._events, []
-        return events
-
-    def _drop(self, stream: Stream) -> None:
-        self._selector.unregister(stream.pipe)
-        del self._streams[stream.pipe]
-        stream.close()
-
-    # ---- stalls ----
-
-    def _look_for_stall(self, rule: StallRule) -> None:
-        was_stalled = rule.is_stalled
-        sights = [self._sight(worker) for worker in self.workers if worker.alive]
-        stall = rule.look(sights, time.monotonic_ns())
-        if was_stalled and not rule.is_stalled:
-            for incident in self._report.incidents[-1:]:
-                incident.recovered = True
-            _say("the stall is over: the ranks make progress again")
-        if stall is not None:
-            self._events.append(decide.StallSeen(stall.reason))
-
-    def _sight(self, worker: Worker) -> Sight:
-        ring = self._rings.get(worker.rank)
-        if ring is None:
-            try:
-                ring = self._rings[worker.rank] = LiveRing(worker.folder / "ring")
-            except DumpFormatError:
-                return Sight(rank=worker.rank)  # it has not opened one yet
-        words = ring.words()
-        pending_mono_ns, num_pending = ring.pending()
-        ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
-        return Sight(
-            rank=worker.rank,
-            initialised=bool(words[Live.INITIALISED]),
-            progress_mono_ns=words[Live.PROGRESS_MONO_NS],
-            pending_mono_ns=pending_mono_ns,
-            num_ended=ended,
-        )
-
-    def _collect(self, action: decide.CollectIncident) -> None:
-        self._terminal.end_live()
-        _say(f"{action.kind}: {action.reason}; collecting the black boxes")
-        occasion = Occasion(
-            kind=action.kind,
-            attempt=self._number,
-            world_size=self._report.world_size,
-            reason=action.reason,
-            job_id=self._report.job_id,
-            oom_kills_before=self._oom_kills_before,
-        )
-        try:
-            folder = harvest(self._directory, self.workers, occasion, self._pump)
-        except OSError as err:
-            _say(f"the incident was not kept: {err}")
-            return
-        incident = Incident(folder, action.kind, self._number, action.reason)
-        self._report.incidents.append(incident)
-        if action.kind == "stall" and self._options.on_stall == "report":
-            self._explain(incident)
-
-    # ---- the end ----
-
-    def _clear_up(self) -> None:
-        """End what workers left behind, and take the rest of their output."""
-        deadline_s = time.monotonic() + _SWEEP_S
-        while self._swept != 0 and time.monotonic() < deadline_s:
-            self._swept = None
-            self._guard.sweep(signal.SIGKILL)
-            while self._swept is None and time.monotonic() < deadline_s:
-                self._pump(0.05)
-        self._swept = None
-        deadline_s = time.monotonic() + _DRAIN_S
-        while self._streams and time.monotonic() < deadline_s:
-            self._pump(0.05)
-        for stream in list(self._streams.values()):
-            stream.flush()
-            self._drop(stream)
-        self._terminal.end_live()
-        self._close_rings()
-        for incident in self._report.incidents:
-            if not incident.explained:
-                self._explain(incident)
-
-    def _explain(self, incident: Incident) -> None:
-        incident.explained = True
-        shown = self._directory.shown / "dump" / incident.folder.name
-        incident.verdict = explain(incident.folder, shown)
-
-    def _close_rings(self) -> None:
-        while self._rings:
-            self._rings.popitem()[1].close()
-
-    def _conclude(self, end: decide.EndAttempt, stop_signal: int, elapsed_s: float) -> None:
-        report = self._report
-        report.ended_by = end.ended_by
-        if not end.failed:
-            for incident in report.incidents:
-                incident.recovered = True
-            _say(f"all {report.world_size} ranks ended well after {elapsed_s:.1f} s")
-        elif end.ended_by is decide.EndedBy.STALL:
-            report.exit_code = EXIT_STALL
-        elif end.ended_by is decide.EndedBy.SIGNAL:
-            report.exit_code = 128 + stop_signal
+    def _obey_one(self, command: m.Command) -> None:
+        node = self._node
+        if isinstance(command, m.Start):
+            node.start(command)
+        elif isinstance(command, m.Signal):
+            node.signal(command.number)
+        elif isinstance(command, m.Collect):
+            node.collect(command)
+        elif isinstance(command, m.ClearUp):
+            node.clear_up()
+        elif isinstance(command, m.Show):
+            print(command.text, file=sys.stderr, flush=True)
         else:
-            last = report.incidents[-1].verdict if report.incidents else None
-            report.exit_code = exit_code(self.workers, last) or 1
+            self.over = command
+
+    def _stop_alone(self) -> None:
+        """The coordinator is gone: keep what can be known here, and end this node's workers."""
+        if not self._node.has_workers:
+            return
+        with contextlib.suppress(OSError):
+            self.own_incident = self._node.collect_alone("coordinator node lost")
+        deadline_s = time.monotonic() + _ALONE_GRACE_S
+        self._node.signal(signal.SIGTERM)
+        self._node.signal(signal.SIGCONT)
+        while self._node.has_workers and time.monotonic() < deadline_s:
+            self._pump(max(0.0, deadline_s - time.monotonic()))
+        self._node.signal(signal.SIGKILL)
+        self._node.clear_up()
+
+
+def _hello(options: Options) -> m.Hello:
+    return m.Hello(
+        node=options.node_name,
+        host=socket.gethostname(),
+        num_workers=options.nproc_per_node,
+        node_rank=options.node_rank,
+    )
+
+
+def _nodes(options: Options) -> str:
+    low, high = options.min_nodes, options.max_nodes
+    if options.rendezvous is None:
+        return ""
+    return f" on each of {low if low == high else f'{low} to {high}'} nodes"
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class WorkerEnded:
 
     rank: int
     code: int
+    how: str = ""  # in words, if not by its code
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,8 @@ class Attempt:
     def _collect_failure(self) -> list[Action]:
         first = self._first_failure
         assert first is not None
-        return [CollectIncident("failure", f"rank {first.rank} {describe_code(first.code)}")]
+        how = first.how or describe_code(first.code)
+        return [CollectIncident("failure", f"rank {first.rank} {how}")]
 
     def _stop(self, number: int, now_s: float) -> list[Action]:
         self._enter(Phase.STOPPING, now_s + self._grace_s)

@@ -26,36 +26,45 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One start of all workers of the job."""
+    """One start of this node's workers."""
 
     number: int  # of its folders: RUN/rank_<r>/attempt_<number>
     restart: int  # within this job
     max_restarts: int
     job_id: str
+    role: str
     world_size: int
+    first_rank: int  # of this node
+    num_workers: int  # on this node
+    node_rank: int
+    num_nodes: int
     master_addr: str
     master_port: int
     job_file: Path
     recorder_size: int
     terminal_columns: int | None
 
+    @property
+    def ranks(self) -> range:
+        """This node's ranks."""
+        return range(self.first_rank, self.first_rank + self.num_workers)
+
 
 def worker_environment(
     base: Mapping[str, str], attempt: Attempt, rank: int, rank_dir: Path
 ) -> dict[str, str]:
     """Return the whole environment of a worker."""
-    world_size = str(attempt.world_size)
     env = dict(base)
     env.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
+        LOCAL_RANK=str(rank - attempt.first_rank),
+        GROUP_RANK=str(attempt.node_rank),
         ROLE_RANK=str(rank),
-        ROLE_NAME="default",
-        WORLD_SIZE=world_size,
-        LOCAL_WORLD_SIZE=world_size,
-        GROUP_WORLD_SIZE="1",
-        ROLE_WORLD_SIZE=world_size,
+        ROLE_NAME=attempt.role,
+        WORLD_SIZE=str(attempt.world_size),
+        LOCAL_WORLD_SIZE=str(attempt.num_workers),
+        GROUP_WORLD_SIZE=str(attempt.num_nodes),
+        ROLE_WORLD_SIZE=str(attempt.world_size),
         MASTER_ADDR=attempt.master_addr,
         MASTER_PORT=str(attempt.master_port),
         TORCHELASTIC_RESTART_COUNT=str(attempt.restart),
@@ -70,9 +79,10 @@ def worker_environment(
         ECHELON_RECORDER_SIZE=str(attempt.recorder_size),
     )
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if attempt.world_size > 1:
+    if attempt.num_workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
-    env.pop("ECHELON_TERMINAL_COLUMNS", None)
+    for name in ("ECHELON_TERMINAL_COLUMNS", "ECHELON_SECRET"):
+        env.pop(name, None)
     if attempt.terminal_columns is not None:
         env["ECHELON_TERMINAL_COLUMNS"] = str(attempt.terminal_columns)
     return env

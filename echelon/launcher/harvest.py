@@ -1,8 +1,8 @@
-"""Collect an incident: every rank's black box, and what the host knows of each process.
+"""Collect the black boxes of a node's ranks, and what the host knows of each process.
 
     1. look at every living process once, and ask those that listen for their stacks
     2. give them a moment to answer; meanwhile the agent goes on passing output
-    3. look again (the difference is their share of a core), read every ring, write one dump a rank
+    3. look again (the difference is their share of a core), read every ring
     4. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
 
 A rank that never opened a ring still gets a dump: its exit, its stderr and its stacks speak.
@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import DumpFormatError
-from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.recorder import signals
-from echelon.recorder.dump import empty_record, write_dump
+from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
 
@@ -35,6 +34,7 @@ class Worker:
     """A worker as the agent knows it."""
 
     rank: int
+    local_rank: int
     folder: Path
     pid: int = 0
     exit_code: int | None = None
@@ -56,7 +56,6 @@ class Occasion:
     kind: str  # "failure", "stall" or "signal"
     attempt: int
     world_size: int
-    reason: str
     job_id: str
     oom_kills_before: int | None  # the cgroup's count when the job began
 
@@ -119,7 +118,7 @@ class _Witness:
         if not record.has_ring:
             identity = Identity(
                 rank=self.worker.rank,
-                local_rank=self.worker.rank,
+                local_rank=self.worker.local_rank,
                 world_size=self._occasion.world_size,
                 attempt=self._occasion.attempt,
                 job_id=self._occasion.job_id,
@@ -143,10 +142,6 @@ class _Witness:
             later_heartbeat_mono_ns=now.live[Live.HEARTBEAT_MONO_NS],
         )
         self.record = replace(self.record, host=host)
-
-    def write(self, folder: Path) -> None:
-        """Write the dump into an incident's folder."""
-        write_dump(self.record, folder / f"rank_{self.worker.rank}")
 
     def _facts(self) -> HostFacts:
         worker = self.worker
@@ -180,45 +175,21 @@ class _Witness:
 
 
 def harvest(
-    run: RunDirectory,
-    workers: Sequence[Worker],
-    occasion: Occasion,
-    idle: Callable[[float], None],
-) -> Path:
-    """Collect an incident and return its folder.
+    workers: Sequence[Worker], occasion: Occasion, idle: Callable[[float], None]
+) -> list[Record]:
+    """Collect the black boxes of this node's workers, in their order.
 
     Takes about a second at most, and two more for a stall, which is looked at twice: what has moved
     in between is slow, what has not is stuck. `idle(seconds)` is called while ranks answer.
-
-    Raises:
-        OSError: the incident cannot be written.
     """
-    number, folder = run.open_incident()
     witnesses = [_Witness(worker, occasion) for worker in workers]
     _wait_for_answers(witnesses, idle)
     first_look_s = time.monotonic()
     for witness in witnesses:
         witness.testify()
-        witness.write(folder)
     if occasion.kind == "stall":
-        _look_again(witnesses, folder, first_look_s, idle)
-    write_json(
-        folder / "incident.json",
-        {
-            "format": 1,
-            "kind": occasion.kind,
-            "number": number,
-            "attempt": occasion.attempt,
-            "world_size": occasion.world_size,
-            "job_id": occasion.job_id,
-            "reason": occasion.reason,
-            "ranks": {
-                str(w.worker.rank): "ring" if w.record.has_ring else "no ring: host facts only"
-                for w in witnesses
-            },
-        },
-    )
-    return run.complete_incident(number, folder)
+        _look_again(witnesses, first_look_s, idle)
+    return [witness.record for witness in witnesses]
 
 
 def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
@@ -228,10 +199,7 @@ def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], Non
 
 
 def _look_again(
-    witnesses: Sequence[_Witness],
-    folder: Path,
-    first_look_s: float,
-    idle: Callable[[float], None],
+    witnesses: Sequence[_Witness], first_look_s: float, idle: Callable[[float], None]
 ) -> None:
     while (left_s := first_look_s + _SECOND_LOOK_S - time.monotonic()) > 0:
         idle(left_s)
@@ -241,7 +209,6 @@ def _look_again(
     gap_s = time.monotonic() - first_look_s
     for witness in witnesses:
         witness.testify_later(gap_s)
-        witness.write(folder)
 
 
 def _activity(record: Record) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from echelon import __version__
+from echelon.launcher.endpoint import Rendezvous, rendezvous
 from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS
 
 _MAX_LOCAL_RANKS = 4096
+_JOIN_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +30,14 @@ class Options:
 
     program: tuple[str, ...]  # the command line of a worker, interpreter included
     nproc_per_node: int
+    min_nodes: int
+    max_nodes: int
+    spares: int
+    node_name: str  # unique for this launcher
+    node_rank: int  # -1: any
+    rendezvous: Rendezvous | None  # None: one node, nobody to meet
+    join_timeout_s: float
+    role: str
     max_restarts: int
     stall_timeout_s: float
     on_stall: str  # "report" or "stop"
@@ -44,10 +56,21 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     parser = _parser(environ)
     options, program = _split(argv)
     args = parser.parse_args([_dashes(text) for text in options])
-    _check_single_node(parser, args.nnodes)
+    try:
+        meeting = rendezvous(args, environ)
+    except ValueError as err:
+        parser.error(str(err))
     return Options(
         program=_program(parser, args, program),
         nproc_per_node=args.nproc_per_node,
+        min_nodes=args.nnodes[0],
+        max_nodes=args.nnodes[1],
+        spares=args.spares,
+        node_name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+        node_rank=args.node_rank,
+        rendezvous=meeting,
+        join_timeout_s=args.rdzv_conf.get("join_timeout", _JOIN_TIMEOUT_S),
+        role=args.role,
         max_restarts=args.max_restarts,
         stall_timeout_s=args.stall_timeout,
         on_stall=args.on_stall,
@@ -68,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(environ: Mapping[str, str]) -> _Parser:
     parser = _Parser(
         prog="echelon run",
-        description="Launch a training job on this machine; explain it if it stalls or dies.",
+        description="Launch a training job; explain it if it stalls or dies.",
         usage="echelon run [options] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )
@@ -82,9 +105,6 @@ def _parser(environ: Mapping[str, str]) -> _Parser:
         metavar="N",
         help="workers to start: a number, auto, cpu (one per usable core) or gpu (default 1)",
     )
-    job.add_argument(
-        "--nnodes", default=default("nnodes", "1"), metavar="N", help="only 1 in this version"
-    )
     job.add_argument("--standalone", action="store_true", help="accepted: one node is the default")
     job.add_argument(
         "--max-restarts",
@@ -96,6 +116,7 @@ def _parser(environ: Mapping[str, str]) -> _Parser:
     job.add_argument(
         "--rdzv-id", default=default("rdzv_id", ""), metavar="ID", help="the job's name"
     )
+    job.add_argument("--role", default=default("role", "default"), help="name of the workers' role")
     job.add_argument(
         "--shutdown-timeout",
         type=_seconds,
@@ -103,6 +124,7 @@ def _parser(environ: Mapping[str, str]) -> _Parser:
         metavar="S",
         help="seconds between SIGTERM and SIGKILL when workers are stopped (default 10)",
     )
+    _add_node_options(parser.add_argument_group("many nodes"), default)
     watch = parser.add_argument_group("watching")
     watch.add_argument(
         "--stall-timeout",
@@ -135,6 +157,72 @@ def _parser(environ: Mapping[str, str]) -> _Parser:
     program.add_argument("-m", "--module", action="store_true", help="SCRIPT is a Python module")
     program.add_argument("--no-python", action="store_true", help="SCRIPT is run as it is")
     return parser
+
+
+def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> None:
+    nodes.add_argument(
+        "--nnodes",
+        type=_min_max,
+        default=default("nnodes", "1"),
+        metavar="MIN[:MAX]",
+        help="nodes of the job; with MAX, as many as come (default 1)",
+    )
+    nodes.add_argument(
+        "--rdzv-endpoint",
+        default=default("rdzv_endpoint", ""),
+        metavar="HOST:PORT",
+        help="where the nodes meet; the node that owns the address hosts the job",
+    )
+    nodes.add_argument(
+        "--rdzv-backend",
+        default=default("rdzv_backend", "echelon"),
+        metavar="NAME",
+        help="accepted for torchrun's sake: there is one",
+    )
+    nodes.add_argument(
+        "--rdzv-conf",
+        type=_settings,
+        default=default("rdzv_conf", ""),
+        metavar="K=V,...",
+        help="is_host=true|false, join_timeout=S (default 600)",
+    )
+    nodes.add_argument(
+        "--rdzv-secret-file",
+        type=Path,
+        default=default("rdzv_secret_file", None),
+        metavar="FILE",
+        help="the secret that all nodes of the job share; or set ECHELON_SECRET",
+    )
+    nodes.add_argument(
+        "--node-rank",
+        type=_whole,
+        default=default("node_rank", "-1"),
+        metavar="R",
+        help="this node's place; 0 hosts the job (default: by host name)",
+    )
+    nodes.add_argument(
+        "--master-addr", default=default("master_addr", ""), metavar="HOST", help="as in torchrun"
+    )
+    nodes.add_argument(
+        "--master-port",
+        type=_not_negative,
+        default=default("master_port", "0"),
+        metavar="PORT",
+        help="as in torchrun",
+    )
+    nodes.add_argument(
+        "--bind",
+        default=default("bind", ""),
+        metavar="ADDRESS",
+        help="address to bind on the hosting node (default: the endpoint's, if it is local)",
+    )
+    nodes.add_argument(
+        "--spares",
+        type=_not_negative,
+        default=default("spares", "0"),
+        metavar="N",
+        help="nodes beyond MAX that may wait to replace a lost one (default 0)",
+    )
 
 
 class _Defaults:
@@ -202,9 +290,35 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _check_single_node(parser: _Parser, text: str) -> None:
-    if text not in ("1", "1:1"):
-        parser.error(f"--nnodes {text}: this version runs one node")
+def _min_max(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN or MIN:MAX") from None
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 <= MIN <= MAX")
+    return least, most
+
+
+def _settings(text: str) -> dict[str, float]:
+    settings: dict[str, float] = {}
+    for pair in text.split(",") if text else []:
+        name, equals, value = pair.partition("=")
+        try:
+            settings[name] = float({"true": "1", "false": "0"}.get(value.lower(), value))
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{pair!r} is not NAME=VALUE")
+    return settings
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
 def _program(parser: _Parser, args: argparse.Namespace, program: Sequence[str]) -> tuple[str, ...]:

@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from echelon.launcher.decide import EndedBy
-from echelon.launcher.harvest import Worker
 from echelon.launcher.rundir import write_json
 
 EXIT_USAGE = 2
 EXIT_STALL = 3
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a rank ended; `code` as in `subprocess`, None: not known, its node was lost."""
+
+    rank: int
+    code: int | None
+    order: int  # 0: the first of its attempt
+    stopped: bool = False  # the launcher ended it
 
 
 @dataclass(slots=True)
@@ -35,12 +44,13 @@ class Report:
     job_id: str
     world_size: int
     incidents: list[Incident] = field(default_factory=list)
+    ranks: list[Ended] = field(default_factory=list)  # of the last attempt
     attempts: int = 0
     ended_by: EndedBy = EndedBy.WORKER
     exit_code: int = 0
     error: str = ""
 
-    def write(self, path: Path, workers: Sequence[Worker]) -> None:
+    def write(self, path: Path) -> None:
         """Write report.json."""
         write_json(
             path,
@@ -52,7 +62,7 @@ class Report:
                 "ended_by": self.ended_by.value,
                 "exit_code": self.exit_code,
                 "error": self.error,
-                "ranks": [{"rank": w.rank, "exit_code": w.exit_code} for w in workers],
+                "ranks": [{"rank": r.rank, "exit_code": r.code} for r in self.ranks],
                 "incidents": [
                     {
                         "folder": str(incident.folder.relative_to(path.parent)),
@@ -68,22 +78,22 @@ class Report:
         )
 
 
-def exit_code(workers: Sequence[Worker], verdict: Mapping[str, Any] | None) -> int:
+def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
     """Return the exit code of a job whose workers failed: the root cause's own.
 
-    128 + signal for one killed by a signal; 1 for a root cause that exited 0 or still hung; the
-    first failure's where the verdict names nobody.
+    128 + signal for one killed by a signal; 1 for a root cause that exited 0, still hung, or went
+    with its node; the first failure's where the verdict names nobody.
     """
-    by_rank = {worker.rank: worker for worker in workers}
+    by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]
     if culprits:
-        codes = [_as_shell(w.exit_code) for w in culprits if not w.stopped_by_agent]
+        codes = [_as_shell(ended.code) for ended in culprits if not ended.stopped]
         return next((code for code in codes if code), 1)
-    failed = sorted((w for w in workers if w.exit_code), key=lambda w: w.exit_order)
-    return _as_shell(failed[0].exit_code) if failed else 0
+    failed = sorted((r for r in ranks if r.code), key=lambda ended: ended.order)
+    return _as_shell(failed[0].code) if failed else 0
 
 
 def _as_shell(code: int | None) -> int:
     if code is None:
-        return 0
+        return 1
     return code if code >= 0 else 128 - code

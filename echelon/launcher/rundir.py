@@ -60,6 +60,13 @@ class RunDirectory:
         """Return the first attempt number that no rank has used."""
         return _next_number(self.path.glob("rank_*/attempt_*"), _ATTEMPT)
 
+    def free_attempt(self, ranks: range, wanted: int) -> int:
+        """Return the first attempt number from `wanted` on that none of these ranks has used."""
+        number = wanted
+        while any(self.rank_dir(rank, number).exists() for rank in ranks):
+            number += 1
+        return number
+
     def rank_dir(self, rank: int, attempt: int) -> Path:
         """Return the folder of a rank's attempt."""
         return self.path / f"rank_{rank}" / f"attempt_{attempt}"

@@ -30,12 +30,8 @@ from echelon.recorder.schema import (
 )
 
 
-def write_dump(record: Record, path: Path) -> None:
-    """Write a record as a dump file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def pack_dump(record: Record) -> bytes:
+    """Return a record as the bytes of a dump file."""
     top = {
         "kind": DUMP_KIND,
         "version": [FORMAT_MAJOR, FORMAT_MINOR],
@@ -57,9 +53,18 @@ def write_dump(record: Record, path: Path) -> None:
         "warnings": list(record.warnings),
         "crc32": bytes(4),
     }
-    data = msgpack.packb(top, use_bin_type=True)[:-4]
+    data: bytes = msgpack.packb(top, use_bin_type=True)[:-4]
     assert data.endswith(DUMP_CRC_MARK), data[-16:]
-    data += crc32(data).to_bytes(4, "little")
+    return data + crc32(data).to_bytes(4, "little")
+
+
+def write_dump(record: Record, path: Path) -> None:
+    """Write a record as a dump file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    data = pack_dump(record)
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(data)

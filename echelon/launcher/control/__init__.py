@@ -1,0 +1,1 @@
+"""How the agents of a job's nodes talk: messages, and the links that carry them."""

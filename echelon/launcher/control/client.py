@@ -1,0 +1,139 @@
+"""A node's link to a coordinator elsewhere: one gRPC stream, served by one thread.
+
+The thread dials until the deadline, greets, and then passes frames both ways; every half second
+it sends an empty frame, and it takes silence for loss: a link that is cut without a word is noticed
+as one that is closed, a little later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import grpc
+import grpc.aio
+
+from echelon.errors import LaunchError
+from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.messages import MAX_MESSAGE_BYTES, Command, Event, pack, unpack
+from echelon.launcher.control.seal import Seal, new_nonce
+
+METHOD = "/echelon.Control/Session"
+HEARTBEAT_S = 0.5
+LOST_S = 2.5
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+_DIAL_S = 0.25
+_CLOSE_S = 3.0
+
+
+class GrpcLink:
+    """Dial `endpoint` (host:port) in the background until `join_timeout_s` has passed."""
+
+    def __init__(self, endpoint: str, secret: bytes, hello: Event, join_timeout_s: float) -> None:
+        self.lost_because = ""
+        self._endpoint = endpoint
+        self._secret = secret
+        self._hello = hello
+        self._deadline_s = time.monotonic() + join_timeout_s
+        self._incoming: Mailbox[Command | None] = Mailbox()
+        self._loop = asyncio.new_event_loop()
+        self._outgoing: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._thread = threading.Thread(target=self._serve, name="echelon-link", daemon=True)
+        self._thread.start()
+
+    def send(self, event: Event) -> None:
+        """Send an event; never blocks."""
+        with contextlib.suppress(RuntimeError):  # the link has ended: its `None` says so
+            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, event)
+
+    def fileno(self) -> int:
+        """Readable when commands may have come."""
+        return self._incoming.fileno()
+
+    def take(self) -> list[Command | None]:
+        """Return the commands that have come; None, last: the coordinator is gone."""
+        return self._incoming.take()
+
+    def close(self) -> None:
+        """Hang up; waits at most 3 s for what was sent to leave."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, None)
+        self._thread.join(_CLOSE_S)
+        self._incoming.close()
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_until_complete(self._session())
+        except (grpc.RpcError, LaunchError, OSError, TimeoutError) as err:
+            self.lost_because = self.lost_because or _describe(err)
+        finally:
+            self._incoming.put(None)
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _session(self) -> None:
+        async with grpc.aio.insecure_channel(self._endpoint, options=OPTIONS) as channel:
+            await self._dial(channel)
+            call = channel.stream_stream(METHOD)()
+            nonce = new_nonce()
+            await call.write(nonce)
+            greeting = await asyncio.wait_for(call.read(), LOST_S * 4)
+            if not isinstance(greeting, bytes):
+                raise LaunchError("the coordinator hung up before a greeting")
+            seal = Seal(self._secret, nonce, greeting, is_host=False)
+            await call.write(seal.close(pack(self._hello)))
+            sender = self._loop.create_task(self._send_all(call, seal))
+            try:
+                await self._receive_all(call, seal, sender)
+            finally:
+                sender.cancel()
+                call.cancel()
+
+    async def _dial(self, channel: grpc.aio.Channel) -> None:
+        state = channel.get_state(try_to_connect=True)
+        while state != grpc.ChannelConnectivity.READY:
+            if time.monotonic() > self._deadline_s:
+                raise LaunchError(f"nobody answers at {self._endpoint}")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(channel.wait_for_state_change(state), _DIAL_S)
+            state = channel.get_state(try_to_connect=True)
+
+    async def _send_all(self, call: grpc.aio.StreamStreamCall, seal: Seal) -> None:
+        while True:
+            try:
+                event = await asyncio.wait_for(self._outgoing.get(), HEARTBEAT_S)
+            except asyncio.TimeoutError:
+                await call.write(seal.close(b""))
+                continue
+            if event is None:
+                await call.done_writing()
+                return
+            await call.write(seal.close(pack(event)))
+
+    async def _receive_all(
+        self, call: grpc.aio.StreamStreamCall, seal: Seal, sender: asyncio.Task[None]
+    ) -> None:
+        while True:
+            try:
+                frame = await asyncio.wait_for(call.read(), LOST_S)
+            except asyncio.TimeoutError:
+                raise LaunchError(f"silent for {LOST_S:g} s") from None
+            if not isinstance(frame, bytes):
+                return  # end of the stream: hung up on either side
+            body = seal.open(frame)
+            if body:
+                self._incoming.put(unpack(body))  # type: ignore[arg-type]
+            if sender.done() and sender.exception() is not None:
+                raise LaunchError(f"cannot send: {sender.exception()}")
+
+
+def _describe(error: BaseException) -> str:
+    details = getattr(error, "details", None)
+    return str(details() if callable(details) else error) or type(error).__name__

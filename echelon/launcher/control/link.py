@@ -1,0 +1,98 @@
+"""An agent's link to the coordinator, and the mailbox that brings other threads' news to the loop.
+
+`LocalLink` is the coordinator's own node: no network, no thread. `client.GrpcLink` is every other
+node's. Both are owned by the agent's loop: it sends, watches `fileno()`, and takes what has come.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from echelon.launcher.control.messages import Command, Event
+
+_T = TypeVar("_T")
+
+
+class Mailbox(Generic[_T]):
+    """A queue that a select loop can wait for. `put` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._items: deque[_T] = deque()
+        self._lock = threading.Lock()
+        self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Readable when something may have come."""
+        return self._read_end
+
+    def put(self, item: _T) -> None:
+        """Add an item; after `close` it is dropped."""
+        with self._lock:
+            if self._closed:
+                return
+            if not self._items:
+                os.write(self._write_end, b"x")
+            self._items.append(item)
+
+    def take(self) -> list[_T]:
+        """Return what has come."""
+        with self._lock:
+            if not self._items:
+                return []
+            os.read(self._read_end, 16)
+            items = list(self._items)
+            self._items.clear()
+            return items
+
+    def close(self) -> None:
+        """Free the pipe. Safe to call twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._read_end)
+                os.close(self._write_end)
+
+
+class Link(Protocol):
+    """An agent's end of the line to the coordinator."""
+
+    def send(self, event: Event) -> None:
+        """Send an event; never blocks."""
+
+    def fileno(self) -> int:
+        """Readable when commands may have come."""
+
+    def take(self) -> list[Command | None]:
+        """Return the commands that have come; None, last, means that the coordinator is gone."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
+class LocalLink:
+    """The link of the coordinator's own node."""
+
+    def __init__(self, deliver: Callable[[Event], None]) -> None:
+        self._deliver = deliver
+        self.commands: Mailbox[Command | None] = Mailbox()
+
+    def send(self, event: Event) -> None:
+        """Hand an event over."""
+        self._deliver(event)
+
+    def fileno(self) -> int:
+        """Readable when commands have come."""
+        return self.commands.fileno()
+
+    def take(self) -> list[Command | None]:
+        """Return the commands that have come."""
+        return self.commands.take()
+
+    def close(self) -> None:
+        """Free the mailbox."""
+        self.commands.close()

@@ -1,0 +1,67 @@
+"""Seal messages with the job's secret, so that only members speak and no call can be replayed.
+
+Both sides begin with a fresh nonce; keys for the two directions are derived from the secret and
+both nonces. A frame is `counter u64, MAC 32 bytes, body`, the MAC being HMAC-SHA256 over counter
+and body, and the counter must be the next one. It authenticates; it does not hide: beyond a
+trusted network, use TLS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+
+from echelon.errors import LaunchError
+
+NONCE_BYTES = 32
+_COUNTER = struct.Struct("<Q")
+_MAC_BYTES = 32
+
+
+def new_nonce() -> bytes:
+    """Return fresh random bytes for one session."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+class Seal:
+    """One side of one session.
+
+    Args:
+        secret: the job's.
+        agent_nonce, host_nonce: from the two greetings.
+        is_host: whether this is the coordinator's side.
+    """
+
+    def __init__(
+        self, secret: bytes, agent_nonce: bytes, host_nonce: bytes, *, is_host: bool
+    ) -> None:
+        nonces = agent_nonce + host_nonce
+        to_host = hmac.new(secret, b"echelon control 1 to host" + nonces, hashlib.sha256).digest()
+        to_agent = hmac.new(secret, b"echelon control 1 to agent" + nonces, hashlib.sha256).digest()
+        self._mine, self._theirs = (to_agent, to_host) if is_host else (to_host, to_agent)
+        self._sent = 0
+        self._received = 0
+
+    def close(self, body: bytes) -> bytes:
+        """Return a frame with this body. Call in the order of sending."""
+        counter = _COUNTER.pack(self._sent)
+        self._sent += 1
+        return counter + hmac.new(self._mine, counter + body, hashlib.sha256).digest() + body
+
+    def open(self, frame: bytes) -> bytes:
+        """Return the body of a frame.
+
+        Raises:
+            LaunchError: it was not sealed by a member, or not in this place of this session.
+        """
+        counter, mac = frame[: _COUNTER.size], frame[_COUNTER.size : _COUNTER.size + _MAC_BYTES]
+        body = frame[_COUNTER.size + _MAC_BYTES :]
+        right = hmac.new(self._theirs, counter + body, hashlib.sha256).digest()
+        if not hmac.compare_digest(mac, right):
+            raise LaunchError("the peer does not know this job's secret")
+        if counter != _COUNTER.pack(self._received):
+            raise LaunchError("a frame was lost or replayed")
+        self._received += 1
+        return body

@@ -1,0 +1,171 @@
+"""The coordinator's end of all links: a gRPC server on a thread of its own.
+
+One stream a node. A node that hangs up has left at once; one that is silent is lost after 2.5 s.
+Nobody is heard before it has proved, frame by frame, that it knows the job's secret; a peer that
+has not within a few seconds is hung up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from echelon.errors import LaunchError
+from echelon.launcher.control.client import HEARTBEAT_S, LOST_S, METHOD, OPTIONS
+from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.messages import Command, Event, Hello, Left, pack, unpack
+from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
+
+_GREETING_S = 5.0
+_CLOSE_S = 3.0
+_GRACE_S = 0.5
+
+
+class ControlServer:
+    """Serve at `address` (host:port); events go to `events` as (node, event).
+
+    Raises:
+        LaunchError: the address cannot be bound.
+    """
+
+    def __init__(self, address: str, secret: bytes, events: Mailbox[tuple[str, Event]]) -> None:
+        self._secret = secret
+        self._events = events
+        self._loop = asyncio.new_event_loop()
+        self._sessions: dict[str, asyncio.Queue[Command | None]] = {}
+        self._problems: list[Exception] = []
+        self._stop = asyncio.Event()
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._serve, args=(address, started), name="echelon-control", daemon=True
+        )
+        self.port = 0
+        self._thread.start()
+        started.wait()
+        if self._problems:
+            self._thread.join()
+            raise LaunchError(f"cannot serve at {address}: {self._problems[0]}")
+
+    def send(self, node: str, command: Command) -> None:
+        """Send a command; never blocks. A node that has left gets nothing."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._put, node, command)
+
+    def hang_up(self, node: str) -> None:
+        """End a node's session once what was sent has left."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._put, node, None)
+
+    def close(self) -> None:
+        """End all sessions; waits at most 3 s for what was sent to leave."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_CLOSE_S)
+
+    def _put(self, node: str, command: Command | None) -> None:
+        queue = self._sessions.get(node)
+        if queue is not None:
+            queue.put_nowait(command)
+
+    def _serve(self, address: str, started: threading.Event) -> None:
+        try:
+            self._loop.run_until_complete(self._run(address, started))
+        except (RuntimeError, OSError) as err:
+            self._problems.append(err)
+        finally:
+            started.set()
+            self._loop.close()
+
+    async def _run(self, address: str, started: threading.Event) -> None:
+        server = grpc.aio.server(options=OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._session)
+        service, _, method = METHOD.strip("/").partition("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        self.port = server.add_insecure_port(address)
+        if self.port == 0:
+            raise OSError("the port is taken, or the address is not this machine's")
+        await server.start()
+        started.set()
+        await self._stop.wait()
+        for queue in self._sessions.values():
+            queue.put_nowait(None)
+        await server.stop(_GRACE_S)
+
+    async def _session(
+        self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        try:
+            nonce = await asyncio.wait_for(anext(frames), _GREETING_S)
+            if len(nonce) != NONCE_BYTES:
+                raise LaunchError("no greeting of ours")
+            mine = new_nonce()
+            seal = Seal(self._secret, nonce, mine, is_host=True)
+            await context.write(mine)
+            hello = unpack(seal.open(await asyncio.wait_for(anext(frames), _GREETING_S)))
+            if not isinstance(hello, Hello) or hello.node in self._sessions:
+                raise LaunchError("no greeting of ours")
+        except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no greeting in time")
+        else:
+            await self._serve_node(hello, seal, frames, context)
+
+    async def _serve_node(
+        self,
+        hello: Hello,
+        seal: Seal,
+        frames: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        queue: asyncio.Queue[Command | None] = asyncio.Queue()
+        self._sessions[hello.node] = queue
+        self._events.put((hello.node, hello))
+        sender = self._loop.create_task(self._send_all(queue, seal, context))
+        receiver = self._loop.create_task(self._receive_all(hello.node, seal, frames))
+        why = "hung up"
+        try:
+            done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is not None:
+                    why = str(error) or type(error).__name__
+        finally:
+            sender.cancel()
+            receiver.cancel()
+            self._sessions.pop(hello.node, None)
+            self._events.put((hello.node, Left(reason=why)))
+
+    async def _send_all(
+        self,
+        queue: asyncio.Queue[Command | None],
+        seal: Seal,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        while True:
+            try:
+                command = await asyncio.wait_for(queue.get(), HEARTBEAT_S)
+            except asyncio.TimeoutError:
+                await context.write(seal.close(b""))
+                continue
+            if command is None:
+                return
+            await context.write(seal.close(pack(command)))
+
+    async def _receive_all(self, node: str, seal: Seal, frames: AsyncIterator[bytes]) -> None:
+        while True:
+            try:
+                frame = await asyncio.wait_for(anext(frames), LOST_S)
+            except asyncio.TimeoutError:
+                raise LaunchError(f"silent for {LOST_S:g} s") from None
+            except StopAsyncIteration:
+                return
+            body = seal.open(frame)
+            if body:
+                self._events.put((node, unpack(body)))  # type: ignore[arg-type]

@@ -1,0 +1,437 @@
+"""The coordinator: gathers the nodes, starts worlds, collects incidents, and ends the job.
+
+It lives on the node that owns the endpoint, on that agent's loop, and hears of nodes only through
+messages: its own node is one of them. What to do is decided by pure classes (`Roster`: who takes
+part; `decide.Attempt`: what a world's events ask for; `StallRule`: what counts as a stall); this
+carries it out, one action after the other. While an incident is being collected, later actions
+wait: workers are not stopped before their stacks are read.
+
+The order in which failures count is the order in which they arrive here, never a clock's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from echelon.launcher import decide
+from echelon.launcher.control import messages as m
+from echelon.launcher.decide import EndedBy
+from echelon.launcher.explain import Explanation, explain
+from echelon.launcher.options import Options
+from echelon.launcher.report import EXIT_STALL, Ended, Incident, Report, exit_code
+from echelon.launcher.roster import Node, Roster
+from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.recorder.watchdog import Sight, StallRule
+
+_COLLECT_S = 10.0  # a node that has not sent its dumps by then is left out
+_CLEAR_S = 8.0
+_IDLE_S = 3600.0
+_LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
+
+Send = Callable[[str, m.Command], None]
+
+
+@dataclass(slots=True)
+class _Collection:
+    """An incident that nodes are sending their dumps for."""
+
+    number: int
+    folder: Path
+    incident: Incident
+    waiting: set[str]
+    deadline_s: float
+    files: dict[int, IO[bytes]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _World:
+    """One attempt, from `Start` until every node is idle."""
+
+    number: int
+    attempt: decide.Attempt
+    rule: StallRule
+    nodes: dict[str, range]  # node -> its ranks
+    hosts: dict[str, str]
+    sights: dict[int, Sight] = field(default_factory=dict)
+    ended: dict[int, Ended] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    end: decide.EndAttempt | None = None
+    clearing: set[str] | None = None
+    clear_deadline_s: float = 0.0
+
+
+class Coordinator:
+    """One job. The owner calls `take` for each message, and `step` after messages and deadlines."""
+
+    def __init__(
+        self,
+        options: Options,
+        directory: RunDirectory,
+        report: Report,
+        meeting: tuple[str, int],
+        send: Send,
+        say: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._directory = directory
+        self._report = report
+        self._meeting = meeting
+        self._send = send
+        self._say = say
+        self._roster = Roster(
+            options.min_nodes,
+            options.max_nodes,
+            spares=options.spares,
+            join_timeout_s=options.join_timeout_s,
+        )
+        self._roster.open(time.monotonic())
+        self._world: _World | None = None
+        self._collection: _Collection | None = None
+        self._todo: deque[decide.Action] = deque()
+        self._numbers = directory.next_attempt()
+        self._restarts = 0
+        self._started_s = time.monotonic()
+        self._stop_signal = 0
+        self.is_over = False
+
+    def deadline_s(self) -> float:
+        """Return when `step` must be called again, at the latest."""
+        if self._collection is not None:
+            return self._collection.deadline_s
+        world = self._world
+        if world is None:
+            return self._roster.deadline_s()
+        if world.clearing is not None:
+            return world.clear_deadline_s
+        return world.attempt.deadline_s or time.monotonic() + _IDLE_S
+
+    # ---- what comes in ----
+
+    def take(self, node: str, event: m.Event) -> None:
+        """Take in a node's message."""
+        if isinstance(event, m.Hello):
+            self._join(node, event)
+        elif isinstance(event, m.Left):
+            self._leave(node, event.reason)
+        elif isinstance(event, m.StopAsked):
+            self._stop(event.number)
+        elif isinstance(event, m.DumpPart):
+            self._keep_part(event)
+        elif isinstance(event, m.Harvested):
+            self._note_harvested(node, event)
+        else:
+            self._take_from_world(node, event)
+
+    def _take_from_world(self, node: str, event: m.WorkerEnded | m.Sights | m.Idle) -> None:
+        world = self._world
+        if world is None or event.attempt != world.number:
+            return  # of an attempt that is over
+        if isinstance(event, m.WorkerEnded):
+            self._note_ended(world, event.rank, event.code)
+        elif isinstance(event, m.Sights):
+            self._note_sights(world, event)
+        else:
+            for rank in event.stopped:
+                if rank in world.ended:
+                    world.ended[rank].stopped = True
+            if world.clearing is not None:
+                world.clearing.discard(node)
+
+    def _join(self, node: str, hello: m.Hello) -> None:
+        is_host = node == self._options.node_name
+        joined = Node(
+            name=node,
+            host=hello.host,
+            num_workers=hello.num_workers,
+            node_rank=hello.node_rank,
+            is_host=is_host,
+        )
+        refusal = self._roster.join(joined, time.monotonic())
+        if hello.version != m.VERSION:
+            refusal = f"version {hello.version} of the control messages, this job has {m.VERSION}"
+        if refusal:
+            self._send(node, m.Over(exit_code=1, ended_by="agent", text=f"refused: {refusal}"))
+            self._roster.leave(node)
+        elif self._world is not None:
+            self._say(f"node {hello.host} has come; it joins at the next start")
+
+    def _leave(self, node: str, reason: str) -> None:
+        left = [n for n in self._roster.nodes if n.name == node]
+        self._roster.leave(node)
+        if self._collection is not None:
+            self._collection.waiting.discard(node)
+        world = self._world
+        if world is None or node not in world.nodes:
+            return
+        world.lost.append(node)
+        if world.clearing is not None:
+            world.clearing.discard(node)
+        for one in left:
+            ranks = world.nodes[node]
+            self._say(f"node {one.host} is lost ({reason}), with ranks {_span(ranks)}")
+        for rank in world.nodes[node]:
+            if rank not in world.ended:
+                self._note_ended(world, rank, _LOST)
+
+    def _stop(self, number: int) -> None:
+        self._stop_signal = number
+        world = self._world
+        if world is None:
+            self._finish(EndedBy.SIGNAL, 128 + number)
+            return
+        self._decide(world, decide.StopRequested(number))
+
+    def _note_ended(self, world: _World, rank: int, code: int) -> None:
+        world.ended[rank] = Ended(rank, None if code == _LOST else code, len(world.ended))
+        world.sights.pop(rank, None)
+        shown = 1 if code == _LOST else code
+        self._decide(world, decide.WorkerEnded(rank, shown, self._how_ended(world, rank, code)))
+
+    def _how_ended(self, world: _World, rank: int, code: int) -> str:
+        if code != _LOST:
+            return decide.describe_code(code)
+        host = next(world.hosts[node] for node, ranks in world.nodes.items() if rank in ranks)
+        return f"was lost with node {host}"
+
+    def _note_sights(self, world: _World, event: m.Sights) -> None:
+        now = time.monotonic_ns()
+        for rank, initialised, progress_ms, pending_ms, num_ended in event.ranks:
+            if rank in world.ended:
+                continue
+            world.sights[rank] = Sight(
+                rank=rank,
+                initialised=bool(initialised),
+                progress_mono_ns=0 if progress_ms < 0 else now - progress_ms * 1_000_000,
+                pending_mono_ns=0 if pending_ms < 0 else now - pending_ms * 1_000_000,
+                num_ended=num_ended,
+            )
+        was_stalled = world.rule.is_stalled
+        stall = world.rule.look(list(world.sights.values()), now)
+        if was_stalled and not world.rule.is_stalled:
+            for incident in self._report.incidents[-1:]:
+                incident.recovered = True
+            self._say("the stall is over: the ranks make progress again")
+        if stall is not None:
+            self._decide(world, decide.StallSeen(stall.reason))
+
+    def _decide(self, world: _World, event: decide.Event) -> None:
+        self._todo.extend(world.attempt.on(event, time.monotonic()))
+
+    # ---- what follows ----
+
+    def step(self) -> None:
+        """Carry out what is due."""
+        if self.is_over:
+            return
+        now_s = time.monotonic()
+        if self._world is None:
+            self._gather(now_s)
+            return
+        self._decide(self._world, decide.TimePassed())
+        self._check_collection(now_s)
+        while self._todo and self._collection is None:
+            self._act(self._world, self._todo.popleft())
+        self._check_cleared(self._world, now_s)
+
+    def _gather(self, now_s: float) -> None:
+        nodes = self._roster.world(now_s)
+        if nodes is not None:
+            self._begin(nodes)
+        elif self._roster.has_failed(now_s):
+            self._report.error = self._roster.shortage()
+            self._say(self._report.error)
+            self._finish(EndedBy.AGENT, 1)
+
+    def _begin(self, nodes: Sequence[Node]) -> None:
+        counts = [node.num_workers for node in nodes]
+        world_size = sum(counts)
+        firsts = [sum(counts[:i]) for i in range(len(nodes))]
+        self._report.world_size = world_size
+        self._world = _World(
+            number=self._numbers,
+            attempt=decide.Attempt(
+                world_size,
+                grace_s=self._options.shutdown_timeout_s,
+                stop_on_stall=self._options.on_stall == "stop",
+            ),
+            rule=StallRule(self._options.stall_timeout_s, time.monotonic_ns()),
+            nodes={
+                node.name: range(first, first + node.num_workers)
+                for node, first in zip(nodes, firsts, strict=True)
+            },
+            hosts={node.name: node.host for node in nodes},
+        )
+        self._numbers += 1
+        host, port = self._meeting
+        for index, (node, first) in enumerate(zip(nodes, firsts, strict=True)):
+            start = m.Start(
+                attempt=self._world.number,
+                restart=self._report.attempts,
+                max_restarts=self._options.max_restarts,
+                job_id=self._report.job_id,
+                world_size=world_size,
+                first_rank=first,
+                num_workers=node.num_workers,
+                node_rank=index,
+                num_nodes=len(nodes),
+                master_addr=host,
+                master_port=port,
+            )
+            self._send(node.name, start)
+
+    def _act(self, world: _World, action: decide.Action) -> None:
+        if isinstance(action, decide.SignalWorkers):
+            self._tell(world.nodes, m.Signal(number=action.number))
+        elif isinstance(action, decide.CollectIncident):
+            self._collect(world, action)
+        else:
+            world.end = action
+            world.clearing = {node for node in world.nodes if node not in world.lost}
+            world.clear_deadline_s = time.monotonic() + _CLEAR_S
+            self._tell(world.nodes, m.ClearUp(attempt=world.number))
+
+    def _tell(self, nodes: Iterable[str], command: m.Command) -> None:
+        for node in nodes:
+            self._send(node, command)
+
+    # ---- incidents ----
+
+    def _collect(self, world: _World, action: decide.CollectIncident) -> None:
+        self._say(f"{action.kind}: {action.reason}; collecting the black boxes")
+        number, folder = self._directory.open_incident()
+        incident = Incident(folder, action.kind, world.number, action.reason)
+        self._collection = _Collection(
+            number,
+            folder,
+            incident,
+            {node for node in world.nodes if node not in world.lost},
+            time.monotonic() + _COLLECT_S,
+        )
+        collect = m.Collect(incident=number, kind=action.kind, reason=action.reason)
+        self._tell(list(self._collection.waiting), collect)
+
+    def _keep_part(self, part: m.DumpPart) -> None:
+        collection = self._collection
+        if collection is None or part.incident != collection.number:
+            return
+        file = collection.files.get(part.rank)
+        if file is None:
+            path = collection.folder / f"rank_{int(part.rank)}"
+            file = collection.files[part.rank] = path.open("wb")
+        file.write(part.data)
+
+    def _note_harvested(self, node: str, event: m.Harvested) -> None:
+        if self._collection is not None and event.incident == self._collection.number:
+            self._collection.waiting.discard(node)
+
+    def _check_collection(self, now_s: float) -> None:
+        collection, world = self._collection, self._world
+        if collection is None or world is None:
+            return
+        if collection.waiting and now_s < collection.deadline_s:
+            return
+        self._collection = None
+        for file in collection.files.values():
+            file.close()
+        incident = collection.incident
+        world_size = sum(map(len, world.nodes.values()))
+        absent = sorted(set(range(world_size)) - collection.files.keys())
+        write_json(
+            collection.folder / "incident.json",
+            {
+                "format": 1,
+                "kind": incident.kind,
+                "number": collection.number,
+                "attempt": incident.attempt,
+                "world_size": world_size,
+                "job_id": self._report.job_id,
+                "reason": incident.reason,
+                "ranks_absent": {
+                    str(rank): self._why_absent(world, rank, collection) for rank in absent
+                },
+            },
+        )
+        incident.folder = self._directory.complete_incident(collection.number, collection.folder)
+        self._report.incidents.append(incident)
+        if incident.kind == "stall" and self._options.on_stall == "report":
+            self._explain(world, incident)
+
+    def _why_absent(self, world: _World, rank: int, collection: _Collection) -> str:
+        node = next(name for name, ranks in world.nodes.items() if rank in ranks)
+        lost = node in world.lost
+        late = node in collection.waiting
+        what = "is lost" if lost else "did not answer in time" if late else "sent none"
+        return f"node {world.hosts[node]} {what}"
+
+    def _explain(self, world: _World, incident: Incident) -> None:
+        incident.explained = True
+        shown = self._directory.shown / "dump" / incident.folder.name
+        explanation: Explanation = explain(incident.folder, shown)
+        incident.verdict = explanation.verdict
+        others = [n for n in world.nodes if n != self._options.node_name and n not in world.lost]
+        self._tell(others, m.Show(text=explanation.text))
+
+    # ---- the end of an attempt, and of the job ----
+
+    def _check_cleared(self, world: _World, now_s: float) -> None:
+        if world.clearing is None or (world.clearing and now_s < world.clear_deadline_s):
+            return
+        for incident in self._report.incidents:
+            if not incident.explained:
+                self._explain(world, incident)
+        assert world.end is not None
+        self._report.attempts += 1
+        self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
+        self._world = None
+        self._todo.clear()
+        if not self._may_restart(world, world.end):
+            self._conclude(world, world.end)
+            return
+        self._roster.open(now_s)
+
+    def _may_restart(self, world: _World, end: decide.EndAttempt) -> bool:
+        """A lost node changes the world and costs no restart; a failure does."""
+        if not end.failed or end.ended_by is not EndedBy.WORKER:
+            return False
+        if world.lost and self._options.max_nodes > 1:
+            enough = len(self._roster.nodes) >= self._options.min_nodes
+            if enough:
+                self._say(f"going on with {len(self._roster.nodes)} nodes")
+                return True
+        if self._restarts >= self._options.max_restarts:
+            return False
+        self._restarts += 1
+        self._say(f"restart {self._restarts} of {self._options.max_restarts}")
+        return True
+
+    def _conclude(self, world: _World, end: decide.EndAttempt) -> None:
+        report = self._report
+        if not end.failed:
+            for incident in report.incidents:
+                incident.recovered = True
+            elapsed_s = time.monotonic() - self._started_s
+            self._say(f"all {report.world_size} ranks ended well after {elapsed_s:.1f} s")
+            self._finish(EndedBy.WORKER, 0)
+        elif end.ended_by is EndedBy.STALL:
+            self._finish(EndedBy.STALL, EXIT_STALL)
+        elif end.ended_by is EndedBy.SIGNAL:
+            self._finish(EndedBy.SIGNAL, 128 + self._stop_signal)
+        else:
+            last: Any = report.incidents[-1].verdict if report.incidents else None
+            self._finish(EndedBy.WORKER, exit_code(list(world.ended.values()), last) or 1)
+
+    def _finish(self, ended_by: EndedBy, code: int) -> None:
+        self.is_over = True
+        self._report.ended_by = ended_by
+        self._report.exit_code = code
+        for node in self._roster.nodes:
+            self._send(node.name, m.Over(exit_code=code, ended_by=ended_by.value))
+
+
+def _span(ranks: range) -> str:
+    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"

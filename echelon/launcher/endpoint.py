@@ -1,0 +1,136 @@
+"""Where the nodes of a job meet, and who hosts it.
+
+The endpoint is what other nodes dial, and not what is bound: on Debian a machine's own name means
+127.0.1.1, and a service's address can be bound by nobody. Its owner is who says so (`is_host`),
+else node rank 0, else the node that has the address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DEFAULT_PORT = 29400
+_LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """A meeting of several nodes."""
+
+    host: str  # as others dial it
+    port: int
+    is_host: bool  # this node hosts the job
+    bind: str  # what the host binds
+    secret: bytes = field(repr=False)
+
+    @property
+    def address(self) -> str:
+        """The endpoint as "host:port"."""
+        return join(self.host, self.port)
+
+    @property
+    def bind_address(self) -> str:
+        """What the host binds, as "host:port"."""
+        return join(self.bind, self.port)
+
+
+def rendezvous(args: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvous | None:
+    """Work out the meeting from the command line; None for one node that meets nobody.
+
+    Raises:
+        ValueError: what is missing or contradicts itself, in one line.
+    """
+    if args.standalone or args.nnodes == (1, 1):
+        return None
+    endpoint = args.rdzv_endpoint
+    if not endpoint and args.master_addr:
+        endpoint = f"{args.master_addr}:{args.master_port or DEFAULT_PORT}"
+    if not endpoint:
+        raise ValueError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on all nodes")
+    host, port = split(endpoint)
+    secret = _secret(args.rdzv_secret_file, environ)
+    addresses = _resolve(host)
+    local = [address for address in addresses if is_local(address)]
+    is_host = bool(local)
+    if args.node_rank >= 0:
+        is_host = args.node_rank == 0
+    if "is_host" in args.rdzv_conf:
+        is_host = bool(args.rdzv_conf["is_host"])
+    bind = args.bind or (local[0] if local else "0.0.0.0")  # noqa: S104 -- members prove the secret
+    named_loopback = host not in _LITERAL_LOOPBACK and ipaddress.ip_address(bind).is_loopback
+    if is_host and named_loopback and not args.bind:
+        raise ValueError(
+            f"--rdzv-endpoint {host} is {bind} here, which other nodes cannot reach; "
+            "give the address that they dial, or --bind 0.0.0.0"
+        )
+    return Rendezvous(host=host, port=port, is_host=is_host, bind=bind, secret=secret)
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """Split "host:port" or "[v6]:port".
+
+    Raises:
+        ValueError: the port is none.
+    """
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or "]" in port:
+        host, port = endpoint, str(DEFAULT_PORT)
+    try:
+        number = int(port)
+    except ValueError:
+        number = -1
+    if not 0 < number < 65536 or not host:
+        raise ValueError(f"--rdzv-endpoint {endpoint!r} is not HOST:PORT")
+    return host.strip("[]"), number
+
+
+def join(host: str, port: int) -> str:
+    """Write "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_local(address: str) -> bool:
+    """Whether a numeric address is one of this machine's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _resolve(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as err:
+        raise ValueError(f"--rdzv-endpoint: cannot resolve {host!r}: {err.strerror}") from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
+    if path is None:
+        secret = environ.get("ECHELON_SECRET", "").encode()
+        if not secret:
+            raise ValueError(
+                "several nodes need a secret that only they know: --rdzv-secret-file FILE "
+                "(mode 0600), or ECHELON_SECRET, the same on all nodes"
+            )
+        return secret
+    try:
+        status = path.stat()
+        secret = path.read_bytes().strip()
+    except OSError as err:
+        raise ValueError(f"--rdzv-secret-file {path}: {err.strerror}") from None
+    if stat.S_IMODE(status.st_mode) & 0o077 and status.st_uid == os.getuid():
+        raise ValueError(f"--rdzv-secret-file {path}: others can read it; chmod 600 it")
+    if not secret:
+        raise ValueError(f"--rdzv-secret-file {path}: it is empty")
+    return secret

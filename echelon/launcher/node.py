@@ -1,0 +1,262 @@
+"""A node's part of a job: its workers, their output, their rings.
+
+It obeys commands and tells events. It knows nothing of other nodes and decides nothing: what its workers do goes to the coordinator,
+through `tell`, whether that lives in this process or elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from echelon.errors import DumpFormatError
+from echelon.launcher import environment
+from echelon.launcher.control import messages as m
+from echelon.launcher.harvest import Occasion, Worker, harvest
+from echelon.launcher.options import Options
+from echelon.launcher.output import Stream, Terminal
+from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
+from echelon.recorder.dump import pack_dump, write_dump
+from echelon.recorder.read import LiveRing
+from echelon.recorder.schema import Live
+from echelon.recorder.signals import oom_kills
+
+_DRAIN_S = 1.0  # for what ended workers left in their pipes
+_SWEEP_S = 2.0
+_NOT_STARTED = 127
+
+
+class NodeAgent:
+    """The workers of this node, from one `Start` to the next."""
+
+    def __init__(
+        self,
+        options: Options,
+        directory: RunDirectory,
+        guard: Workers,
+        selector: selectors.BaseSelector,
+        tell: Callable[[m.Event], None],
+        say: Callable[[str], None],
+        pump: Callable[[float], None],
+    ) -> None:
+        self._options = options
+        self._directory = directory
+        self._guard = guard
+        self._selector = selector
+        self._tell = tell
+        self._say = say
+        self._pump = pump
+        self._terminal = Terminal()
+        self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
+        self._streams: dict[int, Stream] = {}
+        self._rings: dict[int, LiveRing] = {}
+        self._workers: list[Worker] = []
+        self._start: m.Start | None = None
+        self._num_ended = 0
+        self._swept: int | None = None
+        self._oom_kills_before = oom_kills(os.getpid())
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether some worker has not ended."""
+        return any(worker.exit_code is None for worker in self._workers)
+
+    # ---- commands ----
+
+    def start(self, command: m.Start) -> None:
+        """Start this node's workers."""
+        self._start = command
+        self._num_ended = 0
+        attempt = self._attempt(command)
+        self._workers = []
+        for local_rank, rank in enumerate(attempt.ranks):
+            folder = self._directory.make_rank_dir(rank, attempt.number)
+            env = environment.worker_environment(os.environ, attempt, rank, folder)
+            self._workers.append(Worker(rank=rank, local_rank=local_rank, folder=folder))
+            pipes = self._guard.spawn(local_rank, self._options.program, env, str(Path.cwd()))
+            prefix = b"%d| " % rank
+            if command.num_nodes > 1:
+                prefix = b"%d:%d| " % (command.node_rank, rank)
+            for number, pipe in enumerate(pipes, start=1):
+                self._add_stream(number, pipe, prefix, folder)
+
+    def signal(self, number: int) -> None:
+        """End workers, or let them go on to their end: they count as stopped by us."""
+        for worker in self._workers:
+            if worker.exit_code is None:
+                worker.stopped_by_agent = True
+                self._guard.signal(worker.local_rank, number)
+
+    def pass_on(self, number: int) -> None:
+        """Pass a signal of the user's on to all workers."""
+        for worker in self._workers:
+            self._guard.signal(worker.local_rank, number)
+
+    def collect(self, command: m.Collect) -> None:
+        """Snapshot this node's ranks and send their dumps."""
+        records = harvest(self._workers, self._occasion(command.kind), self._pump)
+        for worker, record in zip(self._workers, records, strict=True):
+            data = pack_dump(record)
+            for start in range(0, len(data), m.DUMP_PART_BYTES):
+                piece = data[start : start + m.DUMP_PART_BYTES]
+                self._tell(m.DumpPart(incident=command.incident, rank=worker.rank, data=piece))
+        self._tell(m.Harvested(incident=command.incident, exit_codes=self._exit_codes()))
+
+    def collect_alone(self, reason: str) -> Path:
+        """Keep an incident of this node's own, when nobody is there to send it to.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        number, folder = self._directory.open_incident()
+        for record in harvest(self._workers, self._occasion("failure"), self._pump):
+            write_dump(record, folder / f"rank_{record.identity.rank}")
+        about = {"format": 1, "kind": "failure", "number": number, "reason": reason}
+        start = self._start
+        if start is not None:
+            about |= {"attempt": start.attempt, "world_size": start.world_size}
+        write_json(folder / "incident.json", about)
+        return self._directory.complete_incident(number, folder)
+
+    def clear_up(self) -> None:
+        """End what workers left behind, pass on the rest of their output, and say so."""
+        deadline_s = time.monotonic() + _SWEEP_S
+        while self._swept != 0 and time.monotonic() < deadline_s:
+            self._swept = None
+            self._guard.sweep(signal.SIGKILL)
+            while self._swept is None and time.monotonic() < deadline_s:
+                self._pump(0.05)
+        self._swept = None
+        deadline_s = time.monotonic() + _DRAIN_S
+        while self._streams and time.monotonic() < deadline_s:
+            self._pump(0.05)
+        for stream in list(self._streams.values()):
+            stream.flush()
+            self._drop(stream)
+        self._terminal.end_live()
+        self._close_rings()
+        if self._start is not None:
+            stopped = [worker.rank for worker in self._workers if worker.stopped_by_agent]
+            self._tell(
+                m.Idle(attempt=self._start.attempt, exit_codes=self._exit_codes(), stopped=stopped)
+            )
+
+    def close(self) -> None:
+        """Close pipes, files and mappings."""
+        for stream in list(self._streams.values()):
+            self._drop(stream)
+        self._close_rings()
+
+    # ---- what is seen ----
+
+    def look(self) -> None:
+        """Tell what the rings show."""
+        start = self._start
+        if start is None:
+            return
+        now = time.monotonic_ns()
+        sights = [self._sight(worker, now) for worker in self._workers if worker.alive]
+        if sights:
+            self._tell(m.Sights(attempt=start.attempt, ranks=sights))
+
+    def _sight(self, worker: Worker, now: int) -> list[int]:
+        ring = self._rings.get(worker.rank)
+        if ring is None:
+            try:
+                ring = self._rings[worker.rank] = LiveRing(worker.folder / "ring")
+            except DumpFormatError:
+                return [worker.rank, 0, -1, -1, 0]  # it has not opened one yet
+        words = ring.words()
+        pending_ns, num_pending = ring.pending()
+        ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
+        progress_ns = words[Live.PROGRESS_MONO_NS]
+        return [
+            worker.rank,
+            words[Live.INITIALISED],
+            (now - progress_ns) // 1_000_000 if progress_ns else -1,
+            max(0, now - pending_ns) // 1_000_000 if pending_ns else -1,
+            ended,
+        ]
+
+    # ---- the guard's news, and output ----
+
+    def _take_news(self) -> None:
+        for news in self._guard.events():
+            if isinstance(news, Started):
+                self._workers[news.index].pid = news.pid
+            elif isinstance(news, Failed):
+                worker = self._workers[news.index]
+                worker.start_error = news.error
+                self._say(f"rank {worker.rank}: cannot run {news.error}")
+                self._note_end(worker, _NOT_STARTED, time.monotonic_ns())
+            elif isinstance(news, Exited):
+                self._note_end(self._workers[news.index], news.code, news.mono_ns)
+            elif isinstance(news, Swept):
+                self._swept = news.count
+
+    def _note_end(self, worker: Worker, code: int, mono_ns: int) -> None:
+        worker.exit_code = code
+        worker.exited_mono_ns = mono_ns
+        worker.exit_order = self._num_ended
+        self._num_ended += 1
+        assert self._start is not None
+        self._tell(m.WorkerEnded(attempt=self._start.attempt, rank=worker.rank, code=code))
+
+    def _add_stream(self, number: int, pipe: int, prefix: bytes, folder: Path) -> None:
+        log = folder / ("stdout.log" if number == 1 else "stderr.log")
+        stream = Stream(pipe, number, prefix, log.open("wb"), self._terminal)
+        self._streams[pipe] = stream
+        self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
+
+    def _pass_output(self, stream: Stream) -> None:
+        if stream.pipe in self._streams and not stream.pump():
+            self._drop(stream)
+
+    def _drop(self, stream: Stream) -> None:
+        self._selector.unregister(stream.pipe)
+        del self._streams[stream.pipe]
+        stream.close()
+
+    # ---- small things ----
+
+    def _attempt(self, command: m.Start) -> environment.Attempt:
+        ranks = range(command.first_rank, command.first_rank + command.num_workers)
+        return environment.Attempt(
+            number=self._directory.free_attempt(ranks, command.attempt),
+            restart=command.restart,
+            max_restarts=command.max_restarts,
+            job_id=command.job_id,
+            role=self._options.role,
+            world_size=command.world_size,
+            first_rank=command.first_rank,
+            num_workers=command.num_workers,
+            node_rank=command.node_rank,
+            num_nodes=command.num_nodes,
+            master_addr=command.master_addr,
+            master_port=command.master_port,
+            job_file=self._directory.job_file,
+            recorder_size=self._options.recorder_size,
+            terminal_columns=self._terminal.columns,
+        )
+
+    def _occasion(self, kind: str) -> Occasion:
+        assert self._start is not None
+        return Occasion(
+            kind=kind,
+            attempt=self._start.attempt,
+            world_size=self._start.world_size,
+            job_id=self._start.job_id,
+            oom_kills_before=self._oom_kills_before,
+        )
+
+    def _exit_codes(self) -> list[list[int]]:
+        return [[w.rank, w.exit_code] for w in self._workers if w.exit_code is not None]
+
+    def _close_rings(self) -> None:
+        while self._rings:
+            self._rings.popitem()[1].close()

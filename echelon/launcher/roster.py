@@ -1,0 +1,118 @@
+"""Who takes part in the next world: a pure class over joins, leaves and a clock handed in.
+
+A world begins once `max_nodes` are there, or every node of the last world is back, or `min_nodes`
+are there and the last call has passed. The last call is adaptive: as long as it takes for two nodes
+started together to differ, and never more than 3 s. Nodes that come later, or beyond `max_nodes`,
+wait for the next world; at most `spares` of them.
+
+Ranks follow the order of nodes: a node's own `--node-rank` first, then the coordinator's node, then
+host names in natural order. The same nodes get the same ranks again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LAST_CALL_S = 3.0
+_LAST_CALL_STEP_S = 1.0  # after each join, at least so long for the next one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A node that wants to take part."""
+
+    name: str
+    host: str
+    num_workers: int
+    node_rank: int = -1
+    is_host: bool = False
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Sort key: see the module's docstring."""
+        rank = self.node_rank if self.node_rank >= 0 else 1 << 30
+        parts = re.split(r"(\d+)", self.host)
+        natural = tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts)
+        return rank, not self.is_host, natural, self.name
+
+
+class Roster:
+    """The nodes that are connected, and those of the present world."""
+
+    def __init__(
+        self, min_nodes: int, max_nodes: int, *, spares: int, join_timeout_s: float
+    ) -> None:
+        self._min = min_nodes
+        self._max = max_nodes
+        self._spares = spares
+        self._join_timeout_s = join_timeout_s
+        self._nodes: dict[str, Node] = {}
+        self._former: frozenset[str] = frozenset()
+        self._opened_s = 0.0
+        self._enough_since_s: float | None = None
+        self._latest_join_s = 0.0
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All connected nodes."""
+        return tuple(self._nodes.values())
+
+    def open(self, now_s: float) -> None:
+        """Begin to gather a world; nodes that are connected already count as joined now."""
+        self._opened_s = self._latest_join_s = now_s
+        self._enough_since_s = now_s if len(self._nodes) >= self._min else None
+
+    def join(self, node: Node, now_s: float) -> str:
+        """Take a node in; return why it is refused, "" if it is not."""
+        if len(self._nodes) >= self._max + self._spares:
+            return f"{self._max} nodes and {self._spares} spares are there already"
+        if node.node_rank >= 0 and any(n.node_rank == node.node_rank for n in self.nodes):
+            return f"--node-rank {node.node_rank} is taken"
+        self._nodes[node.name] = node
+        self._latest_join_s = now_s
+        if self._enough_since_s is None and len(self._nodes) >= self._min:
+            self._enough_since_s = now_s
+        return ""
+
+    def leave(self, name: str) -> None:
+        """Take a node out."""
+        self._nodes.pop(name, None)
+        if len(self._nodes) < self._min:
+            self._enough_since_s = None
+
+    def world(self, now_s: float) -> Sequence[Node] | None:
+        """Return the next world's nodes in rank order, None while it is not complete."""
+        if len(self._nodes) < self._min:
+            return None
+        full = len(self._nodes) >= self._max
+        back = bool(self._former) and self._former <= self._nodes.keys()
+        if not full and not back and now_s < self._last_call_s():
+            return None
+        chosen = sorted(self._nodes.values(), key=lambda node: node.order)[: self._max]
+        self._former = frozenset(node.name for node in chosen)
+        return chosen
+
+    def deadline_s(self) -> float:
+        """Return when to look again, at the latest."""
+        if self._enough_since_s is None:
+            return self._opened_s + self._join_timeout_s
+        return self._last_call_s()
+
+    def has_failed(self, now_s: float) -> bool:
+        """Whether too few nodes came in time."""
+        return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
+
+    def shortage(self) -> str:
+        """Say how many came, and who."""
+        came = ", ".join(node.host for node in self._nodes.values()) or "none"
+        return (
+            f"{len(self._nodes)} of at least {self._min} nodes came within "
+            f"{self._join_timeout_s:g} s ({came})"
+        )
+
+    def _last_call_s(self) -> float:
+        assert self._enough_since_s is not None
+        latest = self._enough_since_s + LAST_CALL_S
+        return min(latest, max(self._latest_join_s, self._enough_since_s) + _LAST_CALL_STEP_S)
