@@ -96,6 +96,7 @@ class _Witness:
         self._identity = record.identity
         self._pid = record.identity.pid or worker.pid  # the script may run below the program
         self._before = signals.sample(self._pid) if worker.alive else signals.Sample()
+        self._surroundings = signals.Surroundings(self._pid) if worker.alive else None
         self._sampled_s = time.monotonic()
         self.record = record
         self.ask()
@@ -148,7 +149,7 @@ class _Witness:
         after = signals.sample(self._pid) if worker.alive else signals.Sample()
         elapsed_s = time.monotonic() - self._sampled_s
         tail = signals.tail(worker.folder / "stderr.log", _STDERR_TAIL_BYTES)
-        return HostFacts(
+        facts = HostFacts(
             alive=worker.alive,
             exit_code=worker.exit_code,
             exited_mono_ns=worker.exited_mono_ns,
@@ -164,6 +165,7 @@ class _Witness:
             snapshot_mono_ns=time.monotonic_ns(),
             not_permitted=after.not_permitted,
         )
+        return facts if self._surroundings is None else self._surroundings.add_to(facts)
 
     def _was_killed_for_memory(self) -> bool | None:
         """A SIGKILL that was not ours, while the cgroup counted a kill for memory."""

@@ -1,7 +1,7 @@
 """A node's part of a job: its workers, their output, their rings.
 
-It obeys commands and tells events. It knows nothing of other nodes and decides nothing: what its workers do goes to the coordinator,
-through `tell`, whether that lives in this process or elsewhere.
+It obeys commands and tells events. It knows nothing of other nodes and decides nothing: what its
+workers do goes to the coordinator, through `tell`, whether that lives in this process or elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from echelon.launcher.options import Options
 from echelon.launcher.output import Stream, Terminal
+from echelon.launcher.ringmemory import RingMemory
 from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.dump import pack_dump, write_dump
@@ -60,6 +61,7 @@ class NodeAgent:
         self._num_ended = 0
         self._swept: int | None = None
         self._oom_kills_before = oom_kills(os.getpid())
+        self._memory = RingMemory.for_run(directory.path, options)
 
     @property
     def has_workers(self) -> bool:
@@ -77,6 +79,7 @@ class NodeAgent:
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
             env = environment.worker_environment(os.environ, attempt, rank, folder)
+            env.update(self._memory.environment())
             self._workers.append(Worker(rank=rank, local_rank=local_rank, folder=folder))
             pipes = self._guard.spawn(local_rank, self._options.program, env, str(Path.cwd()))
             prefix = b"%d| " % rank
@@ -140,6 +143,7 @@ class NodeAgent:
             self._drop(stream)
         self._terminal.end_live()
         self._close_rings()
+        self._bring_rings_home()
         if self._start is not None:
             stopped = [worker.rank for worker in self._workers if worker.stopped_by_agent]
             self._tell(
@@ -151,6 +155,8 @@ class NodeAgent:
         for stream in list(self._streams.values()):
             self._drop(stream)
         self._close_rings()
+        self._bring_rings_home()
+        self._memory.close()
 
     # ---- what is seen ----
 
@@ -256,6 +262,10 @@ class NodeAgent:
 
     def _exit_codes(self) -> list[list[int]]:
         return [[w.rank, w.exit_code] for w in self._workers if w.exit_code is not None]
+
+    def _bring_rings_home(self) -> None:
+        for worker in self._workers:
+            self._memory.bring_home(worker.folder)
 
     def _close_rings(self) -> None:
         while self._rings:

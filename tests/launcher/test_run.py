@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from echelon.recorder.read import read
+from echelon.recorder.schema import Live
 from tests.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
@@ -335,15 +337,21 @@ def test_nothing_outlives_an_agent_that_is_killed(script, run_dir, monkeypatch):
         "--nproc-per-node", "2", "--run-dir", str(run_dir),
         script(
             "import subprocess, sys\n"
+            "from echelon import recorder; recorder.step()\n"
             "subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'],"
             " start_new_session=True)\n" + _WAITING
         ),
     )  # fmt: skip
     job.read_until("ready", 2)
     assert len(_marked(mark)) >= 5  # agent, guard, store, workers and what they started
+    (link,) = (run_dir / "rank_0/attempt_0").glob("ring")
+    in_memory = link.resolve()
     job.process.kill()
     job.end()
     assert _wait_until_gone(mark) == []
+    assert read(link).live[Live.STEP] == 1
+    assert not link.is_symlink()
+    assert in_memory == link or not in_memory.parents[1].exists()
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
@@ -366,12 +374,16 @@ def test_nothing_outlives_a_guard_that_is_killed(script, run_dir, monkeypatch):
         script(
             """
             import os, signal
+            from echelon import recorder
+            recorder.step()
             if os.environ["RANK"] == "0":
                 os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()
             """
         ),
     )  # fmt: skip
+    assert read(run_dir / "rank_0/attempt_0/ring").live[Live.STEP] == 1
+    assert not (run_dir / "rank_0/attempt_0/ring").is_symlink()
     assert done.returncode == 1, done.stderr
     assert "the guard process is gone" in done.stderr
     assert read_json(run_dir / "report.json")["ended_by"] == "agent"

@@ -81,7 +81,7 @@ class GrpcLink:
     async def _session(self) -> None:
         async with grpc.aio.insecure_channel(self._endpoint, options=OPTIONS) as channel:
             await self._dial(channel)
-            call = channel.stream_stream(METHOD)()
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
             nonce = new_nonce()
             await call.write(nonce)
             greeting = await asyncio.wait_for(call.read(), LOST_S * 4)
@@ -105,7 +105,7 @@ class GrpcLink:
                 await asyncio.wait_for(channel.wait_for_state_change(state), _DIAL_S)
             state = channel.get_state(try_to_connect=True)
 
-    async def _send_all(self, call: grpc.aio.StreamStreamCall, seal: Seal) -> None:
+    async def _send_all(self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal) -> None:
         while True:
             try:
                 event = await asyncio.wait_for(self._outgoing.get(), HEARTBEAT_S)
@@ -118,7 +118,7 @@ class GrpcLink:
             await call.write(seal.close(pack(event)))
 
     async def _receive_all(
-        self, call: grpc.aio.StreamStreamCall, seal: Seal, sender: asyncio.Task[None]
+        self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal, sender: asyncio.Task[None]
     ) -> None:
         while True:
             try:

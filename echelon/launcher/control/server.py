@@ -84,7 +84,9 @@ class ControlServer:
 
     async def _run(self, address: str, started: threading.Event) -> None:
         server = grpc.aio.server(options=OPTIONS)
-        handler = grpc.stream_stream_rpc_method_handler(self._session)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            self._session
+        )
         service, _, method = METHOD.strip("/").partition("/")
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
