@@ -95,6 +95,7 @@ class GrpcLink:
             finally:
                 sender.cancel()
                 call.cancel()
+                await asyncio.wait({sender})
 
     async def _dial(self, channel: grpc.aio.Channel) -> None:
         state = channel.get_state(try_to_connect=True)

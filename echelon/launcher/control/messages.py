@@ -175,7 +175,7 @@ def unpack(data: bytes) -> Event | Command:
         LaunchError: it is something else.
     """
     try:
-        name, values = msgpack.unpackb(data, raw=False, max_buffer_size=MAX_MESSAGE_BYTES)
+        name, values = msgpack.unpackb(data, raw=False)
         kind = _KINDS[name]
         for field in fields(kind):
             _check(field.type, values.get(field.name, field.default))

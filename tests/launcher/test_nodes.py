@@ -1,0 +1,246 @@
+"""Several nodes: each an `echelon run` of its own, meeting on loopback."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import read_json
+
+pytestmark = pytest.mark.ranks
+
+_WAIT_S = 60.0
+
+# Every rank tells its place, and the ranks of a restarted job end at once.
+_SCRIPT = """
+import os, signal, sys
+world = int(os.environ["WORLD_SIZE"])
+print("place", os.environ["GROUP_RANK"], os.environ["RANK"], os.environ["LOCAL_RANK"], world,
+      os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if sys.argv[1] == "end" or os.environ["TORCHELASTIC_RESTART_COUNT"] == sys.argv[2]:
+    sys.exit(0)
+if sys.argv[1] == "fail" and os.environ["RANK"] == str(world - 1):
+    sys.exit(42)
+signal.pause()
+"""
+
+
+class _Node:
+    """One `echelon run`, and the lines that it printed so far."""
+
+    def __init__(self, cluster: _Cluster, name: str, *options: str, secret: str = "s3cret") -> None:
+        self.run_dir = cluster.folder / name
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "echelon", "run", "--rdzv-endpoint", cluster.endpoint,
+             "--run-dir", str(self.run_dir), *options, str(cluster.script), *cluster.args],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+            env={**os.environ, "ECHELON_SECRET": secret, "ECHELON_TEST_MARK": cluster.mark},
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until `text` was printed in `count` lines."""
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: sum(text in line for line in self.lines) >= count, _WAIT_S
+            )
+        assert found, self.lines
+
+    def end(self) -> int:
+        code = self.process.wait(_WAIT_S)
+        self._reader.join(_WAIT_S)
+        return code
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+
+
+class _Cluster:
+    """A folder, an endpoint, and the nodes started with them."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self.folder = folder
+        self.args = args
+        self.mark = f"{os.getpid()}-{folder.name}"
+        self.script = folder / "train.py"
+        self.script.write_text(textwrap.dedent(_SCRIPT))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.nodes: list[_Node] = []
+
+    def start(self, *options: str, rank: int | None = None, secret: str = "s3cret") -> _Node:
+        place = [] if rank is None else ["--node-rank", str(rank)]
+        name = f"node_{len(self.nodes)}"
+        node = _Node(self, name, "--nproc-per-node", "2", *place, *options, secret=secret)
+        self.nodes.append(node)
+        return node
+
+    def left(self) -> list[int]:
+        """Return processes of the cluster that live on, once those that are ending have ended."""
+        deadline = time.monotonic() + 10
+        while (pids := self._marked()) and time.monotonic() < deadline:
+            select.select([], [], [], 0.05)
+        return pids
+
+    def _marked(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"ECHELON_TEST_MARK={self.mark}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = []
+
+    def make(*args: str) -> _Cluster:
+        made.append(_Cluster(tmp_path, *args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for node in one.nodes:
+            node.process.kill()
+            node.end()
+            node.process.stdout.close()
+        assert one.left() == []
+
+
+def test_ranks_follow_the_nodes_and_all_end_well(cluster):
+    job = cluster("end", "-")
+    first = job.start("--nnodes", "2", rank=0)
+    second = job.start("--nnodes", "2", rank=1)
+    assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
+    assert sorted(line for line in first.lines if "place" in line) == [
+        "0:0| place 0 0 0 4 0", "0:1| place 0 1 1 4 0",
+    ]  # fmt: skip
+    assert sorted(line for line in second.lines if "place" in line) == [
+        "1:2| place 1 2 0 4 0", "1:3| place 1 3 1 4 0",
+    ]  # fmt: skip
+    report = read_json(first.run_dir / "report.json")
+    assert (report["world_size"], report["exit_code"]) == (4, 0)
+    assert len(report["ranks"]) == 4
+
+
+def test_a_failure_anywhere_is_explained_everywhere(cluster):
+    job = cluster("fail", "-")
+    first = job.start("--nnodes", "2", rank=0)
+    second = job.start("--nnodes", "2", rank=1)
+    assert (first.end(), second.end()) == (42, 42), (first.lines, second.lines)
+    for node in (first, second):
+        assert any("VERDICT" in line and "rank 3" in line for line in node.lines), node.lines
+    incident = first.run_dir / "dump/latest"
+    assert {path.name for path in incident.glob("rank_*")} == {f"rank_{r}" for r in range(4)}
+    verdict = read_json(incident / "verdict.json")["verdict"]
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("dead_process", [3])
+
+
+def test_a_node_that_is_killed_leaves_a_smaller_world(cluster):
+    job = cluster("wait", "1")
+    first = job.start("--nnodes", "1:2", rank=0)
+    second = job.start("--nnodes", "1:2", rank=1)
+    second.wait_for("place", 2)
+    second.process.kill()
+    assert first.end() == 0, first.lines
+    assert sum("place 0 0 0 2 1" in line for line in first.lines) == 1, first.lines
+    assert any("is lost" in line and "ranks 2-3" in line for line in first.lines), first.lines
+    report = read_json(first.run_dir / "report.json")
+    assert (report["attempts"], report["incidents"][0]["recovered"]) == (2, True)
+    absent = read_json(first.run_dir / "dump/incident_0/incident.json")["ranks_absent"]
+    assert set(absent) == {"2", "3"}
+
+
+def test_a_node_that_falls_silent_is_lost_too(cluster):
+    job = cluster("wait", "1")
+    first = job.start("--nnodes", "1:2", rank=0)
+    second = job.start("--nnodes", "1:2", rank=1)
+    second.wait_for("place", 2)
+    second.process.send_signal(signal.SIGSTOP)
+    assert first.end() == 0, first.lines
+    assert any("silent for" in line for line in first.lines), first.lines
+    second.process.send_signal(signal.SIGCONT)
+    assert second.end() == 1, second.lines
+    assert any("coordinator node lost" in line for line in second.lines), second.lines
+
+
+def test_when_the_coordinator_is_lost_nodes_keep_their_story_and_end(cluster):
+    job = cluster("wait", "-")
+    first = job.start("--nnodes", "2", rank=0)
+    second = job.start("--nnodes", "2", rank=1)
+    second.wait_for("place", 2)
+    first.wait_for("place", 2)
+    first.process.kill()
+    assert second.end() == 1, second.lines
+    assert any("coordinator node lost" in line for line in second.lines), second.lines
+    incident = second.run_dir / "dump/latest"
+    assert {path.name for path in incident.glob("rank_*")} == {"rank_2", "rank_3"}
+
+
+def test_too_few_nodes_is_one_line_that_names_who_came(cluster):
+    job = cluster("end", "-")
+    node = job.start("--nnodes", "2", "--rdzv-conf", "join_timeout=1", rank=0)
+    assert node.end() == 1
+    host = socket.gethostname()
+    assert any(f"1 of at least 2 nodes came within 1 s ({host})" in line for line in node.lines)
+    assert not any("Traceback" in line for line in node.lines)
+
+
+def test_nobody_to_join_is_one_line(cluster):
+    job = cluster("end", "-")
+    node = job.start("--nnodes", "2", "--rdzv-conf", "join_timeout=1", rank=1)
+    assert node.end() == 1
+    assert any("nobody answers at" in line for line in node.lines), node.lines
+    assert not any("Traceback" in line for line in node.lines)
+
+
+def test_a_stranger_with_another_secret_is_kept_out(cluster):
+    job = cluster("end", "-")
+    first = job.start("--nnodes", "2", rank=0)
+    stranger = job.start("--nnodes", "2", rank=1, secret="guess")
+    assert stranger.end() == 1
+    assert any("does not know this job's secret" in line for line in stranger.lines), stranger.lines
+    second = job.start("--nnodes", "2", rank=1)
+    assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
+
+
+def test_a_node_that_comes_late_joins_at_the_next_start(cluster):
+    job = cluster("wait", "1")
+    first = job.start("--nnodes", "1:2", "--max-restarts", "1", rank=0)
+    first.wait_for("place 0 0 0 2 0")
+    second = job.start("--nnodes", "1:2", rank=1)
+    first.wait_for("it joins at the next start")
+    workers = [pid for pid in job._marked() if _parent_is_guard_of(pid, first)]
+    os.kill(workers[0], signal.SIGKILL)
+    assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
+    assert any("place 1 2 0 4 1" in line for line in second.lines), second.lines
+
+
+def _parent_is_guard_of(pid: int, node: _Node) -> bool:
+    def parent(of: int) -> int:
+        try:
+            return int(Path(f"/proc/{of}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return 0
+
+    return parent(parent(pid)) == node.process.pid
