@@ -1,7 +1,8 @@
 """Collectives: `init()` joins the world, its ProcessGroup moves the data."""
 
 from echelon.dist.group import ProcessGroup
+from echelon.dist.options import Options
 from echelon.dist.work import Work
 from echelon.dist.world import init, new_group, shutdown, world
 
-__all__ = ["init", "world", "new_group", "shutdown", "ProcessGroup", "Work"]
+__all__ = ["init", "world", "new_group", "shutdown", "ProcessGroup", "Work", "Options"]

@@ -1,13 +1,15 @@
-"""Zero-copy views of the arrays that users pass: NumPy, torch on the CPU, anything with DLPack.
+"""Zero-copy views of the arrays that users pass: NumPy, torch, CuPy, anything with DLPack.
 
 A view is one flat NumPy array over the caller's own memory, plus the true dtype's name: NumPy knows
-no bfloat16, so such data is carried as uint16 and named "bfloat16". What cannot be viewed without a
-copy is refused here, before anything is sent. torch is never imported: if a tensor was passed, it
-is loaded already.
+no bfloat16, so such data is carried as uint16 and named "bfloat16"; a dtype that can be moved but
+not summed (complex64, float8, ...) is carried as bytes. An array in a device's memory is carried as
+its address. What cannot be viewed without a copy is refused here, before anything is sent. torch is
+never imported: if a tensor was passed, it is loaded already.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,21 +19,66 @@ import numpy.typing as npt
 
 Flat = npt.NDArray[Any]
 
-_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+# What can be reduced, in the order of the C core's `enum ec_dtype`.
+DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
-NUMERIC = _INTEGERS | _FLOATS | {"bool"}
+_NUMERIC = frozenset(DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFlat:
+    """Contiguous memory of a device: what the NumPy array is for the host's.
+
+    Attributes:
+        pointer: its address there.
+        length: number of elements.
+        itemsize: bytes of one.
+        index: number of the device among its kind.
+        owner: the caller's array, kept alive.
+    """
+
+    pointer: int
+    length: int
+    itemsize: int
+    index: int
+    owner: Any
+
+    def __len__(self) -> int:
+        """Return the number of elements."""
+        return self.length
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.length * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """An array as the backends see it.
 
-    `data`: [numel], over the caller's memory; dtype uint16 where `dtype` is "bfloat16".
+    `data`: [numel], over the caller's memory; dtype uint16 where `dtype` is "bfloat16", uint8
+    ([numel * itemsize]) where it is none of `DTYPES`; a `DeviceFlat` where `device` is not "cpu".
     """
 
     data: Flat
     dtype: str
     shape: tuple[int, ...]
+    device: str = "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +95,11 @@ def is_floating(dtype: str) -> bool:
     return dtype in _FLOATS
 
 
+def is_numeric(dtype: str) -> bool:
+    """Tell whether a dtype can be reduced, and not only moved."""
+    return dtype in _NUMERIC
+
+
 def view(array: Any, name: str, *, writable: bool) -> View:
     """View an array's memory without copying it.
 
@@ -57,21 +109,23 @@ def view(array: Any, name: str, *, writable: bool) -> View:
         writable: whether the result of an operation goes into it.
 
     Raises:
-        ValueError: not contiguous, not writable, not on the CPU, a dtype that is not numeric, or
-            no array at all.
+        ValueError: not contiguous, not writable, a dtype whose elements are no plain bytes, or no
+            array at all.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _view_torch(torch, array, name)
     if not isinstance(array, np.ndarray):
+        if hasattr(array, "__cuda_array_interface__"):
+            return _view_cuda(array, name, writable=writable)
         array = _from_dlpack(array, name)
     return _view_numpy(array, name, writable=writable)
 
 
 def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
     dtype = array.dtype.name
-    if dtype not in NUMERIC:
-        raise ValueError(f"{name}: dtype {dtype} cannot be carried; use one of {sorted(NUMERIC)}")
+    if array.dtype.hasobject:
+        raise ValueError(f"{name}: dtype {dtype} cannot be carried: its elements are objects")
     if not array.dtype.isnative:
         raise ValueError(f"{name}: dtype {array.dtype.str} is not in this machine's byte order")
     if not array.flags.c_contiguous:
@@ -82,25 +136,49 @@ def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
     if writable and not array.flags.writeable:
         raise ValueError(f"{name}: the array is read-only, and the result goes into it")
     flat = array.reshape(-1)
-    return View(flat.view(np.uint16) if dtype == "bfloat16" else flat, dtype, array.shape)
+    if dtype == "bfloat16":
+        flat = flat.view(np.uint16)
+    elif dtype not in _NUMERIC:
+        flat = flat.view(np.uint8)
+    return View(flat, dtype, array.shape)
 
 
 def _view_torch(torch: Any, tensor: Any, name: str) -> View:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: a tensor on {tensor.device}; this backend carries CPU tensors")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in NUMERIC:
-        raise ValueError(f"{name}: dtype {dtype} cannot be carried; use one of {sorted(NUMERIC)}")
+    if tensor.device.type not in ("cpu", "cuda", "xpu"):
+        raise ValueError(f"{name}: a tensor on {tensor.device} has no memory that can be sent")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(
             f"{name}: a {dtype}{list(tensor.shape)} tensor that is not contiguous; "
             "pass tensor.contiguous()"
         )
     flat = tensor.detach().reshape(-1)
+    if tensor.device.type != "cpu":
+        data: Any = DeviceFlat(
+            flat.data_ptr(), flat.numel(), flat.element_size(), tensor.device.index or 0, flat
+        )
+        return View(data, dtype, tuple(tensor.shape), tensor.device.type)
     if dtype == "bfloat16":
-        flat = flat.view(torch.int16)
-    data = flat.numpy()
-    return View(data.view(np.uint16) if dtype == "bfloat16" else data, dtype, tuple(tensor.shape))
+        data = flat.view(torch.int16).numpy().view(np.uint16)
+    elif dtype in _NUMERIC:
+        data = flat.numpy()
+    else:
+        data = flat.view(torch.uint8).numpy()
+    return View(data, dtype, tuple(tensor.shape))
+
+
+def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
+    """View CuPy's arrays and their like, by the interface that Numba defined."""
+    facts = array.__cuda_array_interface__
+    dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
+    pointer, read_only = facts["data"]
+    if facts.get("strides") is not None:
+        raise ValueError(f"{name}: a {dtype.name}{list(shape)} device array is not contiguous")
+    if writable and read_only:
+        raise ValueError(f"{name}: the array is read-only, and the result goes into it")
+    index = int(getattr(getattr(array, "device", None), "id", 0))
+    data: Any = DeviceFlat(pointer, math.prod(shape), dtype.itemsize, index, array)
+    return View(data, dtype.name, shape, "cuda")
 
 
 def _from_dlpack(array: Any, name: str) -> Flat:

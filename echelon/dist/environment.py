@@ -8,6 +8,7 @@
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | name space of this attempt's keys |
 | ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
+| ECHELON_SHM | "python": the shm backend's pure-Python engine, even where the C core is |
 """
 
 from __future__ import annotations
@@ -61,6 +62,18 @@ class Rendezvous:
             ),
             secret=_secret(),
         )
+
+
+def wants_python_engine() -> bool:
+    """Tell whether the user asked for the shm backend's pure-Python engine.
+
+    Raises:
+        ValueError: ECHELON_SHM is something else.
+    """
+    value = os.environ.get("ECHELON_SHM", "")
+    if value not in ("", "python", "native"):
+        raise ValueError(f"ECHELON_SHM={value!r}: use 'python' or 'native'")
+    return value == "python"
 
 
 def _text(name: str) -> str:

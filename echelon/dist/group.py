@@ -1,4 +1,4 @@
-"""ProcessGroup: the one place where every collective passes.
+"""ProcessGroup: the one place where every operation passes.
 
 Here, and only here, an operation's arguments are checked, it gets its number in the group, it is
 recorded, and it is handed to the backend. A backend therefore never sees a bad argument, and the
@@ -7,49 +7,67 @@ black box never misses an operation.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import echelon.recorder.recorder as black_box
-from echelon.dist.arrays import View, is_floating, view
+from echelon.dist import failures, objects
+from echelon.dist.arguments import check_pair, check_reduce_op, check_splits
+from echelon.dist.arrays import View, view
 from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.operation import REDUCE_OPS, Operation
-from echelon.dist.work import Lane, Work
+from echelon.dist.backends.operation import Operation, encode_call
+from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder import sites
 from echelon.recorder.recorder import NOT_RECORDED
 from echelon.recorder.schema import Flag
 
-_BITWISE = frozenset({"band", "bor", "bxor"})
-_CLOSE_S = 1.0
+_SWEEP_S = 0.5
+MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
 
 class ProcessGroup:
-    """Ranks that act together. Made by `init` and `new_group`, never directly.
+    """Ranks that act together. Made by `init`, `new_group` and `split`, never directly.
 
-    Every call is collective: all members make the same calls in the same order. Arrays are NumPy
-    arrays, torch CPU tensors or other DLPack arrays on the CPU, contiguous; results are written in
-    place. Calls raise
+    Every call is collective: all members make the same calls in the same order; `send` and `recv`
+    concern their two ends only. Arrays are NumPy arrays, torch tensors, CuPy arrays or other DLPack
+    arrays, contiguous; results are written in place. `root`, `to` and `source` are ranks within the
+    group. Calls raise
 
     * ValueError before anything is sent, if an argument cannot be carried;
     * CollectiveMismatchError on every rank, if members called different things;
     * CollectiveTimeoutError, if members did not come within the group's timeout;
     * PeerLostError, if a member died or left.
 
-    With `async_op=True` a call returns a `Work` at once and raises from its `wait()`.
+    After the last three the group is of no further use, and says so. With `async_op=True` a call
+    returns a `Work` at once and raises from its `wait()`.
     """
 
-    def __init__(self, members: Members, backend: Backend, timeout_s: float) -> None:
+    def __init__(
+        self, members: Members, backend: Backend, timeout_s: float, make_group: MakeGroup
+    ) -> None:
         self._members = members
         self._backend = backend
         self._timeout_s = timeout_s
-        self._sequence = 0
-        self._order = threading.Lock()
-        self._lane = Lane(members.name)
+        self._make_group = make_group
+        self._pid = os.getpid()
         self._closed = False
+        self._broken: CollectiveError | None = None
+        self._num_splits = 0
+        self._sequence = 0
+        self._message_sequences: dict[tuple[str, int], int] = {}
+        self._order = threading.Lock()  # held by a collective from its number to its end
+        self._numbering = threading.Lock()  # the same for messages, but their numbers only
+        self._flight = _Flight(self)
+        self._coalesced = threading.local()
         recorder = black_box.current()
         self._reference = 0 if recorder is None else recorder.group(members.name, members.ranks)
+
+    # ---- who we are ----
 
     @property
     def rank(self) -> int:
@@ -73,17 +91,21 @@ class ProcessGroup:
 
     @property
     def backend(self) -> str:
-        """The engine's name."""
+        """The backend's name."""
         return self._backend.name
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation of this group may take."""
+        return self._timeout_s
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank {self.rank} of {self.size}, {self.backend})"
 
+    # ---- collectives ----
+
     def all_reduce(self, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduce `x` over all ranks, in place.
-
-        Bytes read from shared memory per rank: size * n for two ranks or up to 16 KB, else about
-        2 n (n: bytes of x).
 
         Args:
             x: any shape, equal on all ranks.
@@ -91,15 +113,23 @@ class ProcessGroup:
             async_op: return a `Work` at once instead of blocking.
         """
         data = view(x, "x", writable=True)
-        _check_reduce_op(op, data.dtype)
-        return self._run("all_reduce", data, data, reduce_op=op, async_op=async_op)
+        check_reduce_op(op, data.dtype)
+        return self._collective("all_reduce", data, data, reduce_op=op, async_op=async_op)
+
+    def reduce(self, x: Any, root: int, op: str = "sum", async_op: bool = False) -> Work | None:
+        """Reduce `x` over all ranks into `root`'s `x`; the others' are left as they are."""
+        self._check_rank(root, "root")
+        data = view(x, "x", writable=root == self.rank)
+        check_reduce_op(op, data.dtype)
+        target = data if root == self.rank else None
+        return self._collective("reduce", data, target, reduce_op=op, root=root, async_op=async_op)
 
     def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | None:
         """Collect every rank's `x` into `out`: [size * n, ...] for x: [n, ...]."""
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
-        _check_pair("all_gather", "out", target, "x", source, self.size)
-        return self._run("all_gather", source, target, async_op=async_op)
+        check_pair("all_gather", "out", target, "x", source, self.size)
+        return self._collective("all_gather", source, target, async_op=async_op)
 
     def reduce_scatter(
         self, out: Any, x: Any, op: str = "sum", async_op: bool = False
@@ -107,30 +137,162 @@ class ProcessGroup:
         """Reduce `x`: [size * n, ...] over all ranks; keep my part in `out`: [n, ...]."""
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
-        _check_reduce_op(op, source.dtype)
-        _check_pair("reduce_scatter", "x", source, "out", target, self.size)
-        return self._run("reduce_scatter", source, target, reduce_op=op, async_op=async_op)
+        check_reduce_op(op, source.dtype)
+        check_pair("reduce_scatter", "x", source, "out", target, self.size)
+        return self._collective("reduce_scatter", source, target, reduce_op=op, async_op=async_op)
 
     def broadcast(self, x: Any, root: int, async_op: bool = False) -> Work | None:
-        """Copy `x` of group rank `root` to every rank's `x`, of any shape."""
-        if not isinstance(root, int) or not 0 <= root < self.size:
-            raise ValueError(f"root {root!r} is no rank of group {self.name!r} (0-{self.size - 1})")
+        """Copy `x` of `root` to every rank's `x`, of any shape."""
+        self._check_rank(root, "root")
         data = view(x, "x", writable=root != self.rank)
-        return self._run("broadcast", data, data, root=root, async_op=async_op)
+        source, target = (data, None) if root == self.rank else (None, data)
+        return self._collective("broadcast", source, target, root=root, async_op=async_op)
+
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Send rows of `x` to each rank and put the rows that each sends into `out`.
+
+        Args:
+            out, x: arrays of rows (dim 0) of equal size.
+            output_splits: rows that come from each rank; None: equal parts.
+            input_splits: rows that go to each rank; None: equal parts.
+            async_op: return a `Work` at once instead of blocking.
+        """
+        source = view(x, "x", writable=False)
+        target = view(out, "out", writable=True)
+        if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
+            raise ValueError(f"all_to_all: out is {target}, x is {source}: rows differ")
+        return self._collective(
+            "all_to_all",
+            source,
+            target,
+            input_splits=check_splits("input_splits", input_splits, source, self.size),
+            output_splits=check_splits("output_splits", output_splits, target, self.size),
+            async_op=async_op,
+        )
+
+    def gather(self, out: Any | None, x: Any, root: int, async_op: bool = False) -> Work | None:
+        """Collect every rank's `x` into `root`'s `out`: [size * n, ...]; others pass None."""
+        self._check_rank(root, "root")
+        source = view(x, "x", writable=False)
+        target = self._rooted(out, "out", root, writable=True)
+        if target is not None:
+            check_pair("gather", "out", target, "x", source, self.size)
+        return self._collective("gather", source, target, root=root, async_op=async_op)
+
+    def scatter(self, out: Any, x: Any | None, root: int, async_op: bool = False) -> Work | None:
+        """Give each rank its part of `root`'s `x`: [size * n, ...], in `out`: [n, ...]."""
+        self._check_rank(root, "root")
+        target = view(out, "out", writable=True)
+        source = self._rooted(x, "x", root, writable=False)
+        if source is not None:
+            check_pair("scatter", "x", source, "out", target, self.size)
+        return self._collective("scatter", source, target, root=root, async_op=async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Block until every rank of the group has called it."""
-        return self._run("barrier", None, None, async_op=async_op)
+        return self._collective("barrier", None, None, async_op=async_op)
+
+    def monitored_barrier(self, timeout_s: float | None = None) -> None:
+        """Block until all have come; after `timeout_s` raise an error that names who has not."""
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
+        self._collective("barrier", None, None, timeout_s=timeout_s)
+
+    # ---- messages ----
+
+    def send(self, x: Any, to: int, tag: int = 0, async_op: bool = False) -> Work | None:
+        """Send `x` to a rank, which receives it with the same tag, dtype and size.
+
+        May return before the receiver came. Messages of one pair and tag arrive in order.
+        """
+        self._check_peer(to, "to")
+        source = view(x, "x", writable=False)
+        return self._message("send", to, source, check_tag(tag), async_op=async_op)
+
+    def recv(self, x: Any, source: int, tag: int = 0, async_op: bool = False) -> Work | None:
+        """Receive into `x` what a rank sends with this tag."""
+        self._check_peer(source, "source")
+        target = view(x, "x", writable=True)
+        return self._message("recv", source, target, check_tag(tag), async_op=async_op)
+
+    # ---- objects ----
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Return `root`'s object on every rank: plain data that msgpack can hold.
+
+        None, bool, numbers, text, bytes, lists and dicts; tuples come out as lists.
+
+        Raises:
+            TypeError: the object holds something else.
+        """
+        self._check_rank(root, "root")
+        data = objects.encode(obj) if self.rank == root else None
+        return objects.broadcast(self, data, root)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return every rank's object, in rank order; see `broadcast_object` for what may be one."""
+        return objects.all_gather(self, objects.encode(obj))
+
+    # ---- several at once ----
+
+    @contextlib.contextmanager
+    def coalesce(self) -> Iterator[None]:
+        """Launch the operations called inside together; all are done when the block ends."""
+        if self._batch() is not None:
+            raise ValueError("coalesce() does not nest")
+        recorder = black_box.current()
+        number = -1 if recorder is None else recorder.next_coalesced()
+        works: list[Work] = []
+        self._coalesced.batch = (number, works)
+        try:
+            with self._backend.batch():
+                yield
+        finally:
+            self._coalesced.batch = None
+        for work in works:
+            work.wait()
+
+    def split(self, color: int | None, key: int = 0, name: str | None = None) -> Any:
+        """Divide the group: ranks of equal `color` form one, ordered by `key`, then rank.
+
+        Every member calls it. Returns this rank's new ProcessGroup; None for color None.
+        """
+        number = self._num_splits
+        self._num_splits += 1
+        chosen = self.all_gather_object([color, key])
+        if color is None:
+            return None
+        alike = [rank for rank in range(self.size) if chosen[rank][0] == color]
+        alike.sort(key=lambda rank: (chosen[rank][1], rank))
+        ranks = [self.ranks[rank] for rank in alike]
+        title = name or f"{self.name}/{color}"
+        return self._make_group(ranks, title, f"split/{self.name}/{number}/{color}")
+
+    # ---- the end ----
+
+    def abort(self) -> None:
+        """End the group from any thread: what waits raises here, and on the other ranks too."""
+        if not self._closed and os.getpid() == self._pid:
+            self._backend.abort()
 
     def close(self) -> None:
         """End the group on this rank and free what it holds. Safe to call twice."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._lane.close(_CLOSE_S)
         self._backend.close()
+        self._flight.close()
 
-    def _run(
+    # ---- the way of every operation ----
+
+    def _collective(
         self,
         kind: str,
         source: View | None,
@@ -138,57 +300,81 @@ class ProcessGroup:
         *,
         reduce_op: str = "",
         root: int = -1,
-        async_op: bool,
+        input_splits: tuple[int, ...] = (),
+        output_splits: tuple[int, ...] = (),
+        timeout_s: float | None = None,
+        async_op: bool = False,
     ) -> Work | None:
-        if self._closed:
-            raise ValueError(f"group {self.name!r} is shut down")
-        shown = source if source is not None else target
+        shown = target if kind == "scatter" or source is None else source
+        dtype, shape = ("", ()) if shown is None else (shown.dtype, shown.shape)
+        self._check_use(kind, shown, reduce_op)
+        call = encode_call(kind, reduce_op, dtype, root, None if shown is None else shape)
         with self._order:
             operation = Operation(
                 kind=kind,
                 sequence=self._sequence,
-                dtype="" if shown is None else shown.dtype,
+                dtype=dtype,
                 reduce_op=reduce_op,
                 root=root,
                 source=None if source is None else source.data,
                 target=None if target is None else target.data,
-                signature="" if shown is None else str(shown),
-                timeout_s=self._timeout_s,
+                input_splits=input_splits,
+                output_splits=output_splits,
+                shape=shape,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+                call=call,
             )
             self._sequence += 1
             record = self._record(operation, shown, async_op)
-        if async_op:
-            work = Work(f"{kind} #{operation.sequence} in group {self.name!r}")
-            self._lane.submit(work, lambda: self._execute(operation, record))
-            return work
+            return self._hand_on(operation, record, async_op)
+
+    def _message(
+        self, kind: str, peer: int, data: View, tag: int, *, async_op: bool
+    ) -> Work | None:
+        self._check_use(kind, data, "")
+        with self._numbering:
+            sequence = self._message_sequences.get((kind, peer), 0)
+            self._message_sequences[kind, peer] = sequence + 1
+            operation = Operation(
+                kind=kind,
+                sequence=sequence,
+                dtype=data.dtype,
+                peer=peer,
+                tag=tag,
+                source=data.data if kind == "send" else None,
+                target=data.data if kind == "recv" else None,
+                shape=data.shape,
+                timeout_s=self._timeout_s,
+            )
+            record = self._record(operation, data, async_op)
+            if async_op or self._batch() is not None:
+                return self._hand_on(operation, record, async_op)
+        return self._hand_on(operation, record, async_op)
+
+    def _hand_on(self, operation: Operation, record: int, async_op: bool) -> Work | None:
+        batch = self._batch()
         try:
-            self._lane.run_inline(lambda: self._execute(operation, record))
+            self._flight.sweep()
+            if self._broken is not None:
+                raise failures.broken_since(self._members, operation, self._broken)
+            if not async_op and batch is None:
+                self._execute(operation, record)
+                return None
         except CollectiveError as err:
+            if self._broken is None:
+                self._broken = err
+            recorder = None if record == NOT_RECORDED else black_box.current()
+            if recorder is not None:
+                recorder.failed(record, err)
             frame = sites.caller(1)
             if frame is not None:
                 err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
             # The message says it all; a user's traceback should end in the user's code, not ours.
             raise err.with_traceback(None) from None
-        return None
-
-    def _record(self, operation: Operation, shown: View | None, async_op: bool) -> int:
-        recorder = black_box.current()
-        if recorder is None:
-            return NOT_RECORDED
-        root = operation.root
-        return recorder.begin(
-            self._reference,
-            operation.kind,
-            sequence=operation.sequence,
-            dtype=operation.dtype,
-            shapes=() if shown is None else (tuple(shown.shape),),
-            num_bytes=0 if shown is None else shown.num_bytes,
-            reduce_op=operation.reduce_op,
-            root=-1 if root < 0 else self._members.ranks[root],
-            timeout_s=operation.timeout_s,
-            flags=int(Flag.ASYNC) if async_op else 0,
-            depth=3,
-        )
+        work = self._flight.launch(operation, record)
+        if batch is not None:
+            batch[1].append(work)
+        return work if async_op else None
 
     def _execute(self, operation: Operation, record: int) -> None:
         recorder = None if record == NOT_RECORDED else black_box.current()
@@ -198,33 +384,164 @@ class ProcessGroup:
         recorder.started(record)
         try:
             self._backend.execute(operation)
+        except CollectiveError:
+            raise  # recorded above
         except BaseException as err:
             recorder.failed(record, err)
             raise
         recorder.completed(record)
 
-
-def _check_reduce_op(op: str, dtype: str) -> None:
-    if op not in REDUCE_OPS:
-        raise ValueError(f"op {op!r} is not known; use one of {', '.join(REDUCE_OPS)}")
-    if op == "avg" and not is_floating(dtype):
-        raise ValueError(f"op 'avg' needs a floating-point array, got {dtype}")
-    if op in _BITWISE and is_floating(dtype):
-        raise ValueError(f"op {op!r} needs integers or bool, got {dtype}")
-    if dtype == "bool" and op in ("sum", "prod"):
-        raise ValueError(f"op {op!r} is not defined on bool; use bor or band")
-
-
-def _check_pair(
-    call: str, large_name: str, large: View, small_name: str, small: View, size: int
-) -> None:
-    if large.dtype != small.dtype:
-        raise ValueError(f"{call}: {large_name} is {large}, {small_name} is {small}: dtypes differ")
-    if len(large.data) != size * len(small.data):
-        raise ValueError(
-            f"{call}: {large_name} must hold {size} times {small_name}: "
-            f"{large_name} is {large}, {small_name} is {small}"
+    def _record(self, operation: Operation, shown: View | None, async_op: bool) -> int:
+        recorder = black_box.current()
+        if recorder is None:
+            return NOT_RECORDED
+        root, batch, is_message = operation.root, self._batch(), operation.is_message
+        flags = int(Flag.ASYNC) if async_op else 0
+        return recorder.begin(
+            self._reference,
+            operation.kind,
+            sequence=-1 if is_message else operation.sequence,
+            p2p_sequence=operation.sequence if is_message else -1,
+            dtype=operation.dtype,
+            shapes=() if shown is None else (tuple(shown.shape),),
+            input_splits=operation.input_splits,
+            output_splits=operation.output_splits,
+            num_bytes=0 if shown is None else shown.num_bytes,
+            reduce_op=operation.reduce_op,
+            root=-1 if root < 0 else self._members.ranks[root],
+            peer=self._members.ranks[operation.peer] if is_message else -1,
+            tag=operation.tag if is_message else -1,
+            coalesced=-1 if batch is None else batch[0],
+            timeout_s=operation.timeout_s,
+            flags=flags | (int(Flag.P2P) if is_message else 0),
+            depth=3,
         )
+
+    # ---- checks ----
+
+    def _batch(self) -> tuple[int, list[Work]] | None:
+        batch: tuple[int, list[Work]] | None = getattr(self._coalesced, "batch", None)
+        return batch
+
+    def _check_use(self, kind: str, shown: View | None, reduce_op: str) -> None:
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"group {self.name!r} belongs to process {self._pid}: a forked child cannot use it"
+            )
+        if self._closed:
+            raise ValueError(f"group {self.name!r} is shut down")
+        if shown is None:
+            return
+        if shown.device != self._backend.device:
+            raise ValueError(
+                f"{kind}: an array on {shown.device}; backend {self.backend!r} of group "
+                f"{self.name!r} carries arrays on {self._backend.device}"
+            )
+        reason = self._backend.refuses(kind, shown.dtype, reduce_op)
+        if reason:
+            raise ValueError(f"{kind} of {shown}: backend {self.backend!r} {reason}")
+
+    def _check_rank(self, rank: Any, name: str) -> None:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
+            raise ValueError(
+                f"{name} {rank!r} is no rank of group {self.name!r} (0-{self.size - 1})"
+            )
+
+    def _check_peer(self, rank: Any, name: str) -> None:
+        self._check_rank(rank, name)
+        if rank == self.rank:
+            raise ValueError(f"{name} {rank}: a rank sends nothing to itself")
+
+    def _rooted(self, array: Any, name: str, root: int, *, writable: bool) -> View | None:
+        if root == self.rank:
+            return view(array, name, writable=writable)
+        if array is not None:
+            raise ValueError(f"{name} is given by root {root} alone; pass None on rank {self.rank}")
+        return None
+
+
+def check_tag(tag: Any) -> int:
+    """Check a message's tag.
+
+    Raises:
+        ValueError: it is no number from 0 to 2^31 - 1.
+    """
+    if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
+        raise ValueError(f"tag {tag!r} is no number from 0 to {(1 << 31) - 1}")
+    return tag
+
+
+class _Flight:
+    """A group's asynchronous operations that have not been seen to end.
+
+    Keeps their arrays alive, and notes each end in the black box with the time at which the backend
+    finished it: when the user waits, when the next operation is called, or at the latest from a
+    small thread, for what nobody waits for.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._works: list[Work] = []
+        self._operations: dict[int, Operation] = {}
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def launch(self, operation: Operation, record: int) -> Work:
+        recorder = None if record == NOT_RECORDED else black_box.current()
+        if recorder is not None:
+            recorder.started(record)
+        pending = self._group._backend.submit(operation)
+        work = Work(failures.place(self._group._members, operation), pending, record, self.settle)
+        with self._lock:
+            self._works.append(work)
+            if self._thread is None and record != NOT_RECORDED:
+                name = f"echelon-sweep-{self._group.name}"
+                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._thread.start()
+        return work
+
+    def sweep(self) -> None:
+        """Settle what has ended."""
+        if self._works:
+            with self._lock:
+                for work in [one for one in self._works if one.done]:
+                    self._settle(work)
+
+    def settle(self, work: Work) -> None:
+        with self._lock:
+            for earlier in [one for one in self._works if one.done]:
+                self._settle(earlier)  # in the order of the calls: the first error is the cause
+            self._settle(work)
+
+    def close(self) -> None:
+        self.sweep()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _SWEEP_S)
+
+    def _settle(self, work: Work) -> None:
+        if work.settled:
+            return
+        work.settled = True
+        work.error = work.pending.error
+        with contextlib.suppress(ValueError):
+            self._works.remove(work)
+        if isinstance(work.error, CollectiveError) and self._group._broken is None:
+            self._group._broken = work.error
+        if work.record == NOT_RECORDED:
+            return
+        recorder = black_box.current()
+        if recorder is None:
+            return
+        if work.error is not None:
+            recorder.failed(work.record, work.error)
+        else:
+            recorder.completed(work.record, work.pending.ended_mono_ns or time.monotonic_ns())
+
+    def _serve(self) -> None:
+        while not self._stop.wait(_SWEEP_S):
+            self.sweep()
 
 
 def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import echelon.recorder.recorder as black_box
-from echelon.dist.backends.interface import Members, create
+from echelon.dist.backends import registry
+from echelon.dist.backends.interface import Backend, Members
+from echelon.dist.backends.shm.rendezvous import gather, host_identity
 from echelon.dist.environment import Rendezvous
 from echelon.dist.group import ProcessGroup, check_ranks
+from echelon.dist.options import Options
 from echelon.recorder import span
 from echelon.store import MemoryStore, PrefixStore, TCPStore
 
-_REDUCTIONS = ("fast", "rank_ordered")
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -29,26 +32,65 @@ class _World:
 
     def __init__(
         self,
-        group: ProcessGroup,
-        store: PrefixStore,
+        rendezvous: Rendezvous,
         connection: TCPStore | MemoryStore,
         backend: str | None,
+        options: Options,
         timeout_s: float,
     ) -> None:
-        self.group = group
-        self.store = store
+        self.rendezvous = rendezvous
         self.connection = connection
+        self.store = PrefixStore(rendezvous.namespace or "echelon/solo", connection)
         self.backend = backend
+        self.options = options
         self.timeout_s = timeout_s
-        self.groups: list[ProcessGroup] = []
+        self.groups: list[ProcessGroup] = []  # the world first
         self.num_made = 0
+        self.pid = os.getpid()
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.groups[0]
+
+    def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
+        """Make a group under a path of the store that is its own; None if I am not in it."""
+        if self.rendezvous.rank not in ranks:
+            return None
+        deadline_s = time.monotonic() + self.timeout_s
+        members = Members(
+            name=name,
+            rank=ranks.index(self.rendezvous.rank),
+            ranks=ranks,
+            options=self.options,
+        )
+        store = PrefixStore(path, self.store)
+        backend = _choose(self.backend, members, store, deadline_s)
+        left_s = max(0.001, deadline_s - time.monotonic())
+        engine: Backend = registry.create(backend, members, store, left_s)
+        group = ProcessGroup(members, engine, self.timeout_s, self.make)
+        self.groups.append(group)
+        return group
 
     def close(self) -> None:
+        if os.getpid() != self.pid:
+            return  # a forked child holds copies of what its parent owns
         for group in reversed(self.groups):
             group.close()
-        self.group.close()
         with contextlib.suppress(OSError):  # the store may be gone before us: that is no error
             self.connection.close()
+
+
+def _choose(backend: str | None, members: Members, store: PrefixStore, deadline_s: float) -> str:
+    """Return the backend's name; None chooses by hosts: shared memory inside one."""
+    if backend is not None:
+        return backend
+    if members.size == 1:
+        return "shm"
+    hosts = gather(members, store, "hosts", host_identity(), deadline_s)
+    on_one = all(
+        (host["boot"], host["net"]) == (hosts[0]["boot"], hosts[0]["net"]) for host in hosts
+    )
+    return "shm" if on_one else "shm+gloo"
 
 
 _current: _World | None = None
@@ -63,9 +105,11 @@ def init(
     """Join the world and return its group. Blocks until all ranks have come.
 
     Args:
-        backend: "shm" (the default on one host).
+        backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None: "shm" where
+            all ranks are on one host, else "shm+gloo".
         timeout_s: limit of this call and of every operation of the groups made from it.
-        reduction: "fast", or "rank_ordered": sums in rank order. (The shm engine always does.)
+        reduction: "fast", or "rank_ordered": sums in rank order on every backend. ("shm" always
+            does.)
 
     Raises:
         ValueError: a bad argument or environment, or `init` was called before.
@@ -74,16 +118,18 @@ def init(
     """
     global _current
     seconds = _seconds(timeout_s)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is not known; use one of {_REDUCTIONS}")
+    options = Options(reduction=reduction)
+    if backend is not None:
+        registry.check_name(backend)
     with _lock:
         if _current is not None:
+            _check_process(_current)
             raise ValueError("init was called before; call shutdown first")
         rendezvous = Rendezvous.from_environment()
         recorder = black_box.current()
         if recorder is not None and recorder.identity.world_size != rendezvous.world_size:
             recorder.identify(world_size=rendezvous.world_size, rank=rendezvous.rank)
-        _current = _join(rendezvous, backend, seconds)
+        _current = _join(rendezvous, backend, options, seconds)
         if recorder is not None:
             recorder.mark_initialised()
         return _current.group
@@ -115,16 +161,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
     chosen = check_ranks(ranks, state.group.size)
     number = state.num_made
     state.num_made += 1
-    if state.group.rank not in chosen:
-        return None
-    members = Members(
-        name=name or f"group_{number}", rank=chosen.index(state.group.rank), ranks=chosen
-    )
-    store = PrefixStore(f"group/{number}", state.store)
-    engine = create(state.backend, members, store, state.timeout_s)
-    group = ProcessGroup(members, engine, state.timeout_s)
-    state.groups.append(group)
-    return group
+    return state.make(chosen, name or f"group_{number}", f"group/{number}")
 
 
 def shutdown() -> None:
@@ -134,15 +171,26 @@ def shutdown() -> None:
     """
     global _current
     with _lock:
-        state, _current = _current, None
-    if state is not None:
-        state.close()
+        state = _current
+        if state is None or os.getpid() != state.pid:
+            return
+        _current = None
+    state.close()
 
 
 def _need() -> _World:
     if _current is None:
         raise ValueError("there is no world yet; call echelon.dist.init() first")
+    _check_process(_current)
     return _current
+
+
+def _check_process(state: _World) -> None:
+    if os.getpid() != state.pid:
+        raise ValueError(
+            f"the world belongs to process {state.pid}, of which this is a fork: it cannot take "
+            "part; start ranks with a launcher, or call init only in the child"
+        )
 
 
 def _seconds(timeout_s: float | timedelta) -> float:
@@ -152,23 +200,16 @@ def _seconds(timeout_s: float | timedelta) -> float:
     return seconds
 
 
-def _join(rendezvous: Rendezvous, backend: str | None, timeout_s: float) -> _World:
-    deadline_s = time.monotonic() + timeout_s
-    connection = _connect(rendezvous, timeout_s)
+def _join(
+    rendezvous: Rendezvous, backend: str | None, options: Options, timeout_s: float
+) -> _World:
+    state = _World(rendezvous, _connect(rendezvous, timeout_s), backend, options, timeout_s)
     try:
-        store = PrefixStore(rendezvous.namespace or "echelon/solo", connection)
-        members = Members(name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size))
-        engine = create(
-            backend,
-            members,
-            PrefixStore("world", store),
-            max(0.001, deadline_s - time.monotonic()),
-        )
+        state.make(range(rendezvous.world_size), "world", "world")
     except BaseException:
-        connection.close()
+        state.close()
         raise
-    group = ProcessGroup(members, engine, timeout_s)
-    return _World(group, store, connection, backend, timeout_s)
+    return state
 
 
 def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.dist import oracle
 
@@ -158,6 +159,16 @@ def check_bad_arguments(group: Any, traits: Traits) -> None:
         lambda: group.broadcast(x, group.size),
         lambda: group.broadcast(x, -1),
         lambda: group.broadcast(x, "0"),
+        lambda: group.reduce(x, group.size),
+        lambda: group.all_to_all(x, np.zeros(4)),
+        lambda: group.all_to_all(x, x, input_splits=[4] * (group.size + 1)),
+        lambda: group.all_to_all(x, x, output_splits=[-1] + [0] * (group.size - 1)),
+        lambda: group.gather(None, x, group.rank),
+        lambda: group.gather(np.zeros(4 * group.size + 1, np.float32), x, group.rank),
+        lambda: group.scatter(x, None, group.rank),
+        lambda: group.send(x, group.rank),
+        lambda: group.recv(x, group.size),
+        lambda: group.send(x, (group.rank + 1) % group.size, tag=-1),
     ]
     for number, call in enumerate(calls):
         try:
@@ -172,6 +183,182 @@ def check_facts(group: Any, traits: Traits) -> None:
     assert 0 <= group.rank < group.size == len(group.ranks)
     assert group.name
     assert group.backend in repr(group)
+
+
+def check_reduce(group: Any, traits: Traits) -> None:
+    for dtype, op in reductions(traits):
+        for root in range(group.size):
+            size = 40_001 if op == "sum" else 9
+            parts = _inputs(group, dtype, (size,), seed=root)
+            x = parts[group.rank].copy()
+            group.reduce(x, root, op)
+            expected = oracle.reduced(parts, op) if group.rank == root else parts[group.rank]
+            _compare(traits)(x, expected, f"reduce {op} {dtype} to {root}")
+
+
+def check_all_to_all(group: Any, traits: Traits) -> None:
+    for dtype in oracle.DTYPES:
+        for rows in (0, 1, 3, 5_001):
+            parts = _inputs(group, dtype, (group.size * rows, 2))
+            out = np.empty_like(parts[0])
+            group.all_to_all(out, parts[group.rank])
+            mine = slice(group.rank * rows, (group.rank + 1) * rows)
+            expected = np.concatenate([part[mine] for part in parts])
+            oracle.assert_same_bits(out, expected, f"all_to_all {dtype}[{rows}]")
+
+
+def check_all_to_all_with_splits(group: Any, traits: Traits) -> None:
+    for scale in (1, 30_000):
+        table = np.random.default_rng(scale).integers(0, 4, (group.size, group.size)) * scale
+        parts = [
+            oracle.data("float32", (int(table[rank].sum()), 3), rank) for rank in range(group.size)
+        ]
+        out = np.empty((int(table[:, group.rank].sum()), 3), np.float32)
+        group.all_to_all(
+            out,
+            parts[group.rank],
+            output_splits=table[:, group.rank].tolist(),
+            input_splits=table[group.rank].tolist(),
+        )
+        starts = np.concatenate([np.zeros((group.size, 1), int), table.cumsum(1)], 1)
+        pieces = [
+            parts[rank][starts[rank, group.rank] : starts[rank, group.rank + 1]]
+            for rank in range(group.size)
+        ]
+        oracle.assert_same_bits(out, np.concatenate(pieces), f"all_to_all splits x{scale}")
+
+
+def check_gather_and_scatter(group: Any, traits: Traits) -> None:
+    for dtype in oracle.DTYPES:
+        for root in range(group.size):
+            for size in (0, 3, 90_001) if dtype == "float32" else (3,):
+                parts = _inputs(group, dtype, (size,), seed=root)
+                out = np.empty((group.size, size), parts[0].dtype) if group.rank == root else None
+                group.gather(out, parts[group.rank], root)
+                if out is not None:
+                    oracle.assert_same_bits(out, np.stack(parts), f"gather {dtype} to {root}")
+                wide = oracle.data(dtype, (group.size, size), root)
+                mine = np.empty(size, wide.dtype)
+                group.scatter(mine, wide if group.rank == root else None, root)
+                oracle.assert_same_bits(mine, wide[group.rank], f"scatter {dtype} from {root}")
+
+
+def check_messages(group: Any, traits: Traits) -> None:
+    if group.size == 1:
+        return
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for dtype in oracle.DTYPES:
+        for size in (0, 1, 1000) if dtype != "float32" else (0, 1, 1000, 300_001):
+            x = oracle.data(dtype, (size,), group.rank)
+            out = np.empty_like(x)
+            work = group.send(x, after, async_op=True)
+            group.recv(out, before)
+            work.wait()
+            oracle.assert_same_bits(out, oracle.data(dtype, (size,), before), f"message {dtype}")
+
+
+def check_message_tags(group: Any, traits: Traits) -> None:
+    """Tags choose the message, in order within a tag; receives may be posted in any order."""
+    if group.size == 1:
+        return
+    if group.rank == 0:
+        for tag, value in ((7, 1.0), (8, 2.0), (7, 3.0)):
+            group.send(np.full(50, value), 1, tag=tag)
+        answer = np.zeros(1)
+        group.recv(answer, 1, tag=1)
+        assert answer[0] == 6
+    elif group.rank == 1:
+        first, second, third = np.zeros(50), np.zeros(50), np.zeros(50)
+        late = group.recv(first, 0, tag=8, async_op=True)
+        group.recv(second, 0, tag=7)
+        group.recv(third, 0, tag=7)
+        late.wait(timeout_s=30)
+        assert (first[0], second[0], third[0]) == (2, 1, 3)
+        group.send(first[:1] + second[:1] + third[:1], 0, tag=1)
+    group.barrier()
+
+
+def check_exchange_both_ways(group: Any, traits: Traits) -> None:
+    """Receives posted first, larger than any buffer, between all pairs at once."""
+    size = 200_000
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    outs = {rank: np.empty(size, np.float32) for rank in others}
+    works = [group.recv(outs[rank], rank, async_op=True) for rank in others]
+    x = np.full(size, group.rank + 1, np.float32)
+    works += [group.send(x, rank, async_op=True) for rank in others]
+    total = np.ones(10)
+    works.append(group.all_reduce(total, async_op=True))
+    for work in works:
+        work.wait(timeout_s=60)
+    assert all((outs[rank] == rank + 1).all() for rank in others)
+    assert total[0] == group.size
+
+
+def check_objects(group: Any, traits: Traits) -> None:
+    mine = {"rank": group.rank, "list": [1, 2.5, None, True], "bytes": b"x" * group.rank * 1000}
+    everyone = group.all_gather_object(mine)
+    assert [one["rank"] for one in everyone] == list(range(group.size))
+    assert [len(one["bytes"]) for one in everyone] == [r * 1000 for r in range(group.size)]
+    for root in range(group.size):
+        assert group.broadcast_object({"from": group.rank}, root) == {"from": root}
+    assert group.broadcast_object("text" if group.rank == 0 else object, 0) == "text"
+    with pytest.raises(TypeError, match="plain data"):
+        group.all_gather_object(object())
+
+
+def check_coalesce(group: Any, traits: Traits) -> None:
+    a, b = np.ones(5), np.full(3, group.rank)
+    out = np.zeros(group.size)
+    with group.coalesce():
+        group.all_reduce(a)
+        group.broadcast(b, group.size - 1)
+        work = group.all_gather(out, np.array([group.rank * 2.0]), async_op=True)
+        if group.size > 1:
+            mine, theirs = np.array([float(group.rank)]), np.zeros(1)
+            group.send(mine, (group.rank + 1) % group.size)
+            group.recv(theirs, (group.rank - 1) % group.size)
+    assert work.done
+    assert (a == group.size).all()
+    assert (b == group.size - 1).all()
+    assert out.tolist() == [rank * 2.0 for rank in range(group.size)]
+    if group.size > 1:
+        assert theirs[0] == (group.rank - 1) % group.size
+
+
+def check_split(group: Any, traits: Traits) -> None:
+    part = group.split(group.rank % 2, key=-group.rank)
+    alike = [r for r in reversed(range(group.size)) if r % 2 == group.rank % 2]
+    assert part.ranks == tuple(group.ranks[r] for r in alike)
+    x = np.array([float(group.rank)])
+    y = np.ones(2)
+    works = [part.all_reduce(x, async_op=True), group.all_reduce(y, async_op=True)]
+    for work in works:
+        work.wait(timeout_s=30)
+    assert (x[0], y[0]) == (sum(alike), group.size)
+    assert group.split(None if group.rank else 0) is None or group.rank == 0
+
+
+def check_monitored_barrier(group: Any, traits: Traits) -> None:
+    group.monitored_barrier(30)
+    group.monitored_barrier()
+    for bad in (0, -1):
+        with pytest.raises(ValueError, match="above 0"):
+            group.monitored_barrier(bad)
+
+
+def check_other_dtypes_move(group: Any, traits: Traits) -> None:
+    import ml_dtypes
+
+    for dtype in (np.complex64, ml_dtypes.float8_e4m3fn, np.dtype("M8[ns]")):
+        raw = np.arange(6 * np.dtype(dtype).itemsize, dtype=np.uint8) + group.rank
+        x = raw.view(dtype)
+        out = np.empty((group.size, 6), dtype)
+        group.all_gather(out, x)
+        assert out[group.rank].tobytes() == x.tobytes()
+        group.broadcast(x, 0)
+        assert x.tobytes() == out[0].tobytes()
+        with pytest.raises(ValueError, match="moved, not reduced"):
+            group.all_reduce(x)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -19,7 +19,15 @@ def _keep_contract(rank: int, world_size: int, backend: str, traits: contract.Tr
     return group.backend
 
 
+@pytest.mark.parametrize("engine", ["native", "python"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_shm_keeps_the_contract(world_size):
-    ends = run_ranks(_keep_contract, world_size, "shm", contract.Traits(), timeout_s=120)
+def test_shm_keeps_the_contract(world_size, engine):
+    ends = run_ranks(
+        _keep_contract,
+        world_size,
+        "shm",
+        contract.Traits(),
+        timeout_s=120,
+        environ={"ECHELON_SHM": engine},
+    )
     assert ends == ["shm"] * world_size

@@ -58,7 +58,9 @@ def test_bfloat16_rounds_to_even_and_keeps_nan_and_infinity():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=40))
 def test_narrowing_agrees_with_ml_dtypes_on_any_floats(pairs):
-    parts = [np.array(side, np.float32).astype(ml_dtypes.bfloat16) for side in zip(*pairs)]
+    parts = [
+        np.array(side, np.float32).astype(ml_dtypes.bfloat16) for side in zip(*pairs, strict=True)
+    ]
     with np.errstate(invalid="ignore"):
         seen, expected = _reduce(parts, "sum", "bfloat16"), oracle.reduced(parts, "sum")
     np.testing.assert_array_equal(seen.astype(np.float32), expected.astype(np.float32))

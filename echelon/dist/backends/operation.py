@@ -1,28 +1,59 @@
-"""One collective as a backend gets it: checked, with flat views in place of the caller's arrays."""
+"""One operation as a backend gets it: checked, with flat views in place of the caller's arrays.
+
+What must be equal on all ranks is packed into `call`, fixed-size bytes that any backend can compare
+without knowing what they mean; `describe_call` turns them back into words for the error.
+"""
 
 from __future__ import annotations
 
+import functools
+import struct
 from dataclasses import dataclass
+from zlib import crc32
 
 from echelon.dist.arrays import Flat
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "barrier",
+)
+OPERATIONS = (*COLLECTIVES, "send", "recv")
 REDUCE_OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
+ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
+REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+
+_CALL = struct.Struct("<BBBxi16s8q")
+_MAX_DIMS = 8
+_MANY_DIMS = 255
+_ANY = -1  # a dim that may differ between ranks
+CALL_BYTES = _CALL.size
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A collective of one group.
+    """An operation of one group.
 
     Attributes:
         kind: one of `OPERATIONS`.
-        sequence: its number in the group, from 0.
+        sequence: a collective's number in the group, from 0; a send's or receive's number among
+            those with this peer in this direction.
         dtype: the data's true dtype ("bfloat16" travels as uint16); "" for a barrier.
         reduce_op: one of `REDUCE_OPS`, "" if it does not reduce.
         root: group rank, -1 if it has none.
-        source, target: [numel] each; the same array for the operations in place, None for a
-            barrier. all_gather: target is [group_size * n]; reduce_scatter: source is.
-        signature: what the caller passed, for the error of a mismatch.
+        peer: group rank at the other end of a send or receive, else -1.
+        source, target: [numel] each, or None where this rank gives or gets nothing. In place:
+            the same array. all_gather, gather: target is [group_size * n]; reduce_scatter,
+            scatter: source is.
+        input_splits, output_splits: all_to_all: elements to and from each rank.
+        shape: what the caller passed, for messages.
+        call: what must be equal on all ranks; b"" for a send or receive.
     """
 
     kind: str
@@ -30,15 +61,68 @@ class Operation:
     dtype: str = ""
     reduce_op: str = ""
     root: int = -1
+    peer: int = -1
+    tag: int = 0
     source: Flat | None = None
     target: Flat | None = None
-    signature: str = ""
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
     timeout_s: float = 0.0
+    call: bytes = b""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.peer >= 0
 
     def __str__(self) -> str:
         """Show what was called: `all_reduce(sum) float32[3, 4]`."""
-        details = [text for text in (self.reduce_op,) if text]
-        if self.root >= 0:
-            details.append(f"root {self.root}")
-        called = self.kind + (f"({', '.join(details)})" if details else "")
-        return f"{called} {self.signature}".rstrip()
+        if self.is_message:
+            return f"{self.kind}(tag {self.tag}) {self.dtype}{list(self.shape)}"
+        return describe_call(self.call)
+
+
+@functools.lru_cache(maxsize=4096)
+def encode_call(
+    kind: str, reduce_op: str, dtype: str, root: int, shape: tuple[int, ...] | None
+) -> bytes:
+    """Pack what must be equal on all ranks; `shape` is None where there is no array."""
+    dims = list(shape or ())
+    if kind == "all_to_all" and dims:
+        dims[0] = _ANY
+    num_dims = len(dims)
+    if num_dims > _MAX_DIMS:
+        numel = 1
+        for dim in dims:
+            numel *= dim
+        num_dims, dims = _MANY_DIMS, [numel, crc32(repr(dims).encode())]
+    return _CALL.pack(
+        OPERATIONS.index(kind),
+        REDUCE_OPS.index(reduce_op) + 1 if reduce_op else 0,
+        num_dims,
+        root,
+        dtype.encode(),
+        *(dims + [0] * (_MAX_DIMS - len(dims))),
+    )
+
+
+def describe_call(call: bytes) -> str:
+    """Say what a rank called: `broadcast(root 0) float32[3, 4]`. Takes bytes of any origin."""
+    if len(call) < CALL_BYTES:
+        return "nothing"
+    kind, reduce_op, num_dims, root, raw, *dims = _CALL.unpack_from(call)
+    dtype = raw.rstrip(b"\0").decode("ascii", "replace")
+    details = []
+    if 0 < reduce_op <= len(REDUCE_OPS):
+        details.append(REDUCE_OPS[reduce_op - 1])
+    if root >= 0:
+        details.append(f"root {root}")
+    text = OPERATIONS[kind] if kind < len(OPERATIONS) else f"operation {kind}"
+    text += f"({', '.join(details)})" if details else ""
+    if dtype:
+        shown = ["*" if dim == _ANY else str(dim) for dim in dims[:num_dims]]
+        if num_dims == _MANY_DIMS:
+            shown = [f"{dims[0]} elements"]
+        text += f" {dtype}[{', '.join(shown)}]"
+    return text

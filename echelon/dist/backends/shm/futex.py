@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from typing import Protocol
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1
@@ -56,3 +57,22 @@ def wake(address: int) -> None:
         None,
         ctypes.c_uint32(0),
     )
+
+
+class Words(Protocol):
+    """Shared memory seen as u32 words."""
+
+    words: memoryview[int]
+
+    def address(self, word: int) -> int:
+        """Return where a word lies in this process."""
+
+
+def publish(shared: Words, word: int, value: int, wakes: bool) -> None:
+    """Store a word after everything stored before it, and wake who sleeps on it."""
+    address = shared.address(word)
+    if not STORES_STAY_IN_ORDER:
+        wake(address)  # for its barrier: the data must be seen before the word
+    shared.words[word] = value
+    if wakes:
+        wake(address)

@@ -30,6 +30,15 @@ class Peers:
         """Return those of the group ranks whose process has ended. Does not block."""
         return [rank for rank in ranks if rank in self._processes and self._is_dead(rank)]
 
+    def table(self, size: int) -> list[tuple[int, int, int]]:
+        """Return (pid, pidfd or -1, start ticks) for each group rank; zeros where none is known."""
+        rows = []
+        for rank in range(size):
+            pid, ticks = self._processes.get(rank, (0, 0))
+            dead = ticks == -1
+            rows.append((pid, -1 if dead else self._pidfds.get(rank, -1), 0 if dead else ticks))
+        return rows
+
     def close(self) -> None:
         """Close the descriptors. Safe to call twice."""
         while self._pidfds:

@@ -1,7 +1,7 @@
 """How the members of a group come to map the same memory, and prove that they do.
 
 One gather through the store tells everyone where everyone runs; group rank 0 hands out the
-descriptor; a second gather compares the nonces that each left in the mapping. Same host means: same
+descriptor; a second gather compares the marks that each left in the mapping. Same host means: same
 boot id, same network namespace, same memory. It is never guessed from host names.
 """
 
@@ -11,27 +11,50 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.shm.peers import Peers, start_ticks
-from echelon.dist.backends.shm.segment import (
-    NONCE_BYTES,
-    Handover,
-    Segment,
+from echelon.dist.backends.shm.handover import Handover, receive
+from echelon.dist.backends.shm.memory import (
+    MARK_BYTES,
+    SharedMemory,
     anonymous_file,
-    receive,
-    segment_bytes,
+    marks_bytes,
 )
+from echelon.dist.backends.shm.peers import Peers, start_ticks
 from echelon.errors import CollectiveTimeoutError, PeerLostError, StoreTimeoutError
 from echelon.store import PrefixStore
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How the members of a group have agreed to share memory; group rank 0 decides.
+
+    Attributes:
+        native: whether all of them run the C core.
+        slot_bytes, ring_bytes: sizes of a data slot and of a message ring.
+    """
+
+    native: bool
+    slot_bytes: int
+    ring_bytes: int
+
+
 def join(
-    members: Members, store: PrefixStore, slot_bytes: int, timeout_s: float
-) -> tuple[Segment, Peers]:
+    members: Members,
+    store: PrefixStore,
+    offer: Plan,
+    engine_bytes: Callable[[Plan], int],
+    timeout_s: float,
+) -> tuple[Plan, SharedMemory, Peers]:
     """Map the group's memory; every member calls this.
+
+    Args:
+        offer: what this process can do; group rank 0's sizes are taken.
+        engine_bytes: size of the engine's part of the memory under a plan.
 
     Raises:
         ValueError: the members do not run on one host.
@@ -41,41 +64,68 @@ def join(
     deadline_s = time.monotonic() + timeout_s
     handover = Handover() if members.rank == 0 and members.size > 1 else None
     try:
-        facts = _gather(members, store, "facts", _facts(handover), deadline_s)
+        facts = gather(members, store, "facts", _facts(handover, offer), deadline_s)
         _check_one_host(members, facts)
-        fd = _descriptor(members, facts, handover, slot_bytes, deadline_s)
+        plan = Plan(
+            native=all(fact["native"] for fact in facts),
+            slot_bytes=facts[0]["slot_bytes"],
+            ring_bytes=facts[0]["ring_bytes"],
+        )
+        num_bytes = engine_bytes(plan)
+        total = marks_bytes(members.size) + num_bytes
+        fd = _descriptor(members, facts, handover, total, deadline_s)
     finally:
         if handover is not None:
             handover.close()
     try:
-        segment = Segment(fd, members.size, slot_bytes)
+        memory = SharedMemory(fd, members.size, num_bytes)
     finally:
         os.close(fd)
-    _prove_shared(members, store, segment, deadline_s)
+    _prove_shared(members, store, memory, deadline_s)
     processes = {r: (f["pid"], f["start"]) for r, f in enumerate(facts) if r != members.rank}
-    return segment, Peers(processes)
+    return plan, memory, Peers(processes)
 
 
-def _facts(handover: Handover | None) -> dict[str, Any]:
-    return {
-        "boot": _text("/proc/sys/kernel/random/boot_id"),
-        "net": _inode("/proc/self/ns/net"),
-        "pids": _inode("/proc/self/ns/pid"),
+def _facts(handover: Handover | None, offer: Plan) -> dict[str, Any]:
+    return host_identity() | {
+        "native": offer.native,
+        "slot_bytes": offer.slot_bytes,
+        "ring_bytes": offer.ring_bytes,
         "pid": os.getpid(),
         "start": start_ticks(os.getpid()) or 0,
         "socket": "" if handover is None else handover.name,
     }
 
 
-def _gather(
+def host_identity() -> dict[str, Any]:
+    """Say which host this is: equal on two ranks only if they may share memory."""
+    return {
+        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "net": _inode("/proc/self/ns/net"),
+        "pids": _inode("/proc/self/ns/pid"),
+    }
+
+
+def gather(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
+    """Exchange one value per member through the store.
+
+    Who gives up first withdraws its arrival, so that the next to give up would miss it too: a note
+    that outlives the withdrawal says who came at all.
+
+    Raises:
+        CollectiveTimeoutError: members did not come by `deadline_s`; names those that never did.
+    """
     value = json.dumps(mine).encode()
     left = max(0.001, deadline_s - time.monotonic())
     try:
+        store.set(f"{key}/came/{members.rank}", b"1")
         values = store.gather(key, members.rank, members.size, value, timeout=left)
     except StoreTimeoutError as err:
-        missing = [members.ranks[int(rank)] for rank in err.missing]
+        late = [int(rank) for rank in err.missing]
+        never = [rank for rank in late if not store.check([f"{key}/came/{rank}"])]
+        missing = [members.ranks[rank] for rank in never or late]
         raise CollectiveTimeoutError(
             f"setting up group {members.name!r} ({members.size} ranks) after {left:.1f} s: "
             f"missing: {', '.join(map(str, missing))}. See stderr.log of those ranks",
@@ -104,11 +154,11 @@ def _descriptor(
     members: Members,
     facts: list[dict[str, Any]],
     handover: Handover | None,
-    slot_bytes: int,
+    num_bytes: int,
     deadline_s: float,
 ) -> int:
     if members.rank == 0:
-        fd = anonymous_file(segment_bytes(members.size, slot_bytes))
+        fd = anonymous_file(num_bytes)
         if handover is not None:
             late = handover.serve(fd, set(range(1, members.size)), deadline_s)
             if late:
@@ -135,14 +185,14 @@ def _descriptor(
 
 
 def _prove_shared(
-    members: Members, store: PrefixStore, segment: Segment, deadline_s: float
+    members: Members, store: PrefixStore, memory: SharedMemory, deadline_s: float
 ) -> None:
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    segment.write_nonce(members.rank, nonce)
-    nonces = _gather(members, store, "nonces", nonce.hex(), deadline_s)
-    for rank, text in enumerate(nonces):
-        if segment.read_nonce(rank).hex() != text:
-            segment.close()
+    mark = secrets.token_bytes(MARK_BYTES)
+    memory.write_mark(members.rank, mark)
+    marks = gather(members, store, "marks", mark.hex(), deadline_s)
+    for rank, text in enumerate(marks):
+        if memory.read_mark(rank).hex() != text:
+            memory.close()
             raise ValueError(
                 f"group {members.name!r}: rank {members.ranks[rank]} maps other memory than "
                 f"rank {members.ranks[members.rank]}: the ranks are not on one host"

@@ -1,0 +1,173 @@
+"""Asynchronous operations for a backend that can only block: ordered lanes, each with a thread.
+
+All collectives of a group share one lane; each peer has a lane for sends and one for each tag of
+receives, so that a receive never waits behind another that cannot be answered yet. A blocking call
+runs on the caller's thread if its lane is idle, and waits its turn otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+
+from echelon.dist.backends.operation import Operation
+
+_CLOSE_S = 5.0
+
+
+class LanePending:
+    """An operation in a lane."""
+
+    __slots__ = ("_ended", "_error", "_finished")
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._ended = 0
+        self._finished = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._finished.is_set()
+
+    @property
+    def ended_mono_ns(self) -> int:
+        """When it ended."""
+        return self._ended
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it ended with."""
+        return self._error
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until it has ended or the time is up."""
+        return self._finished.wait(timeout_s)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Carry it out on this thread."""
+        try:
+            job()
+        except BaseException as err:  # noqa: BLE001 -- it belongs to who waits for the work
+            self._error = err
+        self._ended = time.monotonic_ns()
+        self._finished.set()
+
+
+class Lane:
+    """Jobs that run one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[tuple[LanePending, Callable[[], None]]] = deque()
+        self._changed = threading.Condition()
+        self._busy = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> LanePending:
+        """Queue a job for the lane's thread."""
+        pending = LanePending()
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._jobs.append((pending, job))
+            self._changed.notify_all()
+        return pending
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job on this thread if nothing is before it, else in its turn."""
+        with self._changed:
+            inline = not self._busy and not self._jobs
+            self._busy = self._busy or inline
+        if not inline:
+            pending = self.submit(job)
+            while not pending.wait(0.1):
+                pass  # in slices: a signal's handler runs between them
+            if pending.error is not None:
+                raise pending.error
+            return
+        try:
+            job()
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread after what is queued; the caller has made that fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while self._busy or not self._jobs:
+                    if self._closed and not self._jobs:
+                        return
+                    self._changed.wait()
+                pending, job = self._jobs.popleft()
+                self._busy = True
+            pending.run(job)
+            del pending, job  # an idle lane keeps nobody's arrays
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+
+class LaneBackend(ABC):
+    """Base of backends whose `_carry_out` blocks."""
+
+    name = ""
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self._lanes: dict[Hashable, Lane] = {}
+        self._lanes_lock = threading.Lock()
+
+    @abstractmethod
+    def _carry_out(self, operation: Operation) -> None:
+        """Carry out one operation. Called by one thread at a time for each lane."""
+
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
+        """Carry everything, unless a backend says otherwise."""
+        return ""
+
+    def execute(self, operation: Operation) -> None:
+        """Carry out one operation in its lane's turn."""
+        self._lane(operation).run(lambda: self._carry_out(operation))
+
+    def submit(self, operation: Operation) -> LanePending:
+        """Queue one operation."""
+        return self._lane(operation).submit(lambda: self._carry_out(operation))
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Launch nothing special: lanes run as they are filled."""
+        return contextlib.nullcontext()
+
+    def close_lanes(self) -> None:
+        """End the lanes' threads; call it once their operations fail or are done."""
+        with self._lanes_lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+
+    def _lane(self, operation: Operation) -> Lane:
+        key: Hashable = "collectives"
+        if operation.is_message:
+            is_send = operation.kind == "send"
+            key = (operation.kind, operation.peer, 0 if is_send else operation.tag)
+        with self._lanes_lock:
+            lane = self._lanes.get(key)
+            if lane is None:
+                lane = self._lanes[key] = Lane(f"echelon-{self.name}-lane-{len(self._lanes)}")
+            return lane

@@ -1,0 +1,101 @@
+"""Which backends there are, and how one is made for a group.
+
+A backend is named in `_OWN`, or comes from an installed package through the entry point group
+`echelon.backends`: the entry point's object is a function like `echelon.dist.backends.shm.backend.
+create`, with an optional attribute `not_ready`, a function that says why it cannot run here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from echelon.dist.backends.interface import Backend, Members
+from echelon.store import PrefixStore
+
+ENTRY_POINTS = "echelon.backends"
+_OWN = ("shm", "gloo", "shm+gloo", "xccl", "nccl")
+_MODULES = {
+    "shm": "echelon.dist.backends.shm.backend",
+    "gloo": "echelon.dist.backends.gloo.backend",
+    "shm+gloo": "echelon.dist.backends.hierarchy",
+    "xccl": "echelon.dist.backends.xccl.backend",
+    "nccl": "echelon.dist.backends.nccl",
+}
+
+Create = Callable[[Members, PrefixStore, float], Backend]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether a backend can run here; `reason` says why not."""
+
+    name: str
+    ready: bool
+    reason: str = ""
+    source: str = "echelon"
+
+
+def create(name: str, members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+    """Make the backend `name` for a group; every member calls this.
+
+    Raises:
+        ValueError: there is no such backend, or it cannot run here.
+        CollectiveTimeoutError: members did not come within `timeout_s`.
+    """
+    found, not_ready, _ = _find(name)
+    reason = not_ready()
+    if reason:
+        raise ValueError(f"backend {name!r} is not ready: {reason}")
+    return found(members, store, timeout_s)
+
+
+def check_name(name: str) -> None:
+    """Check that there is a backend of this name.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    _find(name)
+
+
+def statuses() -> list[Status]:
+    """Return every backend that is known here, ours first."""
+    found = []
+    for name in (*_OWN, *sorted(_plugins())):
+        try:
+            _, not_ready, source = _find(name)
+            reason = not_ready()
+        except Exception as err:  # noqa: BLE001 -- a broken plug-in is a line in the list, not an end
+            reason, source = f"{type(err).__name__}: {err}", "plug-in"
+        found.append(Status(name, not reason, reason, source))
+    return found
+
+
+def _find(name: str) -> tuple[Create, Callable[[], str], str]:
+    if name in _MODULES:
+        try:
+            module: Any = importlib.import_module(_MODULES[name])
+        except ModuleNotFoundError as err:
+            if err.name is None or not err.name.startswith("echelon"):
+                raise
+            raise ValueError(f"backend {name!r} is not part of this version") from None
+        return module.create, module.not_ready, "echelon"
+    plugins = _plugins()
+    if name not in plugins:
+        known = ", ".join((*_OWN, *sorted(plugins)))
+        raise ValueError(f"backend {name!r} is not known; there are: {known}")
+    point = plugins[name]
+    made = cast("Create", point.load())
+    return made, getattr(made, "not_ready", lambda: ""), point.value
+
+
+def _plugins() -> dict[str, Any]:
+    return {
+        point.name: point
+        for point in entry_points(group=ENTRY_POINTS)
+        if point.name not in _MODULES
+    }

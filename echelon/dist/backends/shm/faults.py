@@ -1,0 +1,16 @@
+"""Why a group ended, as its members tell each other through shared memory."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Fault(IntEnum):
+    """The C core's `enum ec_fault`; the pure-Python engine uses the same numbers."""
+
+    FINE = 0
+    LEFT = 1
+    TIMED_OUT = 2
+    PEER_LOST = 3
+    MISMATCH = 4
+    ABORTED = 5

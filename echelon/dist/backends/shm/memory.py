@@ -1,0 +1,63 @@
+"""The memory that the ranks of a group share, and the marks by which they know it.
+
+[Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
+system: it lives as long as somebody maps it, so no death leaves anything behind. Group rank 0 makes
+it and hands the descriptor to the others over a Unix socket with a random abstract name
+(handover.py); the descriptor is closed as soon as the memory is mapped.
+
+    one mark of 32 bytes per rank, up to a page boundary | what the engine puts there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+
+MARK_BYTES = 32
+_PAGE_BYTES = 4096
+
+
+class SharedMemory:
+    """One mapping of the memory that `size` ranks share.
+
+    Attributes:
+        offset: where the engine's part begins.
+        map: the mapping.
+    """
+
+    def __init__(self, fd: int, size: int, engine_bytes: int) -> None:
+        self.size = size
+        self.offset = marks_bytes(size)
+        self.map = mmap.mmap(fd, self.offset + engine_bytes)
+
+    def write_mark(self, rank: int, mark: bytes) -> None:
+        """Leave the mark by which the others recognise this memory."""
+        self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES] = mark
+
+    def read_mark(self, rank: int) -> bytes:
+        """Return the mark that a rank left."""
+        return self.map[rank * MARK_BYTES : (rank + 1) * MARK_BYTES]
+
+    def close(self) -> None:
+        """Unmap. The memory itself goes with its last mapping."""
+        with contextlib.suppress(BufferError):  # a view lives on: unmapped with it
+            self.map.close()
+
+
+def marks_bytes(size: int) -> int:
+    """Return how much the marks of `size` ranks take, in whole pages."""
+    return -(-size * MARK_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def anonymous_file(num_bytes: int) -> int:
+    """Return the descriptor of memory without a name, of fixed size."""
+    try:
+        fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # denied by a sandbox, or not Linux: an unlinked file
+        where = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108
+        with tempfile.TemporaryFile(dir=where) as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, num_bytes)
+    return fd

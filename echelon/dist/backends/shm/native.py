@@ -1,0 +1,197 @@
+"""The C core behind the backend interface: collectives and messages without the interpreter lock.
+
+Operations are queued with the engine and driven by the caller's own thread, or by the engine's
+when they are asynchronous. See `native/engine.h` for the memory model and `native/collectives.c`
+for the algorithms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import struct
+from contextlib import AbstractContextManager
+from typing import Any
+
+from echelon.dist import failures
+from echelon.dist.arrays import DTYPES, Flat
+from echelon.dist.backends.interface import Members
+from echelon.dist.backends.operation import CALL_BYTES, OPERATIONS, REDUCE_OPS, Operation
+from echelon.dist.backends.shm.faults import Fault
+from echelon.dist.backends.shm.memory import SharedMemory
+from echelon.dist.backends.shm.peers import Peers
+from echelon.dist.backends.shm.rendezvous import Plan
+from echelon.dist.mismatch import message_error, mismatch_error, split_error
+from echelon.errors import CollectiveError
+
+try:
+    _native: Any = importlib.import_module("echelon.dist.backends.shm._native")
+except ImportError:  # no compiler where the package was installed
+    _native = None
+
+_KINDS = {kind: number for number, kind in enumerate(OPERATIONS)}
+_DTYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
+_DTYPES[""] = _DTYPES["uint8"]
+_REDUCE_OPS = {op: number for number, op in enumerate(REDUCE_OPS)}
+_REDUCE_OPS[""] = 0
+
+
+def available() -> bool:
+    """Tell whether the C core was built."""
+    return _native is not None
+
+
+def max_ranks() -> int:
+    """Return how many ranks one group may have."""
+    return int(_native.MAX_RANKS) if _native is not None else 0
+
+
+def engine_bytes(size: int, plan: Plan) -> int:
+    """Return how much memory the engine of a group needs."""
+    assert _native is not None
+    return int(_native.segment_bytes(size, plan.slot_bytes, plan.ring_bytes))
+
+
+class NativePending:
+    """A ticket of the C core, with what is needed to explain its failure."""
+
+    __slots__ = ("_engine", "_known", "_operation", "_ticket")
+
+    def __init__(self, engine: NativeEngine, operation: Operation, ticket: Any) -> None:
+        self._engine = engine
+        self._operation = operation
+        self._ticket = ticket
+        self._known: CollectiveError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._ticket.done)
+
+    @property
+    def ended_mono_ns(self) -> int:
+        """When it ended."""
+        return int(self._ticket.ended_mono_ns)
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """What it ended with."""
+        fault = self._ticket.fault
+        if fault is not None and self._known is None:
+            self._known = self._engine.explain(self._operation, fault)
+        return self._known
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until it has ended or the time is up."""
+        return bool(self._ticket.wait(-1.0 if timeout_s is None else timeout_s))
+
+
+class NativeEngine:
+    """Carries out operations of ranks on one host, in C."""
+
+    name = "shm"
+    device = "cpu"
+    engine = "native"
+
+    def __init__(
+        self, members: Members, plan: Plan, memory: SharedMemory, peers: Peers, yields: bool
+    ) -> None:
+        assert _native is not None
+        self._members = members
+        self._memory = memory
+        self._peers = peers
+        self._closed = False
+        self._engine = _native.Engine(
+            memory.map,
+            memory.offset,
+            members.rank,
+            members.size,
+            plan.slot_bytes,
+            plan.ring_bytes,
+            yields,
+            peers.table(members.size),
+        )
+
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
+        """Carry everything."""
+        return ""
+
+    def execute(self, operation: Operation) -> None:
+        """Carry out one operation on this thread."""
+        fault = self._engine.run(*self._arguments(operation))
+        if fault is not None:
+            raise self.explain(operation, fault)
+
+    def submit(self, operation: Operation) -> NativePending:
+        """Queue one operation for the engine's thread."""
+        return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Launch nothing special: submitted operations run without Python already."""
+        return contextlib.nullcontext()
+
+    def abort(self) -> None:
+        """End the group on this rank."""
+        self._engine.abort()
+
+    def close(self) -> None:
+        """Leave the group, unmap the memory and forget the peers."""
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.close()
+        self._peers.close()
+        self._memory.close()
+
+    def explain(self, operation: Operation, fault: tuple[int, list[int], int, int]) -> Any:
+        """Turn the core's fault into the error of an operation."""
+        reason, ranks, kind, sequence = fault
+        mine = _KINDS[operation.kind] == kind and operation.sequence == sequence
+        if reason == Fault.MISMATCH:
+            return self._explain_mismatch(operation, ranks, kind, sequence, mine)
+        if reason == Fault.TIMED_OUT:
+            return failures.timed_out(self._members, operation, ranks)
+        if reason == Fault.PEER_LOST:
+            return failures.peer_lost(self._members, operation, ranks)
+        return failures.aborted(self._members, operation)
+
+    def _explain_mismatch(
+        self, operation: Operation, ranks: list[int], kind: int, sequence: int, mine: bool
+    ) -> CollectiveError:
+        first = operation if mine else Operation(OPERATIONS[kind], sequence)
+        if OPERATIONS[kind] in ("send", "recv"):
+            return message_error(self._members, operation, ranks)
+        if ranks:
+            error: CollectiveError = split_error(self._members, first, ranks)
+        else:
+            calls = [call[:CALL_BYTES] for call in self._engine.calls(sequence)]
+            error = mismatch_error(self._members, first, calls or [b""])
+        return error if mine else failures.broken_since(self._members, operation, error)
+
+    def _arguments(self, operation: Operation) -> tuple[Any, ...]:
+        root = operation.peer if operation.peer >= 0 else max(operation.root, 0)
+        return (
+            _KINDS[operation.kind],
+            operation.sequence,
+            _DTYPES.get(operation.dtype, _DTYPES["uint8"]),
+            _REDUCE_OPS[operation.reduce_op],
+            root,
+            operation.tag,
+            operation.source,
+            operation.target,
+            _split_bytes(operation) if operation.kind == "all_to_all" else None,
+            operation.call,
+            operation.timeout_s,
+        )
+
+
+def _split_bytes(operation: Operation) -> bytes:
+    source, target = _array(operation.source), _array(operation.target)
+    sizes = [count * source.itemsize for count in operation.input_splits]
+    sizes += [count * target.itemsize for count in operation.output_splits]
+    return struct.pack(f"<{len(sizes)}Q", *sizes)
+
+
+def _array(data: Flat | None) -> Flat:
+    assert data is not None
+    return data

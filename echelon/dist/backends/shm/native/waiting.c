@@ -1,0 +1,149 @@
+/* Counters, bells and sleep: how ranks notice each other's progress, and each other's death. */
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifdef EC_WEAKEN_PUBLISH /* for the test that ThreadSanitizer sees what we think it sees */
+#define EC_PUBLISH memory_order_relaxed
+#else
+#define EC_PUBLISH memory_order_seq_cst /* a release, and the first half of Dekker's pattern */
+#endif
+
+/* Measured on two cores: yielding beats sleeping while cores are free, and a yield that takes
+ * longer than this gave the core to somebody who needed it. */
+enum { EC_YIELD_NS = 300000, EC_SLOW_YIELD_NS = 30000, EC_PAUSES = 64 };
+
+int64_t ec_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+void ec_ring_bell(struct ec_control *control)
+{
+    atomic_fetch_add(&control->bell, 1);
+    syscall(SYS_futex, &control->bell, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+/* Wake a peer if it sleeps on us. */
+void ec_tell(struct ec_engine *engine, int peer)
+{
+    struct ec_control *control = &engine->controls[peer];
+    uint32_t on = atomic_load(&control->sleeps_on);
+    if (on == EC_ANYONE || on == (uint32_t)engine->rank + 1)
+        ec_ring_bell(control);
+}
+
+/* Move a counter that others wait on: `peer`, or everybody if it is negative. */
+void ec_announce(struct ec_engine *engine, _Atomic uint64_t *counter, uint64_t value, int peer)
+{
+    atomic_store_explicit(counter, value, EC_PUBLISH);
+    if (peer >= 0) {
+        ec_tell(engine, peer);
+        return;
+    }
+    for (int rank = 0; rank < engine->size; rank++)
+        if (rank != engine->rank)
+            ec_tell(engine, rank);
+}
+
+static bool has_moved(struct ec_engine *engine, struct ec_op *const *blocked, int num)
+{
+    if (atomic_load_explicit(&engine->kicked, memory_order_acquire))
+        return true;
+    for (int i = 0; i < num; i++)
+        if (atomic_load(blocked[i]->wait_word) >= blocked[i]->wait_for)
+            return true;
+    return false;
+}
+
+static bool moves_while_yielding(struct ec_engine *engine, struct ec_op *const *blocked, int num)
+{
+    int64_t now = ec_now_ns(), stop = now + EC_YIELD_NS;
+    while (now < stop) {
+        for (int i = 0; i < EC_PAUSES; i++) {
+            if (has_moved(engine, blocked, num))
+                return true;
+            relax();
+        }
+        int64_t before = ec_now_ns();
+        sched_yield();
+        now = ec_now_ns();
+        if (now - before > EC_SLOW_YIELD_NS)
+            break;
+    }
+    return has_moved(engine, blocked, num);
+}
+
+/* Wait until one of the blocked operations can move, at most `slice_ns`. */
+void ec_sleep(struct ec_engine *engine, struct ec_op *const *blocked, int num, int64_t slice_ns)
+{
+    if (engine->yields && moves_while_yielding(engine, blocked, num))
+        return;
+    struct ec_control *mine = &engine->controls[engine->rank];
+    uint32_t bell = atomic_load(&mine->bell);
+    bool alone = num == 1 && blocked[0]->wait_rank >= 0;
+    atomic_store(&mine->sleeps_on, alone ? (uint32_t)blocked[0]->wait_rank + 1 : EC_ANYONE);
+    if (!has_moved(engine, blocked, num)) {
+        struct timespec limit = {slice_ns / 1000000000, slice_ns % 1000000000};
+        syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
+    }
+    atomic_store(&mine->sleeps_on, 0);
+}
+
+/* State letter and start time of a process, as /proc has them; false if it is gone. */
+static bool read_stat(int pid, char *state, uint64_t *start_ticks)
+{
+    char path[64], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return false;
+    size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    text[length] = 0;
+    char *rest = strrchr(text, ')'); /* the name before it may hold anything */
+    if (!rest || rest[1] != ' ')
+        return false;
+    *state = rest[2];
+    rest += 2;
+    for (int field = 3; field < 22 && rest; field++)
+        if ((rest = strchr(rest, ' ')))
+            rest++;
+    *start_ticks = rest ? strtoull(rest, NULL, 10) : 0;
+    return true;
+}
+
+bool ec_is_dead(struct ec_peer *peer)
+{
+    if (!peer->pid)
+        return false;
+    if (peer->pidfd >= 0) {
+        struct pollfd waits = {.fd = peer->pidfd, .events = POLLIN};
+        return poll(&waits, 1, 0) > 0 && (waits.revents & POLLIN);
+    }
+    char state = 0;
+    uint64_t ticks = 0;
+    if (!read_stat(peer->pid, &state, &ticks))
+        return true;
+    return state == 'Z' || state == 'X' || ticks != peer->start_ticks;
+}

@@ -1,0 +1,173 @@
+"""Ranks that die, leave, freeze or never come: the right error, with their names, in time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import echelon.dist as dist
+from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(params=["native", "python"])
+def engine(request):
+    """Run each test on both engines of the shm backend."""
+    return {"ECHELON_SHM": request.param}
+
+
+BIG = 3_000_000
+
+
+def _sum_for_ever(world, x) -> None:
+    while True:
+        world.all_reduce(x, "max")
+
+
+def _wait_for_death(rank: int, world_size: int, backend: str, num: int) -> None:
+    world = dist.init(backend, timeout_s=600)
+    x = np.ones(num, np.float32)
+    world.all_reduce(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 ") as caught:
+        world.all_reduce(x)
+    assert time.monotonic() - begun < 20, "10 minutes were allowed, 2 s are meant"
+    assert caught.value.ranks == (1,)
+    with pytest.raises(CollectiveError, match="broken since"):
+        world.barrier()
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("num", [1, BIG])
+def test_a_killed_rank_is_named_long_before_the_timeout(num, engine):
+    run_ranks(_wait_for_death, 4, "shm", num, exit_codes={1: -signal.SIGKILL}, environ=engine)
+
+
+def _die_inside(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=600)
+    x = np.ones(BIG, np.float32)
+    world.barrier()
+    if rank == 1:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(PeerLostError, match="rank 1 "):
+        _sum_for_ever(world, x)
+    dist.shutdown()
+
+
+def test_a_rank_killed_in_the_middle_of_an_operation_is_named(engine):
+    run_ranks(_die_inside, 3, exit_codes={1: -signal.SIGKILL}, environ=engine)
+
+
+def _wait_for_leaver(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=600)
+    world.barrier()
+    if rank != 2:
+        with pytest.raises(PeerLostError, match="rank 2 ") as caught:
+            world.all_reduce(np.ones(3))
+        assert caught.value.ranks == (2,)
+    dist.shutdown()
+
+
+def test_a_rank_that_left_in_order_is_named_at_once(engine):
+    run_ranks(_wait_for_leaver, 3, environ=engine)
+
+
+def _wait_for_late(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=1.0)
+    world.barrier()
+    if rank == 1:
+        # Comes only when the others have given up: their store key says so.
+        dist_store().get("gave-up-0", timeout=20)
+        dist_store().get("gave-up-2", timeout=20)
+        with pytest.raises(CollectiveError) as caught:
+            world.all_reduce(np.ones(3))
+        assert caught.value.ranks == (1,)
+    else:
+        with pytest.raises(CollectiveTimeoutError, match=r"missing: 1\b") as caught:
+            world.all_reduce(np.ones(3))
+        assert caught.value.ranks == (1,)
+        assert isinstance(caught.value, TimeoutError)
+        dist_store().set(f"gave-up-{rank}", "1")
+    dist.shutdown()
+
+
+def dist_store():
+    return importlib.import_module("echelon.dist.world")._need().store
+
+
+def test_a_late_rank_is_missing_after_the_timeout_and_told_so_when_it_comes(engine):
+    run_ranks(_wait_for_late, 3, environ=engine)
+
+
+def _wait_for_stopped(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=1.5)
+    store = dist_store()
+    store.set(f"pid-{rank}", str(os.getpid()))
+    pid = int(store.get("pid-1"))
+    if rank == 1:
+        with contextlib.suppress(CollectiveError):  # frozen in here by rank 0, woken in the end
+            world.barrier()
+            _sum_for_ever(world, np.ones(3))
+        return
+    world.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CollectiveTimeoutError, match=r"missing: 1\b") as caught:
+            _sum_for_ever(world, np.ones(3))
+        assert caught.value.ranks == (1,)
+        store.set(f"saw-{rank}", "1")
+        store.wait([f"saw-{r}" for r in range(world_size) if r != 1], timeout=20)
+    finally:
+        if rank == 0:
+            os.kill(pid, signal.SIGCONT)
+    dist.shutdown()
+
+
+def test_a_frozen_rank_is_missing_after_the_timeout(engine):
+    run_ranks(_wait_for_stopped, 3, environ=engine)
+
+
+def _wait_for_missing(rank: int, world_size: int, backend: str) -> None:
+    with pytest.raises(CollectiveTimeoutError, match="missing: 1, 3") as caught:
+        dist.init(backend, timeout_s=1.5)
+    assert caught.value.ranks == (1, 3)
+    dist.shutdown()
+
+
+def test_init_names_the_ranks_that_never_come(engine):
+    run_ranks(_wait_for_missing, 4, "shm", ranks=[0, 2], environ=engine)
+
+
+def _stay_away(rank: int, world_size: int) -> None:
+    """Rank 0 waits and is interrupted; rank 1 comes afterwards and hears about it."""
+    world = dist.init(timeout_s=600)
+    world.barrier()
+    if rank == 0:
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            world.all_reduce(np.ones(3))
+        timer.join()
+        dist_store().set("interrupted", "1")
+    else:
+        dist_store().get("interrupted", timeout=20)
+        with pytest.raises(CollectiveError) as caught:
+            world.all_reduce(np.ones(3))
+        assert caught.value.ranks == (0,)
+    dist.shutdown()
+
+
+def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(engine):
+    run_ranks(_stay_away, 2, environ=engine)
