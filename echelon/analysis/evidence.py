@@ -61,7 +61,7 @@ SPAN_ROW = np.dtype(
 _COPIED = ("sequence", "num_bytes", "peer", "tag", "coalesced", "thread", "flags", "state")
 _MAX_PACKED = 1 << 62
 _SMALL_TABLE = 1 << 14  # below this a lookup table is cheaper than sorting
-_MAX_WORLD = 1 << 20
+_MAX_WORLD = 1 << 18
 _ROOTED_INPUT = frozenset({"gather"})  # only the input is the same on every member
 _ROOTED_OUTPUT = frozenset({"scatter"})
 TRANSPOSED = frozenset({"all_to_all", "alltoall", "all_to_all_single", "all_to_allv"})
@@ -241,8 +241,16 @@ class EvidenceBuilder:
         if rank in self.ranks:
             self.warnings.append(f"{record.path}: a second record of rank {rank}, left out")
             return
+        try:
+            self.ranks[rank] = self._evidence(record)
+        except (ValueError, OverflowError, IndexError, TypeError) as err:
+            self.warnings.append(f"{record.path}: damaged record ({err!r}), left out")
+            return
         self.warnings += [f"rank {rank}: {text}" for text in record.warnings]
-        self.ranks[rank] = RankEvidence(
+
+    def _evidence(self, record: Record) -> RankEvidence:
+        rank = record.identity.rank
+        return RankEvidence(
             rank=rank,
             rows=self._rows(record),
             identity=record.identity,

@@ -25,6 +25,7 @@ _LIBRARY = re.compile(
     r"|^<frozen "
 )
 _MAX_STACK_CHARS = 1 << 20
+_MAX_PATH_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Frame:
     @property
     def is_users(self) -> bool:
         """Whether the file is neither ours, nor the standard library's, nor an installed one's."""
-        return not _LIBRARY.search(self.file)
+        return not _LIBRARY.search(self.file[-_MAX_PATH_CHARS:])
 
     def __str__(self) -> str:
         """Show it short: `train.py:88 in wait_for_tokenizer`."""

@@ -74,7 +74,7 @@ def _files(path: Path) -> Iterator[Path]:
     for _ in range(_DEPTH + 1):
         below: list[Path] = []
         for folder in level:
-            for entry in sorted(folder.iterdir()):
+            for entry in _entries(folder):
                 seen += 1
                 if seen > _MAX_FILES or entry.name.startswith("."):
                     continue
@@ -83,6 +83,13 @@ def _files(path: Path) -> Iterator[Path]:
                 elif entry.is_file():
                     yield entry
         level = below
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError:
+        return []  # what cannot be listed holds nothing for us
 
 
 def _looks_like_dump(file: Path) -> bool:

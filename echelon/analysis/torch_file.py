@@ -23,7 +23,7 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\Z")
 _NUMBER = re.compile(r"(?<!\d)\d{1,7}(?!\d)")
 _MAJOR = 2
 _KEYS = frozenset({"version", "entries", "pg_config", "pg_status"})
-_MAX_MEMBERS = 1 << 20
+_MAX_MEMBERS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)

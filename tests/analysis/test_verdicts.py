@@ -432,6 +432,16 @@ def hangs_before_it_comes_to_the_meeting() -> Job:
     return job
 
 
+@story("dead_process", [2], "")
+def rings_whose_owner_has_gone_silent() -> Job:
+    """Read without their host: nobody said that rank 2 died, but its heart stopped."""
+    job = _waiting_for(2)
+    for rank in job.ranks:
+        rank.host = {"alive": None}
+    job[2].heartbeat_age_s = 25.0
+    return job
+
+
 # ---- orders, pairs, transports ----
 
 

@@ -254,6 +254,35 @@ def _in_storage(_: Picture, facts: RankEvidence) -> Reading | None:
     )
 
 
+def _silent(picture: Picture, facts: RankEvidence) -> Reading | None:
+    """Compare heartbeats where nobody looked from outside: rings read without their host."""
+    if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
+        return None
+    behind_s = _behind_s(picture, facts)
+    if behind_s < STALE_HEARTBEAT_S:
+        return None
+    rank = facts.rank
+    return Reading(
+        cause=Cause.DEAD_PROCESS,
+        confidence=Confidence.POSSIBLE,
+        words=f"has shown no sign of life for {seconds(behind_s)} longer than the others",
+        evidence=(f"rank {rank}: its heartbeat is {seconds(behind_s)} behind the others'",),
+        would_settle=(f"rank {rank}'s process and its state (frozen_process, gil_hang)",),
+    )
+
+
+def _behind_s(picture: Picture, facts: RankEvidence) -> float:
+    """Return how much older a rank's heartbeat is than the youngest; 0 if it has none."""
+    beats = {
+        rank: other.live[Live.HEARTBEAT_MONO_NS] + other.offset_ns
+        for rank, other in picture.evidence.ranks.items()
+        if other.live[Live.HEARTBEAT_MONO_NS]
+    }
+    if facts.rank not in beats:
+        return 0.0
+    return (max(beats.values()) - beats[facts.rank]) / 1e9
+
+
 def _device(picture: Picture, facts: RankEvidence) -> Reading | None:
     wait = next((w for w in picture.graph.waits if facts.rank in w.waiting and w.completed), None)
     if wait is None:
@@ -269,7 +298,16 @@ def _device(picture: Picture, facts: RankEvidence) -> Reading | None:
     )
 
 
-_TESTS: tuple[_Test, ...] = (_ended, _frozen, _device, _compiling, _gil, _in_span, _in_storage)
+_TESTS: tuple[_Test, ...] = (
+    _ended,
+    _frozen,
+    _silent,
+    _device,
+    _compiling,
+    _gil,
+    _in_span,
+    _in_storage,
+)
 
 
 def _host(picture: Picture, facts: RankEvidence) -> Reading:
