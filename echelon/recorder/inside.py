@@ -1,13 +1,16 @@
 """The stall rule from inside a process, for jobs that no agent watches (torchrun, plain Python).
 
 A thread looks at the process's own ring once a second. On a stall it writes this rank's black box,
-looked at twice, to `incident_<k>` in the rank's folder, and says so in one line. It sees less than
-an agent: nothing while C code holds the GIL, and of the other ranks nothing at all. All that it
-needs is imported before the first look: nothing is imported in a process that is stuck.
+looked at twice, to `dump/incident_<k>` of the folder that all ranks record into, and says so in one
+line. Ranks find the same stall within seconds of each other, each by itself: the first to come
+makes the incident, the others of its attempt join it. It sees less than an agent: nothing while C
+code holds the GIL, and of the other ranks nothing at all. All that it needs is imported before the
+first look: nothing is imported in a process that is stuck.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -22,19 +25,23 @@ from echelon.recorder import signals
 from echelon.recorder.dump import write_dump
 from echelon.recorder.read import LiveRing, read_ring
 from echelon.recorder.recorder import Recorder
-from echelon.recorder.schema import HostFacts, Live
+from echelon.recorder.schema import HostFacts, Identity, Live
 from echelon.recorder.watchdog import Sight, Stall, StallRule
 
 SECOND_LOOK_S = 2.0
+JOIN_S = 30.0
 _LOOK_S = 1.0
 
 
 class InsideWatch:
     """Watches the ring of its own process."""
 
-    def __init__(self, recorder: Recorder, rank_dir: Path, stall_timeout_s: float) -> None:
+    def __init__(
+        self, recorder: Recorder, rank_dir: Path, record_dir: Path, stall_timeout_s: float
+    ) -> None:
         self._recorder = recorder
         self._rank_dir = rank_dir
+        self._dump = record_dir / "dump"
         self._look_s = min(_LOOK_S, stall_timeout_s / 5)
         self._rule = StallRule(stall_timeout_s, time.monotonic_ns())
         self._ring = LiveRing(rank_dir / "ring")
@@ -84,32 +91,63 @@ class InsideWatch:
             host=around.add_to(host),
             dumped_mono_ns=time.monotonic_ns(),
         )
-        number, folder = self._open_incident()
-        rank = record.identity.rank
-        write_dump(record, folder / f"rank_{rank}")
+        folder = self._open_incident(record.identity, stall.reason)
+        write_dump(record, folder / f"rank_{record.identity.rank}")
+        return folder
+
+    def _open_incident(self, identity: Identity, reason: str) -> Path:
+        """Join the incident that other ranks have just begun, or begin one."""
+        self._dump.mkdir(mode=0o700, exist_ok=True)
+        while True:
+            number = max(_numbers(self._dump), default=-1)
+            folder = self._dump / f"incident_{number}"
+            if number >= 0 and _can_join(folder, identity):
+                return folder
+            folder = self._dump / f"incident_{number + 1}"
+            try:
+                folder.mkdir(mode=0o700)
+            except FileExistsError:
+                continue  # another rank was faster
+            self._describe(folder, identity, reason)
+            return folder
+
+    def _describe(self, folder: Path, identity: Identity, reason: str) -> None:
         incident = {
             "format": 1,
             "kind": "stall",
-            "number": number,
-            "attempt": record.identity.attempt,
-            "world_size": record.identity.world_size,
-            "job_id": record.identity.job_id,
-            "reason": stall.reason,
-            "ranks": {str(rank): "ring"},
+            "number": int(folder.name.removeprefix("incident_")),
+            "attempt": identity.attempt,
+            "world_size": identity.world_size,
+            "job_id": identity.job_id,
+            "reason": reason,
         }
-        (folder / "incident.json").write_text(json.dumps(incident, indent=1) + "\n")
-        final = folder.with_name(f"incident_{number}")
-        folder.rename(final)
-        return final
+        part = folder / ".incident.json.part"
+        part.write_text(json.dumps(incident, indent=1) + "\n")
+        part.rename(folder / "incident.json")
+        link = self._dump / f".latest.{identity.rank}"
+        with contextlib.suppress(OSError):  # the link is a convenience
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder.name)
+            link.rename(self._dump / "latest")
 
-    def _open_incident(self) -> tuple[int, Path]:
-        """Make the hidden folder of the first incident that is not there yet."""
-        number = 0
-        while (self._rank_dir / f"incident_{number}").exists():
-            number += 1
-        folder = self._rank_dir / f".incident_{number}.partial"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return number, folder
+
+def _numbers(dump: Path) -> list[int]:
+    names = [path.name.removeprefix("incident_") for path in dump.glob("incident_*")]
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def _can_join(folder: Path, identity: Identity) -> bool:
+    """Whether an incident is new, of this attempt, and has nothing of this rank yet."""
+    if (folder / f"rank_{identity.rank}").exists():
+        return False
+    try:
+        age_s = time.time() - folder.stat().st_mtime
+        incident = json.loads((folder / "incident.json").read_text())
+    except FileNotFoundError:
+        return True  # it was made a moment ago, and is not described yet
+    except (OSError, ValueError):
+        return False
+    return abs(age_s) < JOIN_S and incident.get("attempt") == identity.attempt
 
 
 def own_stacks() -> str:

@@ -106,7 +106,9 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
 def _watch_from_inside(recorder: Recorder, settings: Settings, rank_dir: Path) -> None:
     from echelon.recorder.inside import InsideWatch
 
-    InsideWatch(recorder, rank_dir, settings.stall_timeout_s).start()
+    assert settings.record_dir is not None
+    record_dir = settings.record_dir.absolute()
+    InsideWatch(recorder, rank_dir, record_dir, settings.stall_timeout_s).start()
 
 
 def _identity(settings: Settings, place: Place) -> Identity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from echelon.recorder.place import claim_attempt
 from echelon.recorder.read import read
 from echelon.recorder.schema import Live, State
 from tests.recorder.conftest import wait_until
@@ -78,9 +79,9 @@ input()
         ECHELON_STALL_TIMEOUT="0.3",
         WORLD_SIZE="2",
     )
-    rank_dir = tmp_path / "rank_3" / "attempt_0"
-    incident = rank_dir / "incident_0"
-    wait_until(incident.exists, "an incident")
+    incident = tmp_path / "dump" / "incident_0"
+    wait_until((incident / "rank_3").exists, "an incident")
+    assert (tmp_path / "dump" / "latest").readlink().name == "incident_0"
     record = read(incident / "rank_3")
     assert record.host.alive
     assert "stuck_here" in record.host.stacks
@@ -92,7 +93,7 @@ input()
     assert told["kind"] == "stall"
     assert told["reason"] == "rank 3 has an operation pending for 0.3 s"
     assert told["world_size"] == 2
-    assert not (rank_dir / "incident_1").exists()
+    assert not (tmp_path / "dump" / "incident_1").exists()
     assert one.process.stdin is not None
     one.process.stdin.write("\n")
     one.process.stdin.flush()
@@ -101,6 +102,50 @@ input()
     code, _, err = one.end()
     assert code == 0
     assert f"echelon: {told['reason']}; see {incident}" in err
+
+
+def stalled(program, folder, rank, **environ):
+    """Start a rank that records into `folder` and stalls at once."""
+    return program(
+        """
+from echelon.recorder.recorder import current
+recorder = current()
+recorder.mark_initialised()
+recorder.begin(recorder.group("world", (0, 1)), "barrier", sequence=0)
+input()
+""",
+        **ALONE,
+        ECHELON_RECORD_DIR=str(folder),
+        ECHELON_STALL_TIMEOUT="0.3",
+        WORLD_SIZE="2",
+        RANK=str(rank),
+        **environ,
+    )
+
+
+def test_ranks_that_stall_together_share_an_incident(program, tmp_path):
+    ranks = [stalled(program, tmp_path, rank) for rank in (0, 1)]
+    files = [tmp_path / "dump" / "incident_0" / f"rank_{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(file.exists() for file in files), "both dumps")
+    assert [read(file).identity.rank for file in files] == [0, 1]
+    assert {path.name for path in files[0].parent.iterdir()} == {
+        "incident.json",
+        "rank_0",
+        "rank_1",
+    }
+    assert [one.process.poll() for one in ranks] == [None, None]
+
+
+def test_another_attempt_never_joins_an_incident(program, tmp_path):
+    first = stalled(program, tmp_path, 0)
+    wait_until((tmp_path / "dump" / "incident_0" / "rank_0").exists, "the first")
+    first.process.kill()
+    stalled(program, tmp_path, 0)  # another attempt of rank 0 ...
+    wait_until((tmp_path / "dump" / "incident_1" / "rank_0").exists, "the second")
+    claim_attempt(tmp_path, 1)  # ... and of rank 1, whose first one never stalled
+    stalled(program, tmp_path, 1)
+    wait_until((tmp_path / "dump" / "incident_1" / "rank_1").exists, "its other rank")
+    assert not (tmp_path / "dump" / "incident_0" / "rank_1").exists()
 
 
 def test_with_an_agent_no_thread_watches(program):
