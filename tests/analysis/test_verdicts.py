@@ -474,6 +474,31 @@ def receives_from_the_wrong_peer() -> Job:
     return job
 
 
+@story("p2p_unmatched", [1])
+def receives_from_the_wrong_peer_while_the_send_was_buffered() -> Job:
+    """The right sender has gone on: only the pairs' past tells the two receivers apart."""
+    job = Job(4).train(1)
+    for _ in range(3):
+        for rank in range(3):
+            job[rank].send(rank + 1)
+            job[rank + 1].recv(rank)
+    job[0].send(1).all_reduce(inside=True)
+    job[1].recv(2, inside=True)
+    job[2].recv(1, inside=True)
+    job[3].recv(2, inside=True)
+    return job
+
+
+@story("p2p_unmatched", [1])
+def receives_from_the_wrong_peer_the_first_time() -> Job:
+    job = Job(4).train(1)
+    job[0].send(1)
+    job[1].recv(2, inside=True)
+    job[2].recv(1, inside=True)
+    job[3].recv(2, inside=True)
+    return job
+
+
 @story("p2p_unmatched", [2])
 def forgets_a_send_it_made_before() -> Job:
     job = Job(3)

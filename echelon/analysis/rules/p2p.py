@@ -38,7 +38,8 @@ class Posted:
 def find_unmatched(picture: Picture) -> list[Finding]:
     """Report sends and receives that can never be matched."""
     pending = list(_pending(picture))
-    return _wrong_peer(picture, pending) or _wrong_tag(picture, pending) or _stray(picture, pending)
+    rules = (_wrong_peer, _wrong_tag, _novel, _stray)
+    return next((found for rule in rules if (found := rule(picture, pending))), [])
 
 
 def _pending(picture: Picture) -> Iterator[Posted]:
@@ -90,6 +91,61 @@ def _wrong_tag(picture: Picture, pending: list[Posted]) -> list[Finding]:
                 ranks = tuple(sorted((one.rank, other.rank)))
                 return [_describe(picture, one, ranks, why, (other,), Confidence.LIKELY)]
     return []
+
+
+def _novel(picture: Picture, pending: list[Posted]) -> list[Finding]:
+    """Two ranks receive from each other, and one of them has no reason to."""
+    for one in pending:
+        for other in pending:
+            facing = one.peer == other.rank and other.peer == one.rank
+            if not facing or one.answered or other.answered or one.is_send != other.is_send:
+                continue
+            why = _without_reason(picture.evidence, one, other)
+            if why:
+                unheard = senders_unheard(picture.evidence, one)
+                lines = [
+                    f"rank {q} sent to rank {one.rank}, which has not received it" for q in unheard
+                ]
+                sure = Confidence.CERTAIN if unheard else Confidence.LIKELY
+                finding = _describe(picture, one, (one.rank,), why, (other,), sure)
+                return [finding.changed(evidence=(*finding.evidence, *lines))]
+    return []
+
+
+def _without_reason(evidence: Evidence, one: Posted, other: Posted) -> str:
+    """Say why `one` and not `other` is odd, "" if it is not: its past, or whom it does not hear."""
+    before, others_before = exchanged_before(evidence, one), exchanged_before(evidence, other)
+    if others_before and not before:
+        return f"as never before, while {other.words(evidence)}, as always"
+    if before == others_before and not senders_unheard(evidence, other):
+        unheard = senders_unheard(evidence, one)
+        if unheard and not one.is_send:
+            return f"while {rank_list(unheard)} sent to it, and {other.words(evidence)}"
+    return ""
+
+
+def senders_unheard(evidence: Evidence, one: Posted) -> list[int]:
+    """Return the ranks that sent this rank more than it has received from them."""
+    mine = evidence.ranks[one.rank].rows
+    found: list[int] = []
+    for rank, facts in evidence.ranks.items():
+        rows = facts.rows
+        if rank == one.rank or not len(rows):
+            continue
+        sent = _latest_number(evidence, rows, one.rank, is_send=True)
+        if sent > _latest_number(evidence, mine, rank, is_send=False):
+            found.append(rank)
+    return found
+
+
+def _latest_number(evidence: Evidence, rows: Any, peer: int, *, is_send: bool) -> int:
+    """Return the highest pair number of this way between a rank's rows and a peer; -1 if none."""
+    numbers = [
+        int(row["p2p_sequence"])
+        for row in rows[(rows["flags"] & Flag.P2P > 0) & (rows["peer"] == peer)]
+        if (evidence.call(row).operation in SENDS) == is_send
+    ]
+    return max(numbers, default=-1)
 
 
 def _stray(picture: Picture, pending: list[Posted]) -> list[Finding]:
