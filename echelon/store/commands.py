@@ -155,7 +155,8 @@ def _on_cancel(peer: Connection) -> None:
         peer.reply(p.frame(p.NOTHING))
         return
     for waiter in waiters:
-        world_size, came, missing = peer.state.withdraw(waiter)
+        world_size, came, missing = peer.state.story_of(waiter)
+        peer.state.withdraw(waiter)
         peer.reply(p.frame(p.CANCELLED, p.pack_integers((world_size, came, *missing))))
 
 

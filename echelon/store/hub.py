@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("echelon.store")
 
 _SWEEP_S = 1.0
+_SHOWN_RANKS = 64
 _PROGRESS_BYTES = 64 << 10
 
 
@@ -203,6 +204,7 @@ class Hub:
             value_bytes=sum(map(len, state.values.values())),
             waiting=state.waiting_keys(),
             missing_ranks={
-                show_key(key): tuple(round_.missing_ranks) for key, round_ in state.rounds.items()
+                show_key(key): tuple(round_.missing_ranks(_SHOWN_RANKS))
+                for key, round_ in state.rounds.items()
             },
         )

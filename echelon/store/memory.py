@@ -74,7 +74,9 @@ class MemoryStore(Store):
         with self._lock:
             if caller.sleep(Deadline(0.0)):  # woken while we took the lock
                 return None
-            return self._state.withdraw(waiter)
+            story = self._state.story_of(waiter)
+            self._state.withdraw(waiter)
+            return story
 
     def _do_set(self, key: bytes, value: bytes) -> None:
         self._run(lambda state: state.set(key, value))

@@ -22,10 +22,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
-# What a withdrawn waiter knows of its round: world size, how many had come (itself included), and
-# the ranks that had not. Of a wait for keys: (0, 0, []).
+# What a waiter that gives up knows of its round: world size, how many had come (itself included),
+# and the ranks that had not. Of a wait for keys: (0, 0, []).
 RoundStory = tuple[int, int, list[int]]
+
+# A peer's numbers decide how long the loop counts: both bound what a false one can cost.
+MAX_WORLD_SIZE = 131072
+MAX_MISSING = 4096
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 
@@ -70,19 +75,41 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class Round:
-    """One use of a barrier or gather key: who has arrived so far."""
+    """One use of a barrier or gather key: who has arrived so far.
+
+    Attributes:
+        wants: BARRIER or GATHER.
+        world_size: how many complete it.
+        arrivals: who has arrived, in order.
+        by_rank: of them those who gave a rank.
+    """
 
     wants: Wants
     world_size: int
-    arrivals: list[Waiter] = field(default_factory=list)
+    arrivals: dict[Waiter, None] = field(default_factory=dict)
+    by_rank: dict[int, Waiter] = field(default_factory=dict)
 
-    @property
-    def missing_ranks(self) -> list[int]:
-        """Ranks that have not come; empty when an unnamed arrival makes that unknowable."""
-        ranks = {waiter.rank for waiter in self.arrivals}
-        if -1 in ranks:
+    def add(self, waiter: Waiter) -> None:
+        """Note an arrival."""
+        self.arrivals[waiter] = None
+        if waiter.rank >= 0:
+            self.by_rank[waiter.rank] = waiter
+
+    def remove(self, waiter: Waiter) -> None:
+        """Take an arrival back."""
+        del self.arrivals[waiter]
+        if self.by_rank.get(waiter.rank) is waiter:
+            del self.by_rank[waiter.rank]
+
+    def missing_ranks(self, most: int = MAX_MISSING) -> list[int]:
+        """Return ranks that have not come, the lowest `most` of them.
+
+        None are named when an unnamed arrival makes that unknowable.
+        """
+        if len(self.by_rank) < len(self.arrivals):
             return []
-        return [rank for rank in range(self.world_size) if rank not in ranks]
+        absent = (rank for rank in range(self.world_size) if rank not in self.by_rank)
+        return list(islice(absent, most))
 
 
 class StoreState:
@@ -382,7 +409,7 @@ class StoreState:
             ValueError: the arrival contradicts itself or those who came before.
         """
         named = rank >= 0 or wants is Wants.GATHER
-        if world_size < 1 or (named and not 0 <= rank < world_size):
+        if not 1 <= world_size <= MAX_WORLD_SIZE or (named and not 0 <= rank < world_size):
             raise ValueError(f"rank {rank} of world size {world_size} at {show_key(key)}")
         round_ = self.rounds.setdefault(key, Round(wants, world_size))
         if (round_.wants, round_.world_size) != (wants, world_size):
@@ -390,24 +417,17 @@ class StoreState:
                 f"{wants.value} of {world_size} at {show_key(key)}, where others wait in a "
                 f"{round_.wants.value} of {round_.world_size}"
             )
-        if rank >= 0:
-            self._replace_rank(round_, rank, key)
+        earlier = round_.by_rank.get(rank)
+        if earlier is not None:
+            earlier.failure = f"rank {rank} arrived again at {show_key(key)}, in another process"
+            round_.remove(earlier)
+            self._satisfy(earlier)
         waiter = Waiter(owner, wants, [key], rank=rank, value=value)
-        round_.arrivals.append(waiter)
+        round_.add(waiter)
         self._waiters_of.setdefault(owner, {})[waiter] = None
         if len(round_.arrivals) == world_size:
             self._complete(key, round_)
         return waiter
-
-    def _replace_rank(self, round_: Round, rank: int, key: bytes) -> None:
-        for earlier in round_.arrivals:
-            if earlier.rank == rank:
-                earlier.failure = (
-                    f"rank {rank} arrived again at {show_key(key)}, in another process"
-                )
-                round_.arrivals.remove(earlier)
-                self._satisfy(earlier)
-                return
 
     def _complete(self, key: bytes, round_: Round) -> None:
         del self.rounds[key]
@@ -420,17 +440,21 @@ class StoreState:
 
     # Owners.
 
-    def withdraw(self, waiter: Waiter) -> RoundStory:
-        """Stop waiting: undo an arrival, leave every key's list. Return what was seen so far."""
-        story: RoundStory = (0, 0, [])
+    def withdraw(self, waiter: Waiter) -> None:
+        """Stop waiting: undo an arrival, leave every key's list."""
         round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
         if round_ is not None and waiter in round_.arrivals:
-            story = (round_.world_size, len(round_.arrivals), round_.missing_ranks)
-            round_.arrivals.remove(waiter)
+            round_.remove(waiter)
             if not round_.arrivals:
                 del self.rounds[waiter.keys[0]]
         self._unregister(waiter)
-        return story
+
+    def story_of(self, waiter: Waiter) -> RoundStory:
+        """Return what a waiter that is about to give up knows of its round."""
+        round_ = self.rounds.get(waiter.keys[0]) if waiter.keys else None
+        if round_ is None or waiter not in round_.arrivals:
+            return 0, 0, []
+        return round_.world_size, len(round_.arrivals), round_.missing_ranks()
 
     def waiters_of(self, owner: Hashable) -> list[Waiter]:
         """Return what the owner waits for."""

@@ -24,8 +24,8 @@ class StoreStatistics:
         num_refused: connections that were closed for what they did, so far.
         value_bytes: bytes in all values together.
         waiting: for each key how many wait for it.
-        missing_ranks: for each open barrier or gather the ranks that have not come; empty where
-            arrivals gave no rank.
+        missing_ranks: for each open barrier or gather the ranks that have not come, the first 64;
+            empty where arrivals gave no rank.
     """
 
     num_keys: int

@@ -45,6 +45,7 @@ def refusal(caplog):
         (b"".join(p.encode(p.QUEUE_PUSH, b"%d" % i, b"") for i in range(51)), "more than 50"),
         (p.encode(p.WAIT, [b"never"]) * 11, "more than 10 open waits"),
         (p.encode(p.BARRIER, b"b", 0), "world size 0"),
+        (p.encode(p.BARRIER, b"b", 1 << 60), "of world size 1152921504606846976"),
         (p.encode(p.BARRIER, b"b", 3) + p.encode(p.BARRIER, b"b", 2), "where others wait"),
         (OPENING, "unknown query 0x00"),
     ],
