@@ -100,6 +100,21 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.002)
 
 
+def all_have_left(server: Any, num_staying: int = 0) -> None:
+    """Wait until the server has seen every earlier connection come and go.
+
+    A connection is accepted after those that were made before it: once a last one is served,
+    none is still in the queue.
+    """
+    with Raw(server.port) as last:
+        last.sync()
+        until(
+            lambda: server.statistics().num_connections == num_staying + 1,
+            "all earlier connections are gone",
+        )
+    until(lambda: server.statistics().num_connections == num_staying, "the last one is gone")
+
+
 @contextmanager
 def server_process(*arguments: str) -> Iterator[int]:
     """Run `python -m echelon.store` on a free port; yield the port."""

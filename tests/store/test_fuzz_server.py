@@ -6,7 +6,7 @@ import random
 
 from echelon.store import StoreServer
 from echelon.store import protocol as p
-from tests.store.peers import OPENING, Raw, ours, until
+from tests.store.peers import OPENING, Raw, all_have_left, ours
 
 GUARDED = b"/guarded"
 
@@ -79,7 +79,7 @@ def test_broken_traffic_harms_nobody(server):
                 pass  # closed for what it sent
         guard.send(p.encode(p.GET, GUARDED))
         assert guard.take_string() == b"untouched"
-    until(lambda: server.statistics().num_connections == 1, "all fuzzing peers are gone")
+    all_have_left(server, num_staying=1)
     statistics = server.statistics()
     assert (statistics.num_waiters, statistics.num_presences) == (0, 0)
     assert statistics.num_watched_keys == 0
@@ -102,7 +102,7 @@ def test_every_prefix_of_a_session_leaves_no_trace(server):
     for size in range(len(session) + 1):
         peer = Raw(server.port, opening=session[:size])
         peer.reset() if size % 2 else peer.close()
-    until(lambda: server.statistics().num_connections == 0, "all peers are gone")
+    all_have_left(server)
     statistics = server.statistics()
     assert statistics.num_keys == statistics.num_waiters == statistics.num_presences == 0
 

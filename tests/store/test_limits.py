@@ -10,7 +10,7 @@ import pytest
 from echelon.store import StoreServer
 from echelon.store import protocol as p
 from echelon.store.limits import Limits
-from tests.store.peers import OPENING, Background, Raw, ours, until
+from tests.store.peers import OPENING, Background, Raw, all_have_left, ours, until
 
 QUICK = Limits(
     key_bytes=64,
@@ -162,4 +162,4 @@ def test_who_closes_without_reading_leaves_no_connection(server):
         peer = Raw(server.port)
         peer.send(p.encode(p.SET, b"/big", bytes(1 << 20)), p.encode(p.GET, b"/big") * 50)
         peer.reset()
-    until(lambda: server.statistics().num_connections == 0, "all are gone")
+    all_have_left(server)
