@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from echelon.analysis.builder import EvidenceBuilder
 from echelon.analysis.collector import collector_off
-from echelon.analysis.evidence import Evidence, EvidenceBuilder, Incident
+from echelon.analysis.evidence import Evidence, Incident
 from echelon.errors import DumpFormatError
 from echelon.recorder.read import read
 

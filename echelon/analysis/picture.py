@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.evidence import Evidence, RankEvidence, State
+from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.lanes import Lanes, all_lanes
 from echelon.analysis.waits import Wait, WaitGraph, wait_graph
+from echelon.recorder.schema import State
 
 STUCK_AFTER_S = 5.0  # without an incident to say so, a wait this long is one
 _CONCLUSIVE = frozenset({"stall", "failure"})

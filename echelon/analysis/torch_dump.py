@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echelon.analysis.calls import Tables
 from echelon.analysis.collector import collector_off
-from echelon.analysis.evidence import Evidence, RankEvidence, Tables
+from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.torch_file import rank_in_name, read_torch_file
 from echelon.analysis.torch_rows import TorchRows
 from echelon.errors import DumpFormatError

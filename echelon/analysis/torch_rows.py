@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence import ROW, TRANSPOSED, Call, Tables
+from echelon.analysis.calls import TRANSPOSED, Call, Tables
+from echelon.analysis.evidence import ROW
 from echelon.analysis.stacks import Frame, users_frame
 from echelon.errors import DumpFormatError
 from echelon.recorder.schema import Flag, Signature, State

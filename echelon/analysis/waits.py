@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.evidence import Evidence, Flag, RankEvidence, State
+from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.lanes import Lanes
+from echelon.recorder.schema import Flag, State
 
 SENDS = frozenset({"send", "isend"})
 RECEIVES = frozenset({"recv", "irecv"})

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from echelon.analysis.builder import EvidenceBuilder
 from echelon.analysis.diagnose import diagnose
-from echelon.analysis.evidence import Evidence, EvidenceBuilder, Incident
+from echelon.analysis.evidence import Evidence, Incident
 from echelon.analysis.finding import Report
 from echelon.recorder.dump import write_dump
 from echelon.recorder.schema import (

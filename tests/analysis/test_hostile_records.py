@@ -11,8 +11,9 @@ import pytest
 from imagined_job import Job
 
 from echelon.analysis import analyze
+from echelon.analysis.builder import EvidenceBuilder
 from echelon.analysis.diagnose import diagnose
-from echelon.analysis.evidence import EvidenceBuilder, Incident
+from echelon.analysis.evidence import Incident
 from echelon.analysis.finding import Report
 from echelon.analysis.picture import take_picture
 from echelon.analysis.report.html import render_html

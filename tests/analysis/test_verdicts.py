@@ -442,6 +442,18 @@ def rings_whose_owner_has_gone_silent() -> Job:
     return job
 
 
+@story("host_hang", [2], "failure")
+def does_not_come_to_the_first_meeting_and_the_others_give_up() -> Job:
+    job = Job(3)
+    for order, rank in enumerate(job.others(2)):
+        rank.raised(
+            "echelon.errors.CollectiveTimeoutError", "init after 30.0 s: missing: 2", order=order,
+            bases=("echelon.errors.EchelonError",),
+        )  # fmt: skip
+    job[2].stands("train.py", 12, "load_everything")
+    return job
+
+
 # ---- orders, pairs, transports ----
 
 
@@ -519,6 +531,14 @@ def receives_what_nobody_ever_sent() -> Job:
     job[0].recv(2, inside=True)
     for rank in (job[1], job[2]):
         rank.all_reduce(inside=True)
+    return job
+
+
+@story("dtype_mismatch", [0, 1])
+def a_receive_of_another_type_than_the_send() -> Job:
+    job = Job(2).train(1)
+    job[0].send(1, dtype="float32", inside=True)
+    job[1].recv(0, dtype="float64", inside=True)
     return job
 
 

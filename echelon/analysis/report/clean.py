@@ -8,6 +8,7 @@ replaced before a string reaches a terminal or a page; markup is escaped where i
 from __future__ import annotations
 
 import re
+from html import escape
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -19,3 +20,8 @@ def clean(text: str, limit: int = _MAX_CHARS) -> str:
     """Return `text` without control characters, on one line, at most `limit` characters long."""
     shown = _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", text[: limit + 1].replace("\t", " "))
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def safe(text: str) -> str:
+    """Return `text` clean and escaped, ready to be put between tags or into a quoted attribute."""
+    return escape(clean(text))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from echelon import __version__
 from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.finding import Finding, Report, rank_list, rate, seconds
 from echelon.analysis.picture import Picture, last_row
-from echelon.analysis.report.clean import clean
-from echelon.analysis.report.graph import Drawing, draw
+from echelon.analysis.report.clean import safe
+from echelon.analysis.report.graph import draw
+from echelon.analysis.report.graph_page import render_graph
 from echelon.analysis.report.page_script import SCRIPT
 from echelon.analysis.report.page_style import STYLE
 from echelon.analysis.report.timeline import timeline
@@ -29,7 +28,6 @@ from echelon.analysis.timing import COMMUNICATION, CallTime, RankTime, Timing, t
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _MAX_STACKS = 8
 _MAX_ROWS = 16
-_NODE_HEIGHT, _COLUMN, _ROW = 34, 420, 54
 _PHASE_COLOURS = {
     COMMUNICATION: "#5b8def",
     "compute": "#4fae7b",
@@ -55,7 +53,7 @@ def render_html(picture: Picture, report: Report) -> str:
     parts = [
         _verdict(report),
         _timeline_frame(picture),
-        _waits(draw(picture.graph), set(culprits)),
+        render_graph(draw(picture.graph), set(culprits)),
         _stacks(picture, report),
         _others(report),
         _time(timing_of(picture)),
@@ -63,19 +61,15 @@ def render_html(picture: Picture, report: Report) -> str:
     title = f"{verdict.cause.value}: {rank_list(verdict.culprit_ranks)}" if verdict else "healthy"
     return (
         "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)} · fr-analyze</title>'
+        f'<html lang="en"><head><meta charset="utf-8"><title>{safe(title)} · fr-analyze</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><main>{''.join(parts)}"
-        f'<p class="small">echelon {_text(__version__)} · {_text(report.origin)}</p></main>'
+        f'<p class="small">echelon {safe(__version__)} · {safe(report.origin)}</p></main>'
         '<div id="tip" role="tooltip"></div>'
         f'<script type="application/json" id="data">{_json(data)}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def _text(text: str) -> str:
-    return escape(clean(text))
 
 
 def _json(value: Any) -> str:
@@ -93,14 +87,14 @@ def _verdict(report: Report) -> str:
         head = '<div class="tags"><span class="tag cause">healthy</span></div>'
         body = f"<h1>Nothing is wrong in {len(report.ranks_present)} ranks</h1>"
         return f'<section class="verdict well">{head}{body}{_warnings(report)}</section>'
-    tags = [f'<span class="tag cause">{_text(verdict.cause.value)}</span>']
+    tags = [f'<span class="tag cause">{safe(verdict.cause.value)}</span>']
     if verdict.culprit_ranks:
-        tags.append(f'<span class="tag">{_text(rank_list(verdict.culprit_ranks))}</span>')
-    tags.append(f'<span class="tag">{_text(verdict.confidence.value)}</span>')
+        tags.append(f'<span class="tag">{safe(rank_list(verdict.culprit_ranks))}</span>')
+    tags.append(f'<span class="tag">{safe(verdict.confidence.value)}</span>')
     return (
         f'<section class="verdict" id="verdict"><div class="tags">{"".join(tags)}</div>'
-        f"<h1>{_text(verdict.summary)}</h1>"
-        f'<p class="next"><b>Next</b>{_text(verdict.next_action)}</p>'
+        f"<h1>{safe(verdict.summary)}</h1>"
+        f'<p class="next"><b>Next</b>{safe(verdict.next_action)}</p>'
         f'<div class="cols"><div><h2>Evidence</h2>{_list(verdict.evidence)}</div>'
         f"<div><h2>At a glance</h2>{_glance(report, verdict)}</div></div>"
         f"{_warnings(report)}</section>"
@@ -120,20 +114,20 @@ def _glance(report: Report, verdict: Finding) -> str:
         pairs.append(("fallout", rank_list(verdict.fallout_ranks)))
     if verdict.would_settle:
         pairs.append(("would settle", "; ".join(verdict.would_settle)))
-    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in pairs)
+    items = "".join(f"<dt>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in pairs)
     return f"<dl>{items}</dl>"
 
 
 def _warnings(report: Report) -> str:
     shown = report.warnings[:5]
     more = len(report.warnings) - len(shown)
-    lines = [f"warning: {_text(warning)}" for warning in shown]
+    lines = [f"warning: {safe(warning)}" for warning in shown]
     lines += [f"and {more} more warnings"] if more > 0 else []
     return f'<p class="small">{"<br>".join(lines)}</p>' if lines else ""
 
 
 def _list(lines: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>"
+    return "<ul>" + "".join(f"<li>{safe(line)}</li>" for line in lines) + "</ul>"
 
 
 def _others(report: Report) -> str:
@@ -165,105 +159,6 @@ def _timeline_frame(picture: Picture) -> str:
     )
 
 
-# ---- the wait-for graph ----
-
-
-def _waits(drawing: Drawing, culprits: set[int]) -> str:
-    if not drawing.edges:
-        return ""
-    deepest = max(node.layer for node in drawing.nodes)
-    filled = [0] * (deepest + 1)
-    leaps = any(
-        drawing.nodes[e.source].layer - drawing.nodes[e.target].layer > 1 for e in drawing.edges
-    )
-    top = 58 if leaps else 16
-    places: list[_Box] = []
-    for node in drawing.nodes:
-        label = rank_list(node.ranks, 3)
-        x = (deepest - node.layer) * _COLUMN + 4
-        places.append(_Box(label, x, filled[node.layer] * _ROW + top))
-        filled[node.layer] += 1
-    shapes = [_edge(drawing, places, number) for number in range(len(drawing.edges))]
-    for node, box in zip(drawing.nodes, places, strict=True):
-        kind = ' class="bad"' if culprits & set(node.ranks) else ""
-        shapes.append(f"<g{kind}>{box.svg()}</g>")
-    width = deepest * _COLUMN + max(box.width for box in places) + 140
-    rings = any(
-        drawing.nodes[e.source].layer < drawing.nodes[e.target].layer for e in drawing.edges
-    )
-    height = (max(filled) - 1) * _ROW + _NODE_HEIGHT + top + (58 if rings else 8)
-    marker = (
-        '<defs><marker id="tip-of-edge" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-        'markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>'
-    )
-    return (
-        '<section id="waits"><h2>Who waits for whom</h2><div class="scroll">'
-        f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="wait-for graph">{marker}{"".join(shapes)}</svg></div></section>'
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """A node where it is drawn."""
-
-    label: str
-    x: int
-    y: int
-
-    @property
-    def width(self) -> int:
-        return max(90, 26 + 7 * len(self.label))
-
-    @property
-    def centre(self) -> int:
-        return self.x + self.width // 2
-
-    @property
-    def middle(self) -> int:
-        return self.y + _NODE_HEIGHT // 2
-
-    def svg(self) -> str:
-        text_x, text_y = self.x + self.width // 2, self.y + 22
-        return (
-            f'<rect x="{self.x}" y="{self.y}" width="{self.width}" height="{_NODE_HEIGHT}" rx="8"/>'
-            f'<text x="{text_x}" y="{text_y}" text-anchor="middle">{_text(self.label)}</text>'
-        )
-
-
-def _edge(drawing: Drawing, places: Sequence[_Box], number: int) -> str:
-    edge = drawing.edges[number]
-    source, target = places[edge.source], places[edge.target]
-    gap = drawing.nodes[edge.source].layer - drawing.nodes[edge.target].layer
-    x1, y1, x2, y2 = source.x + source.width, source.middle, target.x, target.middle
-    if gap == 1:
-        bend = (x2 - x1) // 2
-        path = f"M{x1} {y1} C{x1 + bend} {y1} {x2 - bend} {y2} {x2} {y2}"
-        x, y = (x1 + x2) // 2, (y1 + y2) // 2 - 6
-    elif gap > 1:  # over the heads of what stands between
-        path = (
-            f"M{source.centre} {source.y} C{source.centre} 6 "
-            f"{target.centre} 6 {target.centre} {target.y}"
-        )
-        x, y = (source.centre + target.centre) // 2, 18
-    elif gap < 0:  # back, to close a ring
-        low = max(source.y, target.y) + _NODE_HEIGHT
-        path = (
-            f"M{source.centre} {source.y + _NODE_HEIGHT} C{source.centre} {low + 46} "
-            f"{target.centre} {low + 46} {target.centre} {target.y + _NODE_HEIGHT}"
-        )
-        x, y = (source.centre + target.centre) // 2, low + 48
-    else:  # within a column: out at the right and back in from the right
-        x2 = target.x + target.width
-        reach = max(x1, x2) + 60 + 20 * (number % 4)
-        path = f"M{x1} {y1 + 6} C{reach} {y1 + 6} {reach} {y2 - 6} {x2} {y2 - 6}"
-        x, y = reach - 18, (y1 + y2) // 2 + 14 * (number % 3)
-    return (
-        f'<path class="edge" d="{path}" marker-end="url(#tip-of-edge)"/>'
-        f'<text class="label" x="{x}" y="{y}" text-anchor="middle">{_text(edge.label)}</text>'
-    )
-
-
 # ---- the stacks ----
 
 
@@ -285,7 +180,7 @@ def _stacks(picture: Picture, report: Report) -> str:
     )
     return (
         f'<section><h2>Stacks side by side</h2><div class="stacks">{"".join(columns)}</div>'
-        f'<p class="small">{_text(note)}</p></section>'
+        f'<p class="small">{safe(note)}</p></section>'
     )
 
 
@@ -297,10 +192,10 @@ def _stack(picture: Picture, facts: RankEvidence, *, bad: bool) -> str:
     items = []
     for frame in frames[:24]:
         kind = "here" if frame is here else "own" if frame.is_users else ""
-        items.append(f'<li class="{kind}">{_text(str(frame))}</li>')
+        items.append(f'<li class="{kind}">{safe(str(frame))}</li>')
     style = "stack bad" if bad else "stack"
     return (
-        f'<div class="{style}"><h3>rank {facts.rank}</h3><p class="small">{_text(source)}</p>'
+        f'<div class="{style}"><h3>rank {facts.rank}</h3><p class="small">{safe(source)}</p>'
         f"<ol>{''.join(items)}</ol></div>"
     )
 
@@ -352,26 +247,26 @@ def _rank_row(rank: RankTime) -> Sequence[str]:
         words.append(f"{name} {share:.0%}")
     return (
         f"<td>rank {rank.rank}</td>",
-        f'<td class="n">{_text(seconds(rank.mean_lag_s))}</td>',
+        f'<td class="n">{safe(seconds(rank.mean_lag_s))}</td>',
         f'<td class="n">{rank.last_share:.0%}</td>',
         f'<td><div class="phases">{"".join(parts)}</div></td>',
-        f"<td>{_text(', '.join(words))}</td>",
+        f"<td>{safe(', '.join(words))}</td>",
     )
 
 
 def _call_row(call: CallTime) -> Sequence[str]:
     each_s = call.total_s / max(1, call.count)
     return (
-        f"<td>{_text(call.call)}</td>",
-        f"<td>{_text(call.group)}</td>",
+        f"<td>{safe(call.call)}</td>",
+        f"<td>{safe(call.group)}</td>",
         f'<td class="n">{call.count}</td>',
-        f'<td class="n">{_text(seconds(call.total_s))}</td>',
-        f'<td class="n">{_text(seconds(each_s))}</td>',
-        f'<td class="n">{_text(rate(call.bytes_per_s))}</td>',
+        f'<td class="n">{safe(seconds(call.total_s))}</td>',
+        f'<td class="n">{safe(seconds(each_s))}</td>',
+        f'<td class="n">{safe(rate(call.bytes_per_s))}</td>',
     )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{_text(head)}</th>" for head in heads)
+    top = "".join(f"<th>{safe(head)}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.evidence import Call
+from echelon.analysis.calls import Call
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.lanes import ABSENT, Lanes
 from echelon.analysis.picture import Picture

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.analysis.evidence import Evidence, Flag
+from echelon.analysis.evidence import Evidence
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
 from echelon.analysis.waits import SENDS, first_pending_p2p, has_counterpart
+from echelon.recorder.schema import Flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Posted:
 def find_unmatched(picture: Picture) -> list[Finding]:
     """Report sends and receives that can never be matched."""
     pending = list(_pending(picture))
-    rules = (_wrong_peer, _wrong_tag, _novel, _stray)
+    rules = (_wrong_peer, _unequal_pair, _novel, _stray)
     return next((found for rule in rules if (found := rule(picture, pending))), [])
 
 
@@ -69,27 +70,40 @@ def _peer_is_elsewhere(pending: list[Posted], one: Posted) -> bool:
     return not any(p.rank == one.peer and p.peer == one.rank for p in pending)
 
 
-def _wrong_tag(picture: Picture, pending: list[Posted]) -> list[Finding]:
+def _pairs(pending: list[Posted]) -> Iterator[tuple[Posted, Posted]]:
+    """Yield the sends and receives that were meant for each other, both still pending."""
     for one in pending:
         for other in pending:
-            pair = (
+            facing = one.peer == other.rank and other.peer == one.rank
+            same = one.row["group"] == other.row["group"]
+            same &= one.row["p2p_sequence"] == other.row["p2p_sequence"]
+            if (
                 one.is_send
                 and not other.is_send
-                and one.peer == other.rank
-                and other.peer == one.rank
-            )
-            same = (
-                pair
-                and one.row["p2p_sequence"] == other.row["p2p_sequence"]
-                and one.row["group"] == other.row["group"]
-            )
-            tags = (int(one.row["tag"]), int(other.row["tag"]))
-            if same and min(tags) >= 0 and tags[0] != tags[1]:
-                why = (
-                    f"with tag {tags[0]}, while {other.words(picture.evidence)} with tag {tags[1]}"
-                )
-                ranks = tuple(sorted((one.rank, other.rank)))
-                return [_describe(picture, one, ranks, why, (other,), Confidence.LIKELY)]
+                and facing
+                and same
+                and one.row["p2p_sequence"] >= 0
+            ):
+                yield one, other
+
+
+def _unequal_pair(picture: Picture, pending: list[Posted]) -> list[Finding]:
+    """A send and its receive that differ in tag, type or size: both sides are named."""
+    evidence = picture.evidence
+    for one, other in _pairs(pending):
+        ranks = tuple(sorted((one.rank, other.rank)))
+        sent, received = evidence.call(one.row).signature, evidence.call(other.row).signature
+        tags = (int(one.row["tag"]), int(other.row["tag"]))
+        if sent != received and not evidence.foreign:
+            cause = Cause.DTYPE_MISMATCH if sent.dtype != received.dtype else Cause.SHAPE_MISMATCH
+            why = f"{sent}, while {other.words(evidence)} {received}"
+        elif min(tags) >= 0 and tags[0] != tags[1]:
+            cause = Cause.P2P_UNMATCHED
+            why = f"with tag {tags[0]}, while {other.words(evidence)} with tag {tags[1]}"
+        else:
+            continue
+        finding = _describe(picture, one, ranks, why, (other,), Confidence.LIKELY)
+        return [finding.changed(cause=cause, evidence=(*finding.evidence[1:], finding.summary))]
     return []
 
 

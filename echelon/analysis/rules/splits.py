@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.evidence import TRANSPOSED, Call
+from echelon.analysis.calls import TRANSPOSED, Call
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.lanes import Lanes
 from echelon.analysis.picture import Picture

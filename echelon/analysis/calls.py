@@ -1,0 +1,74 @@
+"""What was called, with what: the unit of the vote.
+
+[Note: exact calls and comparable calls] Two ranks of a well-matched collective need not pass equal
+arguments: all_to_all splits are each other's transpose, and what torch records of a gather differs
+on its root. So a row carries the exact call, and `Tables.comparable` maps it to what must be equal
+on all members. The vote is over comparable calls; the exact ones are shown to people.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from echelon.recorder.schema import Signature
+
+TRANSPOSED = frozenset({"all_to_all", "alltoall", "all_to_all_single", "all_to_allv"})
+
+
+class Call(NamedTuple):
+    """What was called, with what."""
+
+    operation: str
+    signature: Signature
+    reduce_op: str = ""
+    root: int = -1
+
+    def __str__(self) -> str:
+        """Show it as a person would write it: `all_reduce(float32[1024], sum)`."""
+        parts = [str(self.signature)] if str(self.signature) else []
+        parts += [self.reduce_op] if self.reduce_op else []
+        parts += [f"root={self.root}"] if self.root >= 0 else []
+        return f"{self.operation}({', '.join(parts)})"
+
+
+class Tables:
+    """Tables that all ranks share: calls, and texts (sites, stacks, errors)."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = [""]
+        self.calls: list[Call] = []
+        self.comparable: list[int] = []  # call -> number of its comparable form
+        self._text_index: dict[str, int] = {"": 0}
+        self._call_index: dict[Call, int] = {}
+        self._comparable_index: dict[object, int] = {}
+
+    def text(self, text: str) -> int:
+        """Return the number of a text, adding it if it is new."""
+        known = self._text_index.get(text)
+        if known is None:
+            known = self._text_index[text] = len(self.texts)
+            self.texts.append(text)
+        return known
+
+    def call(self, call: Call, comparable: object = None) -> int:
+        """Return the number of a call, adding it if it is new.
+
+        Args:
+            comparable: what must be equal on all members; None: by the rules for our own calls.
+        """
+        known = self._call_index.get(call)
+        if known is None:
+            known = self._call_index[call] = len(self.calls)
+            self.calls.append(call)
+            key = comparable_call(call) if comparable is None else comparable
+            number = self._comparable_index.setdefault(key, len(self._comparable_index))
+            self.comparable.append(number)
+        return known
+
+
+def comparable_call(call: Call) -> object:
+    """Return what all members of a collective must agree on. [Note: exact and comparable calls]."""
+    operation, signature = call.operation, call.signature
+    if operation in TRANSPOSED:
+        return (operation, signature.dtype, call.root)
+    return call

@@ -1,0 +1,313 @@
+"""What a rank does instead of what the others wait for.
+
+Every test below is a small function from one rank's evidence to a reading. They are asked in the
+order of `_TESTS`, the most telling first, and the first that answers decides; a rank that shows
+nothing special is in code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echelon.analysis.evidence import RankEvidence, Span
+from echelon.analysis.finding import Cause, Confidence, rank_list, seconds
+from echelon.analysis.picture import Picture, last_row
+from echelon.analysis.rules.ended import ending_of, exit_words
+from echelon.analysis.rules.signals import (
+    STALE_HEARTBEAT_S,
+    heartbeat_age_s,
+    heartbeat_lines,
+    innermost_span,
+    process_lines,
+    users_line,
+)
+from echelon.analysis.stacks import Frame, short_site
+from echelon.recorder.schema import Live
+
+_SPAN_CAUSES = {
+    "data_wait": Cause.DATA_STARVATION,
+    "checkpoint": Cause.STORAGE_STALL,
+    "compile": Cause.COMPILE_STALL,
+    "store": Cause.STORE_WAIT,
+}
+_SPAN_WORDS = {
+    Cause.DATA_STARVATION: "has waited {age} for its next batch{at}",
+    Cause.STORAGE_STALL: "has been writing or reading a checkpoint for {age}{at}",
+    Cause.COMPILE_STALL: "has been compiling for {age}{at}",
+    Cause.STORE_WAIT: "has waited {age} for the store{detail}{at}",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What one rank was found doing."""
+
+    cause: Cause
+    confidence: Confidence
+    words: str  # after "rank R "
+    frame: Frame | None = None
+    evidence: tuple[str, ...] = ()
+    would_settle: tuple[str, ...] = ()
+
+
+# Each test takes the picture and one rank; most look at the rank alone.
+_Test = Callable[[Picture, RankEvidence], Reading | None]
+
+
+def read_rank(picture: Picture, rank: int) -> Reading:
+    """Refine one sink by its own signals."""
+    facts = picture.evidence.ranks.get(rank)
+    if facts is None:
+        return _missing(picture, rank)
+    for test in _TESTS:
+        reading = test(picture, facts)
+        if reading is not None:
+            return reading
+    return _host(picture, facts)
+
+
+def _ended(picture: Picture, facts: RankEvidence) -> Reading | None:
+    host = facts.host
+    ending = ending_of(picture, facts)
+    if ending is not None:
+        return Reading(
+            cause=ending.cause,
+            confidence=Confidence.CERTAIN,
+            words=ending.words.removeprefix(f"rank {facts.rank} "),
+            frame=ending.frame,
+            evidence=ending.evidence,
+        )
+    if host.exit_code is None and host.alive is not False:
+        return _closed(facts)
+    if host.exit_code == 0 and _is_closed(facts):
+        return _left_early(facts, "ended well (exit code 0)")
+    code = "has ended" if host.exit_code is None else f"ended {exit_words(host.exit_code)}"
+    return Reading(
+        cause=Cause.DEAD_PROCESS,
+        confidence=Confidence.CERTAIN if host.exit_code is not None else Confidence.LIKELY,
+        words=code,
+        evidence=(f"rank {facts.rank} {code}",),
+        would_settle=() if host.exit_code is not None else ("its exit status",),
+    )
+
+
+def _closed(facts: RankEvidence) -> Reading | None:
+    if facts.host.alive is None and _is_closed(facts):
+        return _left_early(facts, "closed its recorder in an orderly way")
+    return None
+
+
+def _left_early(facts: RankEvidence, how: str) -> Reading:
+    return Reading(
+        cause=Cause.SKIPPED_COLLECTIVE,
+        confidence=Confidence.LIKELY,
+        words=f"{how} while others still call collectives: it made fewer of them",
+        evidence=(f"rank {facts.rank} {how}",),
+        would_settle=("how many batches each rank had",),
+    )
+
+
+def _is_closed(facts: RankEvidence) -> bool:
+    return bool(len(facts.live) > Live.CLOSED and facts.live[Live.CLOSED])
+
+
+def _frozen(_: Picture, facts: RankEvidence) -> Reading | None:
+    if facts.host.process_state not in ("T", "t"):
+        return None
+    since = heartbeat_age_s(facts)
+    words = "is stopped (process state T)" + (f", for {seconds(since)}" if since else "")
+    return Reading(
+        cause=Cause.FROZEN_PROCESS,
+        confidence=Confidence.CERTAIN,
+        words=words,
+        frame=users_line(facts),
+        evidence=(f"rank {facts.rank}: /proc state T", *heartbeat_lines(facts)),
+    )
+
+
+def _compiling(_: Picture, facts: RankEvidence) -> Reading | None:
+    span = innermost_span(facts)
+    if span is not None and span.name == "compile":
+        return _span_reading(facts, span)
+    return None
+
+
+def _gil(_: Picture, facts: RankEvidence) -> Reading | None:
+    age = heartbeat_age_s(facts)
+    if (
+        not facts.host.alive
+        or age < STALE_HEARTBEAT_S
+        or facts.host.process_state in ("T", "t", "D")
+    ):
+        return None
+    busy = facts.host.cpu_share
+    lines = [
+        f"rank {facts.rank}: its Python heartbeat is {seconds(age)} old while the process runs"
+    ]
+    if facts.host.process_state:
+        lines.append(f"rank {facts.rank}: process state {facts.host.process_state}")
+    if busy is not None:
+        lines.append(f"rank {facts.rank} uses {busy:.0%} of a core")
+    frame = users_line(facts)
+    at = f" at {frame}" if frame else ""
+    return Reading(
+        cause=Cause.GIL_HANG,
+        confidence=Confidence.CERTAIN if frame else Confidence.LIKELY,
+        words=f"has run no Python for {seconds(age)}: C code{at} holds the interpreter's lock",
+        frame=frame,
+        evidence=tuple(lines),
+        would_settle=() if frame else ("its C-level stack",),
+    )
+
+
+def _in_span(_: Picture, facts: RankEvidence) -> Reading | None:
+    span = innermost_span(facts)
+    if span is not None and span.name in _SPAN_CAUSES:
+        return _span_reading(facts, span)
+    return None
+
+
+def _in_storage(_: Picture, facts: RankEvidence) -> Reading | None:
+    if facts.host.process_state != "D":
+        return None
+    channel = f" in {facts.host.wait_channel}" if facts.host.wait_channel else ""
+    return Reading(
+        cause=Cause.STORAGE_STALL,
+        confidence=Confidence.LIKELY,
+        words=f"is in uninterruptible sleep{channel}",
+        frame=users_line(facts),
+        evidence=(f"rank {facts.rank}: /proc state D{channel}",),
+        would_settle=("the io pressure of its machine",),
+    )
+
+
+def _silent(picture: Picture, facts: RankEvidence) -> Reading | None:
+    """Compare heartbeats where nobody looked from outside: rings read without their host."""
+    if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
+        return None
+    behind_s = _behind_s(picture, facts)
+    if behind_s < STALE_HEARTBEAT_S:
+        return None
+    rank = facts.rank
+    return Reading(
+        cause=Cause.DEAD_PROCESS,
+        confidence=Confidence.POSSIBLE,
+        words=f"has shown no sign of life for {seconds(behind_s)} longer than the others",
+        evidence=(f"rank {rank}: its heartbeat is {seconds(behind_s)} behind the others'",),
+        would_settle=(f"rank {rank}'s process and its state (frozen_process, gil_hang)",),
+    )
+
+
+def _behind_s(picture: Picture, facts: RankEvidence) -> float:
+    """Return how much older a rank's heartbeat is than the youngest; 0 if it has none."""
+    beats = {
+        rank: other.live[Live.HEARTBEAT_MONO_NS] + other.offset_ns
+        for rank, other in picture.evidence.ranks.items()
+        if other.live[Live.HEARTBEAT_MONO_NS]
+    }
+    if facts.rank not in beats:
+        return 0.0
+    return (max(beats.values()) - beats[facts.rank]) / 1e9
+
+
+def _device(picture: Picture, facts: RankEvidence) -> Reading | None:
+    wait = next((w for w in picture.graph.waits if facts.rank in w.waiting and w.completed), None)
+    if wait is None:
+        return None
+    return Reading(
+        cause=Cause.DEVICE_STUCK,
+        confidence=Confidence.LIKELY,
+        words=f"is still inside {wait}, which {rank_list(wait.completed)} completed",
+        evidence=(
+            f"rank {facts.rank}: {wait} of group '{wait.group}' is pending, its peers are through",
+        ),
+        would_settle=(f"rank {facts.rank}'s device errors and an event query",),
+    )
+
+
+_TESTS: tuple[_Test, ...] = (
+    _ended,
+    _frozen,
+    _silent,
+    _device,
+    _compiling,
+    _gil,
+    _in_span,
+    _in_storage,
+)
+
+
+def _host(picture: Picture, facts: RankEvidence) -> Reading:
+    """Nothing special: the rank is in code of its own."""
+    host = facts.host
+    frame = users_line(facts)
+    span = innermost_span(facts)
+    if frame is None and span is not None:
+        words = f"is in no operation, inside the span '{span.name}' since {short_site(span.site)}"
+    else:
+        words = f"stands at {frame}, in no operation" if frame else "is in no operation"
+    lines = [f"rank {facts.rank}: main thread at {frame}"] if frame else []
+    lines += process_lines(facts)
+    row = last_row(facts)
+    if row is not None:
+        call = picture.evidence.call(row)
+        number = int(row["sequence"] if row["sequence"] >= 0 else row["p2p_sequence"])
+        lines.append(f"rank {facts.rank} last called {call.operation} #{number}")
+    return Reading(
+        cause=Cause.HOST_HANG,
+        confidence=Confidence.CERTAIN if frame and host.alive else Confidence.LIKELY,
+        words=words,
+        frame=frame,
+        evidence=tuple(lines) or (f"rank {facts.rank} left nothing but its entries",),
+        would_settle=_unsettled(picture, facts, frame),
+    )
+
+
+def _unsettled(picture: Picture, facts: RankEvidence, frame: Frame | None) -> tuple[str, ...]:
+    rank = facts.rank
+    if picture.evidence.foreign:
+        return (
+            f"rank {rank}'s main thread's stack (host_hang, or data_starvation, storage_stall)",
+            f"rank {rank}'s open store request (store_wait)",
+            f"rank {rank}'s process state and heartbeat (frozen_process, gil_hang)",
+        )
+    if frame is None:
+        return (f"rank {rank}'s main thread's stack",)
+    return ()
+
+
+def _missing(picture: Picture, rank: int) -> Reading:
+    unreadable = rank in picture.evidence.unreadable
+    left = "its record cannot be read" if unreadable else "it left no record"
+    return Reading(
+        cause=Cause.DEAD_PROCESS,
+        confidence=Confidence.POSSIBLE if unreadable else Confidence.LIKELY,
+        words=f"is missing: {left}",
+        evidence=(f"rank {rank}: {left}",),
+        would_settle=(f"rank {rank}'s exit status, or its record",),
+    )
+
+
+def _span_reading(facts: RankEvidence, span: Span) -> Reading:
+    cause = _SPAN_CAUSES[span.name]
+    age_s = max(0, facts.seen_ns - span.started_ns) / 1e9 if facts.seen_ns else 0.0
+    site = short_site(span.site)
+    frame = users_line(facts)
+    words = _SPAN_WORDS[cause].format(
+        age=seconds(age_s) if age_s else "some time",
+        at=f" ({site})" if site else "",
+        detail=f", {span.detail!r}" if span.detail else "",
+    )
+    lines = [f"rank {facts.rank}: span '{span.name}' is open" + (f" at {site}" if site else "")]
+    if span.detail:
+        lines.append(f"rank {facts.rank}: {span.detail}")
+    if frame is not None:
+        lines.append(f"rank {facts.rank}: main thread at {frame}")
+    return Reading(
+        cause=cause,
+        confidence=Confidence.CERTAIN,
+        words=words,
+        frame=frame,
+        evidence=(*lines, *process_lines(facts)),
+    )
