@@ -20,7 +20,7 @@ from echelon.analysis.timing import Arrivals, arrivals
 MIN_COLLECTIVES = 50
 LAST_SHARE = 0.8
 COST_SHARE = 0.2
-MEETING_SHARE = 0.1  # of the larger delays: below it nobody really waited
+MEETING_SHARE = 0.3  # of the larger delays: below it nobody really waited
 NOTED_LAST_SHARE = 0.5  # below the verdict: what is still worth a line
 NOTED_COST_SHARE = 0.05
 
