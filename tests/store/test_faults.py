@@ -24,7 +24,13 @@ def die_once_it_waits(key: str, num_waiting: int) -> None:
 
     def watch() -> None:
         store = store_here()
-        until(lambda: store.statistics().waiting.get(key, 0) >= num_waiting, f"{num_waiting} wait")
+        until(
+            lambda: (
+                store.statistics().waiting.get(key, 0) >= num_waiting or store.check(["dying"])
+            ),  # another saw it and may be gone already
+            f"{num_waiting} wait",
+        )
+        store.set_confirmed("dying", b"")
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -44,7 +50,7 @@ def meet_with_a_death(rank: int, world_size: int, operation: str) -> list[bytes]
         die_once_it_waits("round", 2)
         arrive(1, b"dead")
     if rank == 2:  # comes only after rank 1 has come and gone
-        until(lambda: store.statistics().waiting.get("round", 0) == 2, "two wait")
+        store.wait(["dying"])
         until(lambda: store.statistics().waiting.get("round", 0) == 1, "one of them died")
         late = Background(lambda: arrive(2, b"2"))
         until(lambda: store.statistics().waiting.get("round", 0) == 2, "rank 2 waits as well")
@@ -73,7 +79,7 @@ def wait_and_die(rank: int, world_size: int) -> str:
     if rank > 0:
         die_once_it_waits("late", world_size - 1)
         store.wait(["late"])
-    until(lambda: store.statistics().waiting.get("late", 0) == world_size - 1, "all wait")
+    store.wait(["dying"])
     until(lambda: store.statistics().num_waiters == 0, "the dead no longer wait")
     store.set("late", b"")
     with store.presence("alive"):
@@ -87,25 +93,27 @@ def test_the_dead_no_longer_wait(server):
     assert ended == ["done", None, None, None]
     until(lambda: server.statistics().num_connections == 0, "all connections are gone")
     statistics = server.statistics()
-    assert (statistics.num_waiters, statistics.num_presences, statistics.num_keys) == (0, 0, 1)
+    assert (statistics.num_waiters, statistics.num_presences) == (0, 0)
 
 
 def hold_presence(rank: int, _world_size: int) -> None:
     store = store_here()
-    presence = store.presence(f"here/{rank}", b"")
     if rank == 1:
+        presence = store.presence("here", b"1")
+        store.get("watched")
         os.kill(os.getpid(), signal.SIGKILL)
-    with store.watch(["here/1"]) as watch:
-        if store.check(["here/1"]):
-            watch.next(20.0)
-    assert not store.check(["here/1"])
-    presence.close()
+        presence.close()
+    store.wait(["here"])
+    with store.watch(["here"]) as watch:
+        store.set("watched", b"")
+        assert watch.next(20.0).value is None
+    assert store.list_keys() == ["watched"]
 
 
 @pytest.mark.ranks
 def test_a_killed_process_is_no_longer_present(server):
     run_ranks(hold_presence, 2, exit_codes={1: -signal.SIGKILL}, store_port=server.port)
-    assert server.statistics().num_keys == 0
+    assert server.statistics().num_presences == 0
 
 
 def test_deaths_at_any_moment_leave_nothing(server):
