@@ -373,6 +373,8 @@ class Coordinator:
         shown = self._directory.shown / "dump" / incident.folder.name
         explanation: Explanation = explain(incident.folder, shown)
         incident.verdict = explanation.verdict
+        if explanation.story is not None:
+            incident.root_cause = explanation.story.to_json()
         others = [n for n in world.nodes if n != self._options.node_name and n not in world.lost]
         self._tell(others, m.Show(text=explanation.text))
 

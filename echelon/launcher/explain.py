@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.launcher.rundir import write_json
+from echelon.launcher.story import Story, root_cause_story
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Explanation:
     """What became of an incident's analysis."""
 
     verdict: dict[str, Any] | None  # the root finding, None if there is none
+    story: Story | None  # what the root cause said last
     text: str  # as it was printed
 
 
@@ -36,9 +38,12 @@ def explain(incident: Path, shown: Path) -> Explanation:
         report = analyze(incident)
         answer = report.to_json()
         write_json(incident / "verdict.json", answer)
+        story = root_cause_story(incident, answer["verdict"])
+        said = "".join(f"{line}\n" for line in (story.lines() if story else []))
         text = io.StringIO()
         render_text(report, Console(file=text, width=100))
-        (incident / "verdict.txt").write_text(text.getvalue())
+        (incident / "verdict.txt").write_text(said + text.getvalue())
+        print(said, end="", file=sys.stderr)
         render_text(report, Console(stderr=True))
     except Exception as err:  # noqa: BLE001 -- the job's own end matters more than our bug
         said = (
@@ -46,6 +51,8 @@ def explain(incident: Path, shown: Path) -> Explanation:
             f"{shown}: run fr-analyze {shown}"
         )
         print(said, file=sys.stderr)
-        return Explanation(None, said)
+        return Explanation(None, None, said)
     verdict = answer["verdict"]
-    return Explanation(verdict if isinstance(verdict, dict) else None, text.getvalue())
+    return Explanation(
+        verdict if isinstance(verdict, dict) else None, story, said + text.getvalue()
+    )

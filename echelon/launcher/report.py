@@ -33,6 +33,7 @@ class Incident:
     attempt: int
     reason: str
     verdict: Mapping[str, Any] | None = None
+    root_cause: Mapping[str, Any] | None = None  # what it said last
     explained: bool = False
     recovered: bool = False
 
@@ -70,6 +71,7 @@ class Report:
                         "attempt": incident.attempt,
                         "reason": incident.reason,
                         "verdict": incident.verdict,
+                        "root_cause": incident.root_cause,
                         "recovered": incident.recovered,
                     }
                     for incident in self.incidents

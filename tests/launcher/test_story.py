@@ -1,0 +1,70 @@
+"""What the report quotes of the root cause's stderr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.launcher.story import last_traceback, story_of
+from echelon.recorder.dump import empty_record
+from echelon.recorder.schema import HostFacts, Identity
+
+_TWO = """\
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+    g()
+KeyError: 'old'
+some log line
+Traceback (most recent call last):
+  File "train.py", line 72, in check
+    raise ValueError("bad")
+ValueError: bad
+after it
+"""
+
+
+def _record(stderr: str):
+    facts = HostFacts(stderr_tail=stderr, exit_code=1)
+    return empty_record(Path("x"), Identity(rank=3), facts)
+
+
+def test_the_last_traceback_counts_and_ends_with_its_exception():
+    assert last_traceback(_TWO.splitlines()) == _TWO.splitlines()[5:9]
+
+
+def test_a_story_quotes_the_traceback():
+    lines = story_of(_record(_TWO)).lines()
+    assert lines[0] == "rank 3, its traceback:"
+    assert lines[-1] == "  ValueError: bad"
+
+
+def test_without_a_traceback_the_last_lines_stand_in():
+    lines = story_of(_record("\n".join(f"line {i}" for i in range(20)))).lines()
+    assert lines == ["rank 3, its last lines:", *(f"  line {i}" for i in range(14, 20))]
+
+
+def test_a_silent_rank_has_no_story():
+    assert story_of(_record("")).lines() == []
+
+
+def test_a_crash_in_c_code_is_quoted_too():
+    crash = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+    )
+    crash += '  File "train.py", line 9 in step\n'
+    assert '    File "train.py", line 9 in step' in story_of(_record(crash)).lines()
+
+
+def test_a_long_traceback_keeps_its_ends():
+    frames = [f'  File "deep.py", line {i}, in f' for i in range(100)]
+    text = "\n".join(["Traceback (most recent call last):", *frames, "RecursionError: deep"])
+    lines = story_of(_record(text)).lines()
+    assert len(lines) == 25
+    assert lines[-1] == "  RecursionError: deep"
+
+
+@pytest.mark.parametrize("escape", ["\x1b[2J", "\x1b]0;title\x07", "\x9b2J", "\r"])
+def test_terminal_escapes_are_taken_out(escape):
+    shown = "\n".join(story_of(_record(f"a{escape}b")).lines())
+    assert not set(shown) & {"\x1b", "\x07", "\x9b", "\r"}
