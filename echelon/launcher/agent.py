@@ -182,17 +182,22 @@ class _Agent:
             if not self._obey():
                 self._stop_alone()
                 return
-            until = next_look_s
-            if self._coordinator is not None and self._events is not None:
-                for name, event in self._events.take():
-                    self._coordinator.take(name, event)
-                self._coordinator.step()
-                until = min(until, self._coordinator.deadline_s())
+            until = self._coordinate()
             if time.monotonic() >= next_look_s:
                 self._node.look()
                 next_look_s = time.monotonic() + look_s
-                until = min(until, next_look_s) if until > time.monotonic() else next_look_s
+            self._node.tick()
+            until = min(until, next_look_s, self._node.deadline_s())
             self._pump(max(0.0, until - time.monotonic()))
+
+    def _coordinate(self) -> float:
+        """Let the coordinator work, if it is here; return when it must again."""
+        if self._coordinator is None or self._events is None:
+            return float("inf")
+        for name, event in self._events.take():
+            self._coordinator.take(name, event)
+        self._coordinator.step()
+        return self._coordinator.deadline_s()
 
     def close(self) -> None:
         """Close what the loop holds."""

@@ -36,6 +36,7 @@ class Worker:
     rank: int
     local_rank: int
     folder: Path
+    logs: Path = Path()  # of its stdout.log and stderr.log
     pid: int = 0
     exit_code: int | None = None
     exited_mono_ns: int = 0
@@ -148,7 +149,7 @@ class _Witness:
         worker = self.worker
         after = signals.sample(self._pid) if worker.alive else signals.Sample()
         elapsed_s = time.monotonic() - self._sampled_s
-        tail = signals.tail(worker.folder / "stderr.log", _STDERR_TAIL_BYTES)
+        tail = signals.tail(worker.logs / "stderr.log", _STDERR_TAIL_BYTES)
         facts = HostFacts(
             alive=worker.alive,
             exit_code=worker.exit_code,

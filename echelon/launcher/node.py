@@ -7,6 +7,7 @@ workers do goes to the coordinator, through `tell`, whether that lives in this p
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
 import signal
 import time
@@ -18,7 +19,7 @@ from echelon.launcher import environment
 from echelon.launcher.control import messages as m
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from echelon.launcher.options import Options
-from echelon.launcher.output import Stream, Terminal
+from echelon.launcher.output import Source, Stream, Terminal
 from echelon.launcher.ringmemory import RingMemory
 from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
@@ -52,7 +53,9 @@ class NodeAgent:
         self._tell = tell
         self._say = say
         self._pump = pump
-        self._terminal = Terminal()
+        logs = options.logs
+        self._terminal = Terminal(as_json=logs.as_json, fold=logs.fold)
+        self._job_logs = f"{options.rdzv_id or 'none'}_{secrets.token_hex(4)}"
         self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
         self._streams: dict[int, Stream] = {}
         self._rings: dict[int, LiveRing] = {}
@@ -68,6 +71,14 @@ class NodeAgent:
         """Whether some worker has not ended."""
         return any(worker.exit_code is None for worker in self._workers)
 
+    def deadline_s(self) -> float:
+        """When `tick` must be called, at the latest."""
+        return self._terminal.deadline_s or float("inf")
+
+    def tick(self) -> None:
+        """Show output that was held back long enough."""
+        self._terminal.tick()
+
     # ---- commands ----
 
     def start(self, command: m.Start) -> None:
@@ -82,11 +93,12 @@ class NodeAgent:
             env.update(self._memory.environment())
             self._workers.append(Worker(rank=rank, local_rank=local_rank, folder=folder))
             pipes = self._guard.spawn(local_rank, self._options.program, env, str(Path.cwd()))
-            prefix = b"%d| " % rank
-            if command.num_nodes > 1:
-                prefix = b"%d:%d| " % (command.node_rank, rank)
+            source = Source(rank, command.node_rank, command.num_nodes > 1)
+            logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._workers[-1].logs = logs
             for number, pipe in enumerate(pipes, start=1):
-                self._add_stream(number, pipe, prefix, folder)
+                self._add_stream(number, pipe, source, logs, local_rank)
 
     def signal(self, number: int) -> None:
         """End workers, or let them go on to their end: they count as stopped by us."""
@@ -213,9 +225,21 @@ class NodeAgent:
         assert self._start is not None
         self._tell(m.WorkerEnded(attempt=self._start.attempt, rank=worker.rank, code=code))
 
-    def _add_stream(self, number: int, pipe: int, prefix: bytes, folder: Path) -> None:
-        log = folder / ("stdout.log" if number == 1 else "stderr.log")
-        stream = Stream(pipe, number, prefix, log.open("wb"), self._terminal)
+    def _add_stream(
+        self, number: int, pipe: int, source: Source, folder: Path, local_rank: int
+    ) -> None:
+        plan, name = self._options.logs, "stdout" if number == 1 else "stderr"
+        filters = plan.filters.get(number, ())
+        filtered = folder.parent / f"filtered_{name}.log"
+        stream = Stream(
+            pipe,
+            number,
+            source,
+            (folder / f"{name}.log").open("wb"),
+            self._terminal if plan.is_shown(local_rank, number) else None,
+            tuple(text.encode() for text in filters),
+            filtered.open("ab") if filters else None,
+        )
         self._streams[pipe] = stream
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
 

@@ -7,24 +7,63 @@ terminal it is shown below everything else until the next one replaces it, and n
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from echelon.launcher.fold import Fold
+
 _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut into several, so that memory stays bounded
 _ERASE = b"\r\x1b[2K"
+_NAMES = {1: "stdout", 2: "stderr"}
 
 
 class Terminal:
-    """The launcher's own stdout and stderr, shared by all workers."""
+    """The launcher's own stdout and stderr, shared by all workers.
 
-    def __init__(self) -> None:
+    Args:
+        as_json: write each line as a JSON object instead of with a prefix.
+        fold: show a line that many ranks print at about the same time once.
+    """
+
+    def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
         self._streams: dict[int, BinaryIO] = {1: sys.stdout.buffer, 2: sys.stderr.buffer}
         self._live = b""
+        self._as_json = as_json
+        self._folds = {1: Fold(), 2: Fold()} if fold and not as_json else {}
+        self._node = b""
         self.columns = _columns()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` has something to do; None if nothing is held back."""
+        due = [fold.deadline_s for fold in self._folds.values()]
+        return min((at for at in due if at is not None), default=None)
+
+    def tick(self) -> None:
+        """Show what was held back long enough."""
+        for stream, fold in self._folds.items():
+            self._write_folded(stream, fold.due(time.monotonic()))
+
+    def show(self, stream: int, source: Source, lines: Sequence[bytes]) -> None:
+        """Show whole lines of a worker."""
+        if self._as_json:
+            text = b"".join(source.as_json(stream, line) for line in lines)
+        elif stream in self._folds:
+            self._node = source.node_prefix
+            now_s = time.monotonic()
+            for line in lines:
+                self._write_folded(stream, self._folds[stream].add(source.rank, line, now_s))
+            return
+        else:
+            text = b"".join(source.prefix + line + b"\n" for line in lines)
+        self.write_lines(stream, text)
 
     def write_lines(self, stream: int, lines: bytes) -> None:
         """Write whole lines, in one piece. A closed terminal is not the job's problem."""
@@ -38,28 +77,73 @@ class Terminal:
             self._streams[stream] = Path(os.devnull).open("wb")  # noqa: SIM115 -- to the end
 
     def show_live(self, text: bytes) -> None:
-        """Show a live line in place of the last one."""
-        if self.columns is None:
+        """Show a live line in place of the last one; an empty one takes it away."""
+        if self.columns is None or self._as_json:
+            return
+        if not text:
+            self.end_live()
             return
         self._live = text
         self.write_lines(1, b"")
 
     def end_live(self) -> None:
-        """Take the live line away."""
+        """Take the live line away, and show what is still held back."""
         if self._live:
             self._live = b""
             self.write_lines(1, _ERASE)
+        for stream, fold in self._folds.items():
+            self._write_folded(stream, fold.flush())
+
+    def _write_folded(self, stream: int, lines: Sequence[bytes]) -> None:
+        if lines:
+            self.write_lines(stream, b"".join(self._node + line for line in lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Who printed a line."""
+
+    rank: int
+    node_rank: int
+    has_many_nodes: bool
+
+    @property
+    def node_prefix(self) -> bytes:
+        """Say which node, if there are several."""
+        return b"%d:" % self.node_rank if self.has_many_nodes else b""
+
+    @property
+    def prefix(self) -> bytes:
+        """Say who, before a line: `3| `, or `1:3| ` with several nodes."""
+        return self.node_prefix + b"%d| " % self.rank
+
+    def as_json(self, stream: int, line: bytes) -> bytes:
+        """Return a line as a JSON object on a line."""
+        fields = {
+            "node": self.node_rank,
+            "rank": self.rank,
+            "stream": _NAMES[stream],
+            "line": line.decode("utf-8", "replace"),
+        }
+        return json.dumps(fields).encode() + b"\n"
 
 
 @dataclass
 class Stream:
-    """One output stream of one worker, from its pipe to its file and the terminal."""
+    """One output stream of one worker, from its pipe to its file and the terminal.
+
+    Attributes:
+        terminal: None if it is not shown.
+        filters: a line with one of these in it goes to `filtered` as well.
+    """
 
     pipe: int
     number: int  # 1: stdout, 2: stderr
-    prefix: bytes
+    source: Source
     log: BinaryIO
-    terminal: Terminal
+    terminal: Terminal | None
+    filters: tuple[bytes, ...] = ()
+    filtered: BinaryIO | None = None
     _rest: bytes = field(default=b"", repr=False)
 
     def pump(self) -> bool:
@@ -70,34 +154,45 @@ class Stream:
             return False
         self.log.write(data)
         self.log.flush()
-        self._show(self._rest + data)
+        if self.terminal is not None or self.filtered is not None:
+            self._cut(self._rest + data)
         return True
 
     def flush(self) -> None:
         """Show a last line that has no line end."""
         if self._rest.strip():
-            self.terminal.write_lines(self.number, self.prefix + self._rest + b"\n")
+            self._pass([self._rest])
         self._rest = b""
 
     def close(self) -> None:
-        """Close the pipe and the file."""
+        """Close the pipe and the files."""
         os.close(self.pipe)
         self.log.close()
+        if self.filtered is not None:
+            self.filtered.close()
 
-    def _show(self, data: bytes) -> None:
+    def _cut(self, data: bytes) -> None:
         whole, newline, rest = data.rpartition(b"\n")
         if newline:
-            lines = (_last_state(line) for line in whole.split(b"\n"))
-            text = b"".join(self.prefix + line + b"\n" for line in lines)
-            self.terminal.write_lines(self.number, text)
+            self._pass([_last_state(line) for line in whole.split(b"\n")])
         if b"\r" in rest:
             *_, live, rest = rest.split(b"\r")
-            if live.strip():
-                self.terminal.show_live(self.prefix + live)
+            if self.terminal is not None:
+                shown = live.replace(b"\x1b[2K", b"")
+                self.terminal.show_live(self.source.prefix + live if shown.strip() else b"")
         if len(rest) > _LONGEST_LINE_BYTES:
-            self.terminal.write_lines(self.number, self.prefix + rest + b"\n")
+            self._pass([rest])
             rest = b""
         self._rest = rest
+
+    def _pass(self, lines: Sequence[bytes]) -> None:
+        if self.filtered is not None:
+            for line in lines:
+                if any(text in line for text in self.filters):
+                    self.filtered.write(line + b"\n")
+            self.filtered.flush()
+        if self.terminal is not None:
+            self.terminal.show(self.number, self.source, lines)
 
 
 def _last_state(line: bytes) -> bytes:

@@ -60,6 +60,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--nnodes", "2", "--rdzv-conf", "is_host", "x.py"], "'is_host' is not NAME=VALUE"),
         (["--no-such-option", "1", "x.py"], "unrecognized arguments: --no-such-option"),
         (["--nproc-per-node", "2"], "no SCRIPT given"),
+        (["-r", "10:4", "x.py"], "'4' is not 0 (none), 1 (stdout)"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(argv, said, capsys):

@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from echelon.launcher.output import Stream, Terminal
+from echelon.launcher.output import Source, Stream, Terminal
 
 
 class _Screen(Terminal):
     """Keeps what would be written."""
 
-    def __init__(self, columns: int | None) -> None:
-        super().__init__()
+    def __init__(self, columns: int | None, **options: bool) -> None:
+        super().__init__(**options)
         self.columns = columns
         self.text = b""
 
@@ -25,10 +25,11 @@ class _Screen(Terminal):
 def make_stream(tmp_path):
     streams = []
 
-    def make(columns: int | None = None) -> tuple[Stream, int]:
+    def make(columns: int | None = None, *, nodes: bool = False, **options) -> tuple[Stream, int]:
         read_end, write_end = os.pipe()
         log = (tmp_path / "stdout.log").open("wb")
-        stream = Stream(read_end, 1, b"3| ", log, _Screen(columns))
+        screen = _Screen(columns, **options)
+        stream = Stream(read_end, 1, Source(3, 1, nodes), log, screen)
         streams.append((stream, write_end))
         return stream, write_end
 
@@ -76,3 +77,33 @@ def test_an_endless_line_does_not_fill_the_memory(make_stream):
         _feed(stream, write_end, b"x" * 32768)
     assert stream.terminal.text.count(b"\n") >= 1
     assert len(stream._rest) <= 1 << 20
+
+
+def test_a_bare_carriage_return_takes_the_live_line_away(make_stream):
+    text = _feed(*make_stream(80), b"10%\r", b"\x1b[2K\r", b"line\n")
+    assert text == b"<live:3| 10%>\r\x1b[2K3| line\n"
+
+
+def test_with_several_nodes_the_prefix_names_the_node(make_stream):
+    assert _feed(*make_stream(nodes=True), b"hello\n") == b"1:3| hello\n"
+
+
+def test_lines_as_json(make_stream):
+    text = _feed(*make_stream(as_json=True), b'say "x"\n')
+    assert text == b'{"node": 1, "rank": 3, "stream": "stdout", "line": "say \\"x\\""}\n'
+
+
+def test_folded_lines_come_at_the_end_at_the_latest(make_stream):
+    stream, write_end = make_stream(fold=True)
+    assert _feed(stream, write_end, b"a\n") == b""
+    assert _feed(stream, write_end, b"b\n") == b"3| a\n"
+    stream.terminal.end_live()
+    assert stream.terminal.text == b"3| a\n3| b\n"
+
+
+def test_filtered_lines_go_to_their_own_file_too(make_stream, tmp_path):
+    stream, write_end = make_stream()
+    stream.filtered = (tmp_path / "filtered.log").open("ab")
+    stream.filters = (b"apple", b"orange")
+    _feed(stream, write_end, b"an apple\na pear\noranges\n")
+    assert (tmp_path / "filtered.log").read_bytes() == b"an apple\noranges\n"

@@ -192,6 +192,22 @@ def test_who_ignores_sigterm_is_killed_with_all_it_started(script, run_dir, monk
     assert _wait_until_gone(mark) == []
 
 
+def test_streams_are_redirected_filtered_and_kept_where_asked(script, run_dir, tmp_path):
+    done = run_echelon(
+        "run", "--nproc-per-node", "3", "-r", "0:3,1-2:2", "--local-ranks-filter", "0,1",
+        "--log-dir", str(tmp_path / "logs"), "--duplicate-stderr-filters", "bad", "--run-dir",
+        str(run_dir),
+        script("import sys; print('out'); print('a bad thing', file=sys.stderr)"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1| out\n"
+    assert "bad" not in done.stderr
+    (job,) = (tmp_path / "logs").iterdir()
+    assert (job / "attempt_0/2/stdout.log").read_text() == "out\n"
+    assert (job / "attempt_0/filtered_stderr.log").read_text() == "a bad thing\n" * 3
+    assert not (run_dir / "rank_0/attempt_0/stdout.log").exists()
+
+
 def test_a_stall_is_reported_once_and_its_end_is_noted(script, run_dir):
     done = run_echelon(
         "run", "--nproc-per-node", "2", "--stall-timeout", "0.5", "--run-dir", str(run_dir),

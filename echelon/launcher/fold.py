@@ -1,0 +1,71 @@
+"""Show a line that many ranks print at about the same time only once: `0-7| line`.
+
+A line is held back for a fifth of a second from its first rank on; whoever prints the same within
+that time is added to it. Lines of one rank keep their order: a held line goes out before a later
+line of a rank that printed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HOLD_S = 0.2
+
+
+@dataclass(slots=True)
+class _Held:
+    line: bytes
+    ranks: list[int]
+    due_s: float
+
+
+class Fold:
+    """Pure: takes lines with the time, gives back what is due."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, _Held] = {}
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When something is due; None if nothing is held."""
+        return min((held.due_s for held in self._held.values()), default=None)
+
+    def add(self, rank: int, line: bytes, now_s: float) -> list[bytes]:
+        """Take a line in; return lines that must go out first."""
+        held = self._held.get(line)
+        if held is not None and rank not in held.ranks:
+            held.ranks.append(rank)
+            return []
+        out = self._release(rank)
+        self._held[line] = _Held(line, [rank], now_s + HOLD_S)
+        return out
+
+    def due(self, now_s: float) -> list[bytes]:
+        """Return the lines whose time has come."""
+        return self._take([h for h in self._held.values() if h.due_s <= now_s])
+
+    def flush(self) -> list[bytes]:
+        """Return all that is held."""
+        return self._take(list(self._held.values()))
+
+    def _release(self, rank: int) -> list[bytes]:
+        """Let out what this rank printed before, and what was held longer than that."""
+        mine = [h.due_s for h in self._held.values() if rank in h.ranks]
+        if not mine:
+            return []
+        return self._take([h for h in self._held.values() if h.due_s <= max(mine)])
+
+    def _take(self, held: list[_Held]) -> list[bytes]:
+        for one in held:
+            del self._held[one.line]
+        return [_spans(one.ranks).encode() + b"| " + one.line + b"\n" for one in held]
+
+
+def _spans(ranks: list[int]) -> str:
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)

@@ -1,0 +1,110 @@
+"""Which of a worker's streams goes where: torchrun's `-r`, `-t` and filters, with ranges of ranks.
+
+Every stream is kept in a file. It is shown on the terminal too, unless it is redirected (`-r`) and
+not teed (`-t`), or its local rank is not among `--local-ranks-filter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+from pathlib import Path
+
+
+class Std(IntFlag):
+    """The streams, as torchrun numbers them."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A choice of streams: for all local ranks, or for some."""
+
+    default: Std = Std.NONE
+    ranks: Mapping[int, Std] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> Std:
+        """Return the choice for a local rank."""
+        return self.ranks.get(local_rank, self.default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogPlan:
+    """What becomes of the workers' output."""
+
+    redirects: PerRank = PerRank()
+    tee: PerRank = PerRank()
+    shown_ranks: frozenset[int] | None = None  # local ones; None: all
+    log_dir: Path | None = None  # torchrun's layout below it; None: the run directory
+    filters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # stream -> substrings
+    as_json: bool = False
+    fold: bool = False
+
+    def is_shown(self, local_rank: int, stream: int) -> bool:
+        """Tell whether a stream (1: stdout, 2: stderr) of a local rank goes to the terminal."""
+        if self.shown_ranks is not None and local_rank not in self.shown_ranks:
+            return False
+        bit = Std(stream)
+        return not self.redirects.of(local_rank) & bit or bool(self.tee.of(local_rank) & bit)
+
+    def folder(self, rank_dir: Path, job_dir: str, attempt: int, local_rank: int) -> Path:
+        """Return the folder of a worker's logs; `job_dir` names this job below `log_dir`."""
+        if self.log_dir is None:
+            return rank_dir
+        return self.log_dir / job_dir / f"attempt_{attempt}" / str(local_rank)
+
+
+def parse_streams(text: str) -> PerRank:
+    """Read `3`, or `0:3,1:2`, or `0-7:3,12:1`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not text:
+        return PerRank()
+    if ":" not in text:
+        return PerRank(_streams(text))
+    ranks: dict[int, Std] = {}
+    for pair in text.split(","):
+        span, colon, streams = pair.partition(":")
+        if not colon:
+            raise ValueError(f"{pair!r} is not RANK:STREAMS")
+        for rank in parse_ranks(span):
+            ranks[rank] = _streams(streams)
+    return PerRank(Std.NONE, ranks)
+
+
+def parse_ranks(text: str) -> frozenset[int]:
+    """Read `0,2,8-15`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    ranks: set[int] = set()
+    for span in text.split(","):
+        first, dash, last = span.partition("-")
+        try:
+            low, high = int(first), int(last if dash else first)
+        except ValueError:
+            raise ValueError(f"{span!r} is no rank and no range of ranks") from None
+        if not 0 <= low <= high <= 1 << 16:
+            raise ValueError(f"{span!r} is no range of ranks")
+        ranks.update(range(low, high + 1))
+    return frozenset(ranks)
+
+
+def parse_filters(text: str) -> tuple[str, ...]:
+    """Read `apple,orange`; a comma that is meant is doubled."""
+    parts = text.replace(",,", "\0").split(",") if text else []
+    return tuple(part.replace("\0", ",") for part in parts if part)
+
+
+def _streams(text: str) -> Std:
+    if text not in ("0", "1", "2", "3"):
+        raise ValueError(f"{text!r} is not 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
+    return Std(int(text))
