@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -222,8 +223,15 @@ class Figure:
     """One run: seconds, peak resident bytes, and what it said."""
 
     wall_s: float
+    cpu_s: float
     peak_bytes: int
     said: str
+    finished: bool = True
+
+    def columns(self) -> list[str]:
+        """Show time, processor time and memory; what was stopped has no time of its own."""
+        wall = f"{self.wall_s:.1f} s" if self.finished else f"stopped after {self.wall_s:.0f} s"
+        return [wall, f"{self.cpu_s:.1f} s", f"{self.peak_bytes / 2**30:.2f} GiB"]
 
 
 def run(command: list[str], *, timeout_s: float = 900.0) -> Figure:
@@ -238,10 +246,11 @@ def run(command: list[str], *, timeout_s: float = 900.0) -> Figure:
         text = out.read().decode("utf-8", "replace") or err.read().decode("utf-8", "replace")
         assert pid == process.pid, (pid, status)
         process.returncode = os.waitstatus_to_exitcode(status)
-        return Figure(wall_s, usage.ru_maxrss * 1024, text)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        return Figure(wall_s, cpu_s, usage.ru_maxrss * 1024, text, process.returncode != -9)
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, object]:
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int, int, Any]:
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
@@ -259,8 +268,12 @@ def measure(folder: Path, plan: Plan, repeat: int) -> Figure:
         verdict = json.loads(figure.said)["verdict"]
         assert verdict["culprit_ranks"] == [plan.culprit], verdict
         figures.append(figure)
-    wall_s = statistics.median(figure.wall_s for figure in figures)
-    return Figure(wall_s, max(figure.peak_bytes for figure in figures), "right")
+    return Figure(
+        statistics.median(figure.wall_s for figure in figures),
+        statistics.median(figure.cpu_s for figure in figures),
+        max(figure.peak_bytes for figure in figures),
+        "right",
+    )
 
 
 def measure_torch_analyzer(folder: Path, timeout_s: float) -> Figure | None:
@@ -332,8 +345,8 @@ def main() -> int:
     if options.sets is not None:
         compare_sets(options.sets)
         return 0
-    print("| ranks | operations | dumps | fr-analyze | peak memory | torch's analyzer | its peak |")
-    print("|---|---|---|---|---|---|---|")
+    print("| ranks | dumps | fr-analyze | CPU | peak | torch's analyzer | CPU | peak |")
+    print("|---|---|---|---|---|---|---|---|")
     for ranks in options.ranks:
         for kind in options.formats:
             with tempfile.TemporaryDirectory(dir=options.folder, prefix="analyze-") as below:
@@ -352,12 +365,9 @@ def _line(options: argparse.Namespace, plan: Plan, kind: str, below: str) -> str
         theirs = measure_torch_analyzer(folder, options.torch_timeout)
     columns = [
         f"{plan.ranks:,}",
-        f"{plan.operations:,} x 3 groups",
         f"{kind}'s" if kind == "torch" else "ours",
-        f"{ours.wall_s:.1f} s",
-        f"{ours.peak_bytes / 2**30:.2f} GiB",
-        f"{theirs.wall_s:.1f} s" if theirs else "-",
-        f"{theirs.peak_bytes / 2**30:.2f} GiB" if theirs else "-",
+        *ours.columns(),
+        *(theirs.columns() if theirs else ["-", "-", "-"]),
     ]
     return "| " + " | ".join(columns) + " |"
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from imagined_torch import TorchJob
 
 from echelon.analysis import analyze
+from echelon.analysis.diagnose import examine
 from echelon.analysis.finding import Finding
+from echelon.analysis.report.html import render_html
 from echelon.analysis.torch_file import rank_in_name, ranks_in
 from echelon.errors import DumpFormatError
 
@@ -291,3 +295,23 @@ def test_groups_of_one_name_on_different_ranks_are_two_groups(tmp_path: Path) ->
         for _ in range(2 if rank.rank < 2 else 5):
             rank.call(group=("1", "tp"))
     assert verdict_of(job, tmp_path) is None
+
+
+def test_damaged_dumps_never_make_it_fall_over(tmp_path: Path) -> None:
+    """Bytes are changed at random; each file is read, or refused with its name, and drawn."""
+    random = np.random.default_rng(11)
+    num_read = 0
+    for round_ in range(60):
+        source = DATA / SETS[round_ % len(SETS)]
+        folder = tmp_path / str(round_)
+        folder.mkdir()
+        for file in sorted(source.glob("*_rank_*")):
+            data = bytearray(file.read_bytes())
+            for _ in range(int(random.integers(0, 4))):
+                data[int(random.integers(len(data)))] = int(random.integers(256))
+            (folder / file.name).write_bytes(data)
+        with contextlib.suppress(DumpFormatError):  # all of a set may be refused
+            picture, report = examine(folder)
+            assert render_html(picture, report)
+            num_read += len(report.ranks_present)
+    assert num_read > 60
