@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 import echelon.dist as dist
@@ -31,3 +33,42 @@ def test_shm_keeps_the_contract(world_size, engine):
         environ={"ECHELON_SHM": engine},
     )
     assert ends == ["shm"] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gloo_keeps_the_contract(world_size):
+    pytest.importorskip("torch")
+    traits = contract.Traits(ordered=False)
+    assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=120) == (
+        ["gloo"] * world_size
+    )
+
+
+def _keep_contract_on_hosts(rank: int, world_size: int, hosts: tuple[int, ...]) -> str:
+    """Ranks that believe to be on several hosts: the logic of two levels, without networks."""
+    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy.host_identity = lambda: {"boot": f"host {hosts[rank]}"}
+    return _keep_contract(rank, world_size, "shm+gloo", contract.Traits(ordered=False))
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)])
+def test_shm_gloo_keeps_the_contract(hosts):
+    pytest.importorskip("torch")
+    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, timeout_s=120)
+    assert ends == ["shm+gloo"] * len(hosts)
+
+
+def _keep_order(rank: int, world_size: int, backend: str) -> None:
+    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
+    group = dist.init(backend, timeout_s=60, reduction="rank_ordered")
+    traits = contract.Traits(ordered=True)
+    for check in (contract.check_large, contract.check_reduce_scatter, contract.check_reduce):
+        check(group, traits)
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
+def test_rank_ordered_sums_are_the_same_bits_on_every_backend(backend):
+    pytest.importorskip("torch")
+    run_ranks(_keep_order, 4, backend, timeout_s=120)

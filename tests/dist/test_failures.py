@@ -54,6 +54,18 @@ def test_a_killed_rank_is_named_long_before_the_timeout(num, engine):
     run_ranks(_wait_for_death, 4, "shm", num, exit_codes={1: -signal.SIGKILL}, environ=engine)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
+def test_a_killed_rank_is_named_by_backends_with_connections_too(backend):
+    pytest.importorskip("torch")
+    run_ranks(_wait_for_death_on_hosts, 4, backend, exit_codes={1: -signal.SIGKILL})
+
+
+def _wait_for_death_on_hosts(rank: int, world_size: int, backend: str) -> None:
+    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
+    _wait_for_death(rank, world_size, backend, 1000)
+
+
 def _die_inside(rank: int, world_size: int) -> None:
     world = dist.init(timeout_s=600)
     x = np.ones(BIG, np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,19 @@ def _differ(rank: int, world_size: int, backend: str, kind: str, odd: tuple[int,
 def test_every_rank_names_the_one_that_differs(kind, engine):
     texts = run_ranks(_differ, 4, "shm", kind, (2,), environ={"ECHELON_SHM": engine})
     assert [text.partition(": ")[2] for text in texts] == [f"rank 2 called {_TEXTS[kind]}"] * 4
+
+
+def _differ_on_hosts(rank: int, world_size: int, backend: str, kind: str) -> str:
+    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
+    return _differ(rank, world_size, backend, kind, (2,))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
+def test_backends_with_connections_name_it_alike(backend):
+    pytest.importorskip("torch")
+    texts = run_ranks(_differ_on_hosts, 4, backend, "dtype")
+    assert [text.partition(": ")[2] for text in texts] == [f"rank 2 called {_TEXTS['dtype']}"] * 4
 
 
 def _differ_in_tie(rank: int, world_size: int) -> tuple[int, ...]:

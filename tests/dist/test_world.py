@@ -108,7 +108,7 @@ def test_torchrun_itself_starts_a_world(tmp_path):
         "import numpy as np, echelon.dist as dist\n"
         "world = dist.init(timeout_s=60)\n"
         "x = np.ones(2); world.all_reduce(x)\n"
-        "print('sum', x.tolist()); dist.shutdown()\n"
+        "import os; os.write(1, f'sum {x.tolist()}\\n'.encode()); dist.shutdown()\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

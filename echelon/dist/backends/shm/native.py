@@ -20,6 +20,7 @@ from echelon.dist.backends.operation import CALL_BYTES, OPERATIONS, REDUCE_OPS, 
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
 from echelon.dist.backends.shm.peers import Peers
+from echelon.dist.backends.shm.reduction import reduce_into
 from echelon.dist.backends.shm.rendezvous import Plan
 from echelon.dist.mismatch import message_error, mismatch_error, split_error
 from echelon.errors import CollectiveError
@@ -195,3 +196,11 @@ def _split_bytes(operation: Operation) -> bytes:
 def _array(data: Flat | None) -> Flat:
     assert data is not None
     return data
+
+
+def reduce(target: Flat, parts: list[Flat], reduce_op: str, dtype: str) -> None:
+    """Reduce parts in rank order into `target`, in C if it was built. For other backends."""
+    if _native is None:
+        reduce_into(target, parts, reduce_op, dtype)
+    else:
+        _native.reduce(target, parts, _DTYPES[dtype], _REDUCE_OPS[reduce_op])

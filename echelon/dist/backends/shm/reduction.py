@@ -56,7 +56,7 @@ def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str)
 
 def _reduce_halves(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
     widen: Callable[[Flat], npt.NDArray[np.float32]] = (
-        _widen_bfloat16 if dtype == "bfloat16" else _widen_float16
+        widen_bfloat16 if dtype == "bfloat16" else _widen_float16
     )
     combine = _COMBINE[reduce_op]
     total = widen(parts[0])
@@ -66,7 +66,7 @@ def _reduce_halves(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: s
     if reduce_op == "avg":
         total /= np.float32(len(parts))
     if dtype == "bfloat16":
-        _narrow_bfloat16(total, target)
+        narrow_bfloat16(total, target)
     else:
         with np.errstate(over="ignore"):
             np.copyto(target, total, casting="same_kind")
@@ -76,14 +76,14 @@ def _widen_float16(part: Flat) -> npt.NDArray[np.float32]:
     return part.astype(np.float32)
 
 
-def _widen_bfloat16(part: Flat) -> npt.NDArray[np.float32]:
+def widen_bfloat16(part: Flat) -> npt.NDArray[np.float32]:
     """A bfloat16 is the upper half of a float32."""
     wide = part.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
-def _narrow_bfloat16(total: npt.NDArray[np.float32], target: Flat) -> None:
+def narrow_bfloat16(total: npt.NDArray[np.float32], target: Flat) -> None:
     """Round to nearest even: add half of the lost part, minus one if the kept part is even."""
     bits: npt.NDArray[Any] = total.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16

@@ -106,6 +106,13 @@ def host_identity() -> dict[str, Any]:
     }
 
 
+def process_identity() -> dict[str, Any]:
+    """Say which process of which host this is, to whoever watches it from there."""
+    identity = host_identity()
+    host = f"{identity['boot']}/{identity['net']}/{identity['pids']}"
+    return {"host": host, "pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
+
+
 def gather(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:

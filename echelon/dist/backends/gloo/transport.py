@@ -1,0 +1,155 @@
+"""Torch's ProcessGroupGloo on our store: made, waited for in slices, and torn down.
+
+Imported only where Gloo is used, since it imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+
+from echelon.dist.arrays import Flat
+from echelon.store import PrefixStore
+
+_SLICE_S = 0.1
+_core: Any = torch._C._distributed_c10d
+_REDUCE_OPS = {
+    "sum": torch_dist.ReduceOp.SUM,
+    "min": torch_dist.ReduceOp.MIN,
+    "max": torch_dist.ReduceOp.MAX,
+    "prod": torch_dist.ReduceOp.PRODUCT,
+}
+
+
+class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
+    """Our store as the one that Gloo's full mesh is negotiated on."""
+
+    def __init__(self, store: PrefixStore, timeout_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value.encode("latin-1") if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key, timeout=self._timeout_s)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout=self._timeout_s if timeout is None else timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+class Transport:
+    """One full mesh of Gloo connections."""
+
+    def __init__(
+        self, store: PrefixStore, rank: int, size: int, address: str, timeout_s: float
+    ) -> None:
+        options = _core.ProcessGroupGloo._Options()
+        options._devices = [_core.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 2
+        self._store = _Bridge(store, timeout_s)  # Gloo keeps no reference of its own
+        self._group: Any = _core.ProcessGroupGloo(self._store, rank, size, options)
+
+    def close(self) -> None:
+        """Close the connections: peers that wait on them notice at once."""
+        self._group = None
+
+    def all_gather(self, out: Flat, data: Flat) -> Any:
+        """Start collecting everyone's bytes."""
+        return self._group._allgather_base(tensor(out), tensor(data))
+
+    def all_reduce(self, data: Flat, reduce_op: str) -> Any:
+        """Start Gloo's own ring; only for dtypes and ops that it has."""
+        options = _core.AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[reduce_op]
+        return self._group.allreduce([torch.from_numpy(data)], options)
+
+    def all_to_all(self, out: Flat, data: Flat, outs: list[int], ins: list[int]) -> Any:
+        """Start exchanging bytes by splits."""
+        return self._group.alltoall_base(
+            tensor(out), tensor(data), outs, ins, _core.AllToAllOptions()
+        )
+
+    def broadcast(self, data: Flat, root: int) -> Any:
+        """Start sending the root's bytes to all."""
+        options = _core.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._group.broadcast([tensor(data)], options)
+
+    def gather(self, rows: list[Flat] | None, data: Flat, root: int) -> Any:
+        """Start collecting everyone's bytes at the root."""
+        options = _core.GatherOptions()
+        options.rootRank = root
+        outs = [] if rows is None else [[tensor(row) for row in rows]]
+        return self._group.gather(outs, [tensor(data)], options)
+
+    def scatter(self, out: Flat, rows: list[Flat] | None, root: int) -> Any:
+        """Start giving each rank its bytes of the root."""
+        options = _core.ScatterOptions()
+        options.rootRank = root
+        ins = [] if rows is None else [[tensor(row) for row in rows]]
+        return self._group.scatter([tensor(out)], ins, options)
+
+    def send(self, data: Flat, peer: int, tag: int) -> Any:
+        """Start sending bytes to one rank."""
+        return self._group.send([tensor(data)], peer, tag)
+
+    def receive(self, data: Flat, peer: int, tag: int) -> Any:
+        """Start receiving bytes from one rank."""
+        return self._group.recv([tensor(data)], peer, tag)
+
+
+def tensor(data: Flat) -> Any:
+    """View bytes as a tensor; a read-only array too, since Gloo only reads its inputs."""
+    raw = data.view(np.uint8)
+    if not raw.flags.writeable and raw.size:
+        window: Any = (ctypes.c_uint8 * raw.size).from_address(raw.ctypes.data)
+        raw = np.frombuffer(window, np.uint8)
+    return torch.from_numpy(raw)
+
+
+def wait(work: Any, deadline_s: float, look: Callable[[], None]) -> bool:
+    """Wait for a collective, looking around every 100 ms; False once the time is up.
+
+    Raises:
+        RuntimeError: Gloo's own error: a connection broke.
+    """
+    while True:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        if work.is_completed():
+            work.wait()
+            return True
+        try:
+            work.wait(timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            look()
+        else:
+            return True
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address by which this machine would reach the store: the others can reach it."""
+    family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)  # sends nothing: it only chooses the route
+        return str(probe.getsockname()[0])

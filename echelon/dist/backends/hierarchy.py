@@ -1,0 +1,325 @@
+"""shm+gloo: shared memory inside a host, one Gloo ring per local rank between hosts.
+
+With L ranks on each of H hosts, n bytes an array:
+
+    all_reduce       reduce_scatter inside, all_reduce of n/L across, all_gather inside
+    reduce_scatter   reduce_scatter inside, reduce_scatter of the rest across
+    all_gather       all_gather across, all_gather inside
+    broadcast        across from the root, then inside on each host
+    messages         inside by shared memory, across by Gloo
+
+So each byte crosses the network once for each host and not once for each rank. What has no such
+form here (all_to_all, gather, scatter), sums in rank order, and groups whose hosts hold different
+numbers of ranks take one flat Gloo mesh. The calls of all ranks are compared first, over both
+levels, so that a mismatch names ranks of any host on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from echelon.dist import failures
+from echelon.dist.arrays import Flat
+from echelon.dist.backends.gloo import backend as gloo
+from echelon.dist.backends.interface import Backend, Members
+from echelon.dist.backends.lanes import LaneBackend
+from echelon.dist.backends.operation import CALL_BYTES, Operation, encode_call
+from echelon.dist.backends.shm import backend as shm
+from echelon.dist.backends.shm.reduction import narrow_bfloat16, widen_bfloat16
+from echelon.dist.backends.shm.rendezvous import gather, host_identity
+from echelon.dist.mismatch import mismatch_error
+from echelon.errors import CollectiveError, CollectiveMismatchError
+from echelon.store import PrefixStore
+
+
+def not_ready() -> str:
+    """Say why this machine cannot run the backend; "" if it can."""
+    return shm.not_ready() or gloo.not_ready()
+
+
+def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+    """Make the engine of a group; every member calls this.
+
+    Raises:
+        CollectiveTimeoutError: members did not come within `timeout_s`.
+    """
+    return HierarchyBackend(members, store, timeout_s)
+
+
+class _Level:
+    """A sub-group on one level, with its own numbers for what it is asked to do."""
+
+    def __init__(self, members: Members, backend: Backend) -> None:
+        self.members = members
+        self.backend = backend
+        self._sequence = 0
+
+    def run(
+        self,
+        kind: str,
+        source: Flat | None,
+        target: Flat | None,
+        like: Operation,
+        timeout_s: float,
+        *,
+        reduce_op: str = "",
+        root: int = -1,
+    ) -> None:
+        """Carry out one step of `like` among the members of this level."""
+        shown = source if source is not None else target
+        shape = None if shown is None else (len(shown),)
+        operation = Operation(
+            kind=kind,
+            sequence=self._sequence,
+            dtype=like.dtype,
+            reduce_op=reduce_op,
+            root=root,
+            source=source,
+            target=target,
+            shape=shape or (),
+            timeout_s=timeout_s,
+            call=encode_call(kind, reduce_op, like.dtype, root, shape),
+        )
+        self._sequence += 1
+        self.backend.execute(operation)
+
+
+class HierarchyBackend(LaneBackend):
+    """Carries out operations on two levels."""
+
+    name = "shm+gloo"
+
+    def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
+        super().__init__()
+        self._members = members
+        self._size = members.size
+        self._lost: CollectiveError | None = None
+        self._closed = False
+        deadline_s = time.monotonic() + timeout_s
+        facts = gather(members, store, "levels", host_identity(), deadline_s)
+        hosts: dict[str, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            hosts.setdefault(json.dumps(fact, sort_keys=True), []).append(rank)
+        self._hosts = list(hosts.values())  # group ranks, by host
+        self._is_even = len({len(ranks) for ranks in self._hosts}) == 1
+        self._mine = next(i for i, ranks in enumerate(self._hosts) if members.rank in ranks)
+        self._place = self._hosts[self._mine].index(members.rank)
+        self._order = [rank for ranks in self._hosts for rank in ranks]  # by host, then place
+        self._deadline_s = deadline_s
+        self._flat = gloo.GlooBackend(members, PrefixStore("flat", store), timeout_s,
+                                      verdicts=store)  # fmt: skip
+        self._inside = self._level(self._hosts[self._mine], f"inside/{self._mine}", store)
+        self._across: _Level | None = None
+        if self._is_even and len(self._hosts) > 1:
+            column = [ranks[self._place] for ranks in self._hosts]
+            self._across = self._level(column, f"across/{self._place}", store, is_inside=False)
+        self._run: dict[str, Callable[[Operation, float], None]] = {
+            "all_reduce": self._all_reduce,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "broadcast": self._broadcast,
+        }
+
+    def _level(
+        self, ranks: list[int], path: str, store: PrefixStore, *, is_inside: bool = True
+    ) -> _Level:
+        members = Members(
+            name=self._members.name,
+            rank=ranks.index(self._members.rank),
+            ranks=[self._members.ranks[rank] for rank in ranks],
+            options=self._members.options,
+        )
+        own = PrefixStore(path, store)
+        left_s = max(0.001, self._deadline_s - time.monotonic())
+        if is_inside:
+            return _Level(members, shm.create(members, own, left_s))
+        across = gloo.GlooBackend(members, own, left_s, verdicts=store, compares=False)
+        return _Level(members, across)
+
+    def abort(self) -> None:
+        """End the group on this rank, on both levels."""
+        for backend in self._backends():
+            backend.abort()
+
+    def close(self) -> None:
+        """Give both levels back."""
+        if self._closed:
+            return
+        self._closed = True
+        self.abort()
+        self.close_lanes()
+        for backend in self._backends():
+            backend.close()
+
+    def _backends(self) -> list[Backend]:
+        levels = [self._inside] + ([self._across] if self._across is not None else [])
+        return [self._flat, *(level.backend for level in levels)]
+
+    # ---- the way of an operation ----
+
+    def _carry_out(self, operation: Operation) -> None:
+        if self._lost is not None:
+            raise failures.broken_since(self._members, operation, self._lost)
+        try:
+            if operation.is_message:
+                self._message(operation)
+            elif self._is_flat(operation):
+                self._flat.execute(operation)
+            else:
+                deadline_s = time.monotonic() + operation.timeout_s
+                self._compare_calls(operation, deadline_s)
+                if operation.kind != "barrier":  # the comparison was one
+                    self._run[operation.kind](operation, deadline_s)
+        except CollectiveError as err:
+            error = self._retold(operation, err)
+            self._lost = error
+            self._flat.leave_verdict(error)
+            self.abort()
+            raise error from None
+
+    def _is_flat(self, operation: Operation) -> bool:
+        ordered = self._members.options.reduction == "rank_ordered" and operation.reduce_op
+        known = operation.kind in self._run or operation.kind == "barrier"
+        return self._across is None or bool(ordered) or not known
+
+    def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Speak of what the user called and not of a step of it."""
+        if isinstance(error, CollectiveMismatchError) or error.operation == operation.kind:
+            return error
+        places = {rank: place for place, rank in enumerate(self._members.ranks)}
+        ranks = [places[rank] for rank in error.ranks if rank in places]
+        if isinstance(error, TimeoutError):
+            return failures.timed_out(self._members, operation, ranks)
+        return failures.peer_lost(self._members, operation, ranks)
+
+    def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
+        """Gather every rank's call inside, then across; each host's calls travel once per place."""
+        assert self._across is not None
+        plain = Operation("all_gather", 0, dtype="uint8")
+        mine = np.frombuffer(operation.sequence.to_bytes(8, "little") + operation.call, np.uint8)
+        width = len(mine)
+        inside = np.empty(self._inside.members.size * width, np.uint8)
+        self._step(self._inside, "all_gather", mine, inside, plain, deadline_s)
+        everyone = np.empty(self._size * width, np.uint8)
+        self._step(self._across, "all_gather", inside, everyone, plain, deadline_s)
+        rows = everyone.reshape(self._size, width)
+        if not (rows == mine).all():
+            calls = [b""] * self._size
+            for rank, row in zip(self._order, rows, strict=True):
+                calls[rank] = bytes(row[8 : 8 + CALL_BYTES])
+            raise mismatch_error(self._members, operation, calls)
+
+    def _step(
+        self,
+        level: _Level,
+        kind: str,
+        source: Flat | None,
+        target: Flat | None,
+        like: Operation,
+        deadline_s: float,
+        *,
+        reduce_op: str = "",
+        root: int = -1,
+    ) -> None:
+        left_s = max(0.001, deadline_s - time.monotonic())
+        level.run(kind, source, target, like, left_s, reduce_op=reduce_op, root=root)
+
+    # ---- the collectives ----
+
+    def _all_reduce(self, operation: Operation, deadline_s: float) -> None:
+        assert self._across is not None
+        data, num_inside = _array(operation.target), self._inside.members.size
+        op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
+        length = -(-len(data) // num_inside)
+        padded = data
+        if length * num_inside != len(data):
+            padded = np.zeros(length * num_inside, data.dtype)
+            padded[: len(data)] = data
+        share = np.empty(length, data.dtype)
+        self._step(
+            self._inside, "reduce_scatter", padded, share, operation, deadline_s, reduce_op=op
+        )
+        self._step(self._across, "all_reduce", share, share, operation, deadline_s, reduce_op=op)
+        self._step(self._inside, "all_gather", share, padded, operation, deadline_s)
+        if padded is not data:
+            np.copyto(data, padded[: len(data)])
+        self._average(operation, data)
+
+    def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
+        assert self._across is not None
+        source, target = _array(operation.source), _array(operation.target)
+        op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
+        num_inside, num_hosts = self._inside.members.size, len(self._hosts)
+        by_place = [ranks[place] for place in range(num_inside) for ranks in self._hosts]
+        rows = source.reshape(self._size, len(target))[by_place]
+        share = np.empty(num_hosts * len(target), source.dtype)
+        self._step(
+            self._inside, "reduce_scatter", rows.reshape(-1), share, operation, deadline_s,
+            reduce_op=op,
+        )  # fmt: skip
+        self._step(
+            self._across, "reduce_scatter", share, target, operation, deadline_s, reduce_op=op
+        )
+        self._average(operation, target)
+
+    def _all_gather(self, operation: Operation, deadline_s: float) -> None:
+        assert self._across is not None
+        source, target = _array(operation.source), _array(operation.target)
+        num_inside, num_hosts = self._inside.members.size, len(self._hosts)
+        column = np.empty(num_hosts * len(source), source.dtype)
+        self._step(self._across, "all_gather", source, column, operation, deadline_s)
+        whole = np.empty(num_inside * len(column), source.dtype)
+        self._step(self._inside, "all_gather", column, whole, operation, deadline_s)
+        blocks = whole.reshape(num_inside, num_hosts, len(source))
+        rows = target.reshape(self._size, len(source))
+        for host, ranks in enumerate(self._hosts):
+            for place, rank in enumerate(ranks):
+                np.copyto(rows[rank], blocks[place, host])
+
+    def _broadcast(self, operation: Operation, deadline_s: float) -> None:
+        assert self._across is not None
+        is_root = self._members.rank == operation.root
+        data = _array(operation.source if is_root else operation.target)
+        host = next(i for i, ranks in enumerate(self._hosts) if operation.root in ranks)
+        place = self._hosts[host].index(operation.root)
+        if self._place == place:
+            source, target = (data, None) if is_root else (None, data)
+            self._step(self._across, "broadcast", source, target, operation, deadline_s, root=host)
+        source, target = (data, None) if self._place == place else (None, data)
+        self._step(self._inside, "broadcast", source, target, operation, deadline_s, root=place)
+
+    def _average(self, operation: Operation, data: Flat) -> None:
+        if operation.reduce_op != "avg":
+            return
+        if operation.dtype == "bfloat16":
+            wide = widen_bfloat16(data) / np.float32(self._size)
+            narrow_bfloat16(wide, data)
+        else:
+            np.divide(data, data.dtype.type(self._size), out=data)
+
+    def _message(self, operation: Operation) -> None:
+        near = self._hosts[self._mine]
+        if operation.peer not in near:
+            self._flat.execute(operation)
+            return
+        inside = Operation(
+            kind=operation.kind,
+            sequence=operation.sequence,
+            dtype=operation.dtype,
+            peer=near.index(operation.peer),
+            tag=operation.tag,
+            source=operation.source,
+            target=operation.target,
+            shape=operation.shape,
+            timeout_s=operation.timeout_s,
+        )
+        self._inside.backend.execute(inside)
+
+
+def _array(data: Flat | None) -> Flat:
+    assert data is not None
+    return data
