@@ -395,7 +395,7 @@ class _OpenSpan:
 
 
 def encode_signature(shapes: _Shapes, inputs: _Splits, outputs: _Splits) -> tuple[int, int, bytes]:
-    """Return (flags, number of tensors, tail bytes); `read.decode_signature` reads them back."""
+    """Return (flags, number of tensors, tail bytes), which `decode_signature` reads back."""
     counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
     fits = (
         len(shapes) <= MAX_TENSORS

@@ -11,9 +11,10 @@ import pytest
 from echelon.errors import DumpFormatError
 from echelon.recorder.dump import write_dump
 from echelon.recorder.layout import LIVE_BYTES, LIVE_OFFSET, Layout
-from echelon.recorder.read import DAMAGED, LiveRing, read, read_dump, read_ring
+from echelon.recorder.read import LiveRing, read, read_dump, read_ring
 from echelon.recorder.recorder import Recorder
 from echelon.recorder.ring import Ring
+from echelon.recorder.ring_parser import DAMAGED
 from echelon.recorder.schema import Flag, Identity, LastWords, Record, State
 from tests.recorder.conftest import NUM_OPERATIONS, NUM_SPANS
 

@@ -1,0 +1,338 @@
+"""Turn the bytes of a ring into columns, taking only what checks out.
+
+What is torn (its writer was in the middle of it) or damaged is left out or marked, and counted in
+the warnings: see schema.py, [Note: what makes a slot readable].
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.errors import DumpFormatError
+from echelon.recorder.layout import (
+    IDENTITY_BYTES,
+    IDENTITY_OFFSETS,
+    LAST_WORDS_BYTES,
+    LAST_WORDS_OFFSET,
+    LIVE_BYTES,
+    LIVE_OFFSET,
+    STRINGS_OFFSET,
+    Layout,
+)
+from echelon.recorder.schema import (
+    BLOB_HEAD,
+    HEADER,
+    OPERATION,
+    OPERATION_FIXED,
+    OPERATION_SLOT,
+    OPERATION_STATE,
+    RING_MAGIC,
+    SPAN,
+    SPAN_SLOT,
+    STRINGS_BYTES,
+    TAIL_BYTES,
+    Flag,
+    Group,
+    Identity,
+    LastWords,
+    Live,
+    Signature,
+    State,
+    decode_ranks,
+)
+from echelon.recorder.untrusted import build, check_version
+
+DAMAGED = "<damaged>"
+_MAX_CAPACITY = 1 << 22
+_U32 = 0xFFFFFFFF
+_STRING_HEAD = struct.Struct("<HI")
+_OPERATION_HEAD = struct.Struct("<QII")
+_MAX_PAYLOAD_BYTES = OPERATION_FIXED.itemsize + TAIL_BYTES
+_COPIED = tuple(
+    name
+    for name in OPERATION.names or ()
+    if name in (OPERATION_FIXED.names or ())
+    and name not in ("group", "operation", "reduce_op", "site", "stack")
+)
+
+
+class RingParser:
+    """Turn the bytes of a ring into columns; strings and signatures are read once each."""
+
+    def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...]) -> None:
+        self._data = data
+        self._layout = layout
+        self.warnings: list[str] = []
+        self.strings: list[str] = [""]
+        self.groups: list[Group] = []
+        self.signatures: list[Signature] = []
+        self._string_index: dict[int, int] = {0: 0}
+        self._group_index: dict[int, int] = {}
+        self._signature_index: dict[tuple[int, int, int, bytes], int] = {}
+        self.num_torn = 0
+        self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
+
+    def all_warnings(self) -> list[str]:
+        """Return each warning once, with how often it came."""
+        return [
+            text if count == 1 else f"{text} ({count} times)"
+            for text, count in Counter(self.warnings).items()
+        ]
+
+    def operations(self) -> npt.NDArray[Any]:
+        """Return the rows of dtype `OPERATION`, oldest first."""
+        slots = np.frombuffer(
+            self._data, OPERATION_SLOT, self._layout.num_operations, self._layout.operations_offset
+        )
+        used = np.flatnonzero(slots["head"] | slots["tail"])
+        chosen = self._whole(slots, used)
+        fixed, state = slots["fixed"][chosen], slots["state"][chosen]
+        out = np.zeros(len(chosen), OPERATION)
+        for name in _COPIED:
+            out[name] = fixed[name]
+        own = self._states_known(slots["head"][chosen], state)
+        out["state"] = np.where(own, state["state"], State.CREATED)
+        for name in ("started_mono_ns", "completed_mono_ns"):
+            out[name] = np.where(own, state[name], 0)
+        for name in ("operation", "reduce_op", "site", "stack"):
+            out[name] = self._mapped(fixed[name], self._string)
+        out["error"] = self._mapped(np.where(own, state["error"], 0), self._string)
+        out["group"] = self._mapped(fixed["group"], self._group)
+        out["signature"] = self._signatures_of(fixed, chosen, slots["length"][chosen])
+        return out[np.argsort(out["record"], kind="stable")]
+
+    def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
+        """Return the rows of dtype `SPAN` of the slots at `offset`, in order of their begin."""
+        slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
+        used = np.flatnonzero(slots["head"] | slots["tail"])
+        data, begin, end = self._data, SPAN_SLOT.fields["fixed"][1], SPAN_SLOT.fields["tail"][1]  # type: ignore[index]
+        starts = (offset + used * SPAN_SLOT.itemsize).tolist()
+        crcs = np.array([crc32(data[at + begin : at + end]) for at in starts], np.uint32)
+        good = (slots["head"][used] == slots["tail"][used]) & (slots["crc"][used] == crcs)
+        self._note_torn(len(used) - int(good.sum()), "spans were being written or are damaged")
+        fixed = slots["fixed"][used[good]]
+        out = np.zeros(len(fixed), SPAN)
+        for name in ("number", "started_mono_ns", "ended_mono_ns", "step", "thread", "depth"):
+            out[name] = fixed[name]
+        for name in ("name", "detail", "site"):
+            out[name] = self._mapped(fixed[name], self._string)
+        return out[np.lexsort((out["depth"], out["number"]))]
+
+    def identity(self, path: Path) -> Identity:
+        """Return who wrote the ring: the newer of two places.
+
+        Raises:
+            DumpFormatError: neither of them is whole.
+        """
+        found = [_blob(self._data, at, IDENTITY_BYTES) for at in IDENTITY_OFFSETS]
+        whole = [one for one in found if one is not None]
+        if not whole:
+            raise DumpFormatError(f"{path}: the ring's identity is damaged", path=path)
+        for at, one in zip(IDENTITY_OFFSETS, found, strict=True):
+            if one is None and any(self._data[at : at + BLOB_HEAD.itemsize]):
+                self.warnings.append("an identity is damaged: the other one is used")
+        return build(path, Identity, max(whole, key=lambda one: one[0])[1])
+
+    def last_words(self, path: Path) -> LastWords | None:
+        """Return the rank's last words; damaged ones cost a warning, not the record."""
+        found = _blob(self._data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
+        if found is None:
+            if any(self._data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):
+                self.warnings.append("the last words are damaged")
+            return None
+        try:
+            return build(path, LastWords, found[1])
+        except DumpFormatError:
+            self.warnings.append("the last words are damaged")
+            return None
+
+    def _whole(self, slots: npt.NDArray[Any], used: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Choose the slots whose payload is all there: [Note: what makes a slot readable]."""
+        head, length = slots["head"][used], slots["length"][used]
+        good = (head == slots["tail"][used]) & (slots["fixed"]["record"][used] == head - 1)
+        good &= (head - 1) % self._layout.num_operations == used
+        good &= (length >= OPERATION_FIXED.itemsize) & (length <= _MAX_PAYLOAD_BYTES)
+        chosen: npt.NDArray[Any] = used[good]
+        starts = self._layout.operations_offset + chosen * OPERATION_SLOT.itemsize
+        data = self._data
+        whole = [is_payload_whole(data, at) for at in starts.tolist()]
+        chosen = chosen[np.array(whole, bool)]
+        self._note_torn(len(used) - len(chosen), "operations were being written or are damaged")
+        return chosen
+
+    def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Tell which state cells are about their slot's operation, and whole.
+
+        A cell that still tells of an earlier use of its slot, or of none, is whole, too: the
+        operation has been created and not more.
+        """
+        stamp = state["head"]
+        raw, size = state.tobytes(), OPERATION_STATE.itemsize
+        seeds = (stamp & _U32).tolist()
+        crcs = [crc32(raw[i * size + 8 : i * size + 32], seed) for i, seed in enumerate(seeds)]
+        good = (state["tail"] == stamp) & (state["crc"] == np.array(crcs, np.uint32))
+        good &= (state["state"] >= State.STARTED) & (state["state"] <= State.FAILED)
+        good &= (stamp <= head) & ((head - stamp) % self._layout.num_operations == 0)
+        unused = np.frombuffer(raw, np.uint8).reshape(len(state), size).max(axis=1, initial=0) == 0
+        self._note_torn(
+            int((~good & ~unused).sum()),
+            "states were being written or are damaged: shown as created",
+        )
+        known: npt.NDArray[Any] = good & (stamp == head)
+        return known
+
+    def _note_torn(self, count: int, what: str) -> None:
+        if count:
+            self.num_torn += count
+            self.warnings.append(f"{count} {what}")
+
+    def _mapped(self, refs: npt.NDArray[Any], one: Callable[[int], int]) -> npt.NDArray[Any]:
+        unique, inverse = np.unique(refs, return_inverse=True)
+        return np.array([one(int(ref)) for ref in unique], np.uint32)[inverse]
+
+    def _string(self, ref: int) -> int:
+        known = self._string_index.get(ref)
+        if known is not None:
+            return known
+        self.strings.append(self._text(ref))
+        self._string_index[ref] = len(self.strings) - 1
+        return len(self.strings) - 1
+
+    def _text(self, ref: int) -> str:
+        at = STRINGS_OFFSET + ref
+        begin = at + _STRING_HEAD.size
+        if ref + _STRING_HEAD.size <= self._strings_used:
+            length, crc = _STRING_HEAD.unpack_from(self._data, at)
+            data = self._data[begin : begin + length]
+            if begin + length - STRINGS_OFFSET <= self._strings_used and crc32(data) == crc:
+                return data.decode("utf-8", "replace")
+        self.warnings.append("a text is damaged")
+        return DAMAGED
+
+    def _group(self, ref: int) -> int:
+        known = self._group_index.get(ref)
+        if known is not None:
+            return known
+        name, _, ranks = self._text(ref).rpartition("\n")
+        try:
+            group = Group(name, decode_ranks(ranks))
+        except ValueError:
+            group = Group(name or DAMAGED, ())
+            self.warnings.append("the members of a group cannot be read")
+        self.groups.append(group)
+        self._group_index[ref] = len(self.groups) - 1
+        return len(self.groups) - 1
+
+    def _signatures_of(
+        self, fixed: npt.NDArray[Any], chosen: npt.NDArray[Any], length: npt.NDArray[Any]
+    ) -> list[int]:
+        starts = self._layout.operations_offset + chosen * OPERATION_SLOT.itemsize
+        begins = starts + _OPERATION_HEAD.size + OPERATION_FIXED.itemsize
+        ends = starts + _OPERATION_HEAD.size + length
+        data = self._data
+        keys = zip(
+            fixed["dtype"].tolist(),
+            (fixed["flags"] & Flag.SUMMARISED).tolist(),
+            fixed["num_tensors"].tolist(),
+            [data[at:end] for at, end in zip(begins.tolist(), ends.tolist(), strict=True)],
+            strict=True,
+        )
+        known = self._signature_index
+        return [known[key] if key in known else self._add_signature(key) for key in keys]
+
+    def _add_signature(self, key: tuple[int, int, int, bytes]) -> int:
+        dtype = self._text(key[0])
+        try:
+            signature = decode_signature(dtype, key[2], bool(key[1]), key[3])
+        except ValueError:
+            signature = Signature(dtype)
+            self.warnings.append("a signature cannot be read")
+        self.signatures.append(signature)
+        self._signature_index[key] = len(self.signatures) - 1
+        return len(self.signatures) - 1
+
+
+def is_payload_whole(data: bytes, at: int) -> bool:
+    """Check the CRC of the operation slot that begins at `at`."""
+    _, length, crc = _OPERATION_HEAD.unpack_from(data, at)
+    begin = at + _OPERATION_HEAD.size
+    return bool(length <= _MAX_PAYLOAD_BYTES and crc32(data[begin : begin + length]) == crc)
+
+
+def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
+    """Read the tail of an operation's payload, as `recorder.encode_signature` writes it.
+
+    Raises:
+        ValueError: the lengths in it do not fit the bytes.
+    """
+    if len(tail) < 8:
+        raise ValueError("too short")
+    num_inputs, num_outputs = (int(v) for v in np.frombuffer(tail, "<u4", 2))
+    if summarised:
+        count, numel, crc = (int(v) for v in np.frombuffer(tail, "<i8", 3, 8))
+        return Signature(dtype, summary=(count, numel, crc))
+    ndims = list(tail[8 : 8 + num_tensors])
+    numbers = np.frombuffer(tail, "<i8", -1, 8 + num_tensors).tolist()
+    if len(ndims) != num_tensors or len(numbers) != sum(ndims) + num_inputs + num_outputs:
+        raise ValueError("lengths do not fit")
+    shapes, at = [], 0
+    for ndim in ndims:
+        shapes.append(tuple(numbers[at : at + ndim]))
+        at += ndim
+    inputs = tuple(numbers[at : at + num_inputs])
+    return Signature(dtype, tuple(shapes), inputs, tuple(numbers[at + num_inputs :]))
+
+
+def check_header(path: Path, data: bytes | mmap.mmap) -> Layout:
+    """Return where the parts of a ring lie.
+
+    Raises:
+        DumpFormatError: no ring, another major version, or shorter than the header says.
+    """
+    if len(data) < LIVE_OFFSET + LIVE_BYTES or data[: len(RING_MAGIC)] != RING_MAGIC:
+        raise DumpFormatError(f"{path}: not an echelon ring", path=path)
+    header = np.frombuffer(data, HEADER, 1)[0]
+    check_version(path, [int(header["major"]), int(header["minor"])])
+    body = data[: HEADER.itemsize - header["crc"].itemsize]
+    layout = Layout(int(header["num_operations"]), int(header["num_spans"]))
+    if (
+        not 0 < layout.num_operations <= _MAX_CAPACITY
+        or not 0 < layout.num_spans <= _MAX_CAPACITY
+        or int(header["crc"]) != crc32(body)
+        or int(header["operation_slot_bytes"]) != OPERATION_SLOT.itemsize
+        or int(header["span_slot_bytes"]) != SPAN_SLOT.itemsize
+    ):
+        raise DumpFormatError(f"{path}: the ring's header is damaged", path=path)
+    if len(data) < layout.file_bytes:
+        raise DumpFormatError(
+            f"{path}: {len(data)} B, the header says {layout.file_bytes} B: truncated", path=path
+        )
+    return layout
+
+
+def _blob(data: bytes, at: int, room: int) -> tuple[int, dict[str, Any]] | None:
+    """Read a blob as (stamp, value); None if never written, being written, or damaged."""
+    head = np.frombuffer(data, BLOB_HEAD, 1, at)[0]
+    stamp, length = int(head["head"]), int(head["length"])
+    tail = int.from_bytes(data[at + room - 8 : at + room], "little")
+    begin = at + BLOB_HEAD.itemsize
+    if stamp == 0 or stamp != tail or length > room - BLOB_HEAD.itemsize - 8:
+        return None
+    body = data[begin : begin + length]
+    if crc32(body) != int(head["crc"]):
+        return None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return (stamp, value) if isinstance(value, dict) else None
