@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from echelon import __version__
+from echelon.launcher import scheduler
 from echelon.launcher.logplan import parse_filters, parse_ranks, parse_streams
 from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS
 
@@ -32,7 +33,10 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
         usage="echelon run [options] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )
-    default = _Defaults(environ)
+    try:
+        default = _Defaults(environ)
+    except ValueError as err:
+        parser.error(str(err))
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     job = parser.add_argument_group("the job")
     job.add_argument(
@@ -217,13 +221,17 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: _Defaults) -> None:
 
 
 class _Defaults:
-    """Defaults that `PET_<OPTION>` overrides; argparse checks strings as if they were typed."""
+    """Defaults: `PET_<OPTION>`, else what the scheduler says, else ours.
+
+    argparse checks strings as if they were typed.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
+        self._scheduler = scheduler.defaults(environ)
 
     def __call__(self, name: str, default: str | None) -> str | None:
-        return self._environ.get(f"PET_{name.upper()}", default)
+        return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))
 
 
 def _num_workers(text: str) -> int:
