@@ -10,7 +10,8 @@ from echelon import __version__
 _HELP = """\
 usage: echelon COMMAND [...]
 
-  run      launch a job on this machine; explain it if it stalls or dies
+  run      launch a job; explain it if it stalls or dies
+  doctor   check this machine before a job
   store    serve a key-value store for torch's TCPStore clients and ours
 
 `echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps.
@@ -25,6 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from echelon.launcher.cli import main as run
 
         return run(arguments)
+    if command == "doctor":
+        from echelon.launcher.doctor import main as doctor
+
+        return doctor(arguments)
     if command == "store":
         from echelon.store.cli import main as store
 
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("--help", "-h", "help"):
         print(_HELP, end="")
         return 0
-    print(f"echelon: no command {command!r}; there are run and store", file=sys.stderr)
+    print(f"echelon: no command {command!r}; there are run, doctor and store", file=sys.stderr)
     return 2
 
 

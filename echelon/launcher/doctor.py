@@ -1,0 +1,216 @@
+"""`echelon doctor`: is this machine fit for a job? A line a check, before anybody waits for nodes.
+
+Each check is a function that returns a `Check` and never raises; what a sandbox denies is said,
+with what is used instead. Backends are asked in a child process, since only they import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import ipaddress
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon import __version__
+from echelon.launcher.endpoint import is_local, split
+from echelon.recorder.place import file_system, is_remote
+from echelon.recorder.signals import sample
+
+_SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
+_SMALL_SHM_BYTES = 1 << 30
+_CONNECT_S = 3.0
+_BACKENDS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding: `ok` False means that something will not work as it should."""
+
+    name: str
+    text: str
+    ok: bool = True
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, or 1 if something needs attention."""
+    parser = argparse.ArgumentParser(
+        prog="echelon doctor", description="Check this machine before a job."
+    )
+    parser.add_argument("--version", action="version", version=f"echelon {__version__}")
+    parser.add_argument(
+        "endpoint", nargs="?", metavar="HOST:PORT", help="check the way to this endpoint too"
+    )
+    args = parser.parse_args(list(argv))
+    is_fit = True
+    for check in _checks(args.endpoint):
+        mark = " " if check.ok else "!"
+        print(f"{mark} {check.name:<15} {check.text}", flush=True)
+        is_fit &= check.ok
+    for line in backends():
+        print(line, flush=True)
+    return 0 if is_fit else 1
+
+
+def _checks(endpoint: str | None) -> Iterator[Check]:
+    simple: tuple[Callable[[], Check], ...] = (
+        python, cores, host_name, loopback_port, shared_memory, run_directory, clock, pidfd, memfd,
+        proc, stacks,
+    )  # fmt: skip
+    for check in simple:
+        yield check()
+    if endpoint is not None:
+        yield way_to(endpoint)
+
+
+def python() -> Check:
+    """Which interpreter and package this is."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Check("python", f"{version} ({sys.executable}), echelon {__version__}")
+
+
+def cores() -> Check:
+    """How many cores may be used."""
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    return Check("cores", f"{usable} usable of {there}")
+
+
+def host_name() -> Check:
+    """Whether this host's name leads to an address that others can dial, and back."""
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except socket.gaierror as err:
+        return Check(
+            "host name",
+            f"{name!r} does not resolve ({err.strerror}); give an address instead",
+            False,
+        )
+    reachable = [a for a in addresses if not ipaddress.ip_address(a.split("%")[0]).is_loopback]
+    if not reachable:
+        return Check(
+            "host name",
+            f"{name} is {', '.join(addresses)}: other nodes need this machine's address instead",
+        )
+    foreign = [address for address in reachable if not is_local(address)]
+    if foreign:
+        return Check("host name", f"{name} is {foreign[0]}, which is not this machine's", False)
+    try:
+        back = socket.gethostbyaddr(reachable[0])[0]
+    except OSError:
+        back = "no name"
+    return Check("host name", f"{name} -> {reachable[0]} -> {back}")
+
+
+def loopback_port() -> Check:
+    """Whether a port can be bound and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            start = time.perf_counter()
+            with socket.create_connection(server.getsockname(), timeout=_CONNECT_S):
+                took_us = (time.perf_counter() - start) * 1e6
+    except OSError as err:
+        return Check("ports", f"loopback does not work: {err}", False)
+    return Check("ports", f"loopback answers in {took_us:.0f} us")
+
+
+def shared_memory() -> Check:
+    """How much memory /dev/shm gives: the rings lie there while a job runs."""
+    if file_system(_SHM) != "tmpfs":
+        return Check(
+            "shared memory", "/dev/shm is no tmpfs: rings will lie on the disk, and may wait for it"
+        )
+    free = shutil.disk_usage(_SHM).free
+    note = "" if free >= _SMALL_SHM_BYTES else ": small (containers: --shm-size=1g)"
+    return Check("shared memory", f"{free / 1e9:.1f} GB free in /dev/shm{note}")
+
+
+def run_directory() -> Check:
+    """Where runs/ would lie, and how much room there is."""
+    kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
+    note = ", a network: rings stay on this node" if is_remote(kind) else ""
+    writable = os.access(Path.cwd(), os.W_OK)
+    text = f"{Path.cwd()}: {kind or 'unknown'}{note}, {free / 1e9:.1f} GB free"
+    return Check("run directory", text if writable else f"{Path.cwd()} is not writable", writable)
+
+
+def clock() -> Check:
+    """Whether the monotonic clock is fine enough to order operations."""
+    resolution = time.clock_getres(time.CLOCK_MONOTONIC)
+    wall = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Check("clock", f"monotonic to {resolution * 1e9:.0f} ns; wall {wall}", resolution < 1e-4)
+
+
+def pidfd() -> Check:
+    """Whether processes can be held by descriptor."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as err:
+        return Check("pidfd", f"not permitted ({err}); pid and start time are used instead")
+    return Check("pidfd", "works")
+
+
+def memfd() -> Check:
+    """Whether shared memory can be had without a name."""
+    try:
+        os.close(os.memfd_create("echelon-doctor"))
+    except (OSError, AttributeError) as err:
+        where = tempfile.gettempdir()
+        return Check("memfd", f"not permitted ({err}); unlinked files in {where} are used instead")
+    return Check("memfd", "works")
+
+
+def proc() -> Check:
+    """Whether /proc tells what verdicts need."""
+    denied = sample(os.getpid()).not_permitted
+    if denied:
+        return Check("/proc", f"not permitted: {', '.join(denied)}; verdicts go without")
+    return Check("/proc", "process state, wait channel and signals can be read")
+
+
+def stacks() -> Check:
+    """Whether ranks can be asked for their stacks."""
+    first = getattr(signal, "SIGRTMIN", None)
+    if first is None or not hasattr(faulthandler, "register"):
+        return Check("stacks", "this platform has no real-time signals: verdicts go without")
+    return Check("stacks", f"asked for by signal {int(first) + 6}")
+
+
+def way_to(endpoint: str) -> Check:
+    """Whether an endpoint can be reached from here."""
+    try:
+        host, port = split(endpoint)
+        start = time.perf_counter()
+        with socket.create_connection((host, port), timeout=_CONNECT_S):
+            took_ms = (time.perf_counter() - start) * 1e3
+    except ValueError as err:
+        return Check("endpoint", str(err), False)
+    except OSError as err:
+        return Check("endpoint", f"{endpoint}: {err.strerror or err}", False)
+    return Check("endpoint", f"{endpoint} answers in {took_ms:.1f} ms")
+
+
+def backends() -> list[str]:
+    """Return a line a backend: its name, then `ready` or `not ready: REASON`."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "echelon.dist.backends", "--json"],
+            capture_output=True, text=True, timeout=_BACKENDS_S, check=True,
+        )  # fmt: skip
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as err:
+        return [f"backends not ready: they cannot be asked ({type(err).__name__})"]
+    return [
+        f"{one['name']} ready" if one["ready"] else f"{one['name']} not ready: {one['reason']}"
+        for one in found
+    ]
