@@ -15,6 +15,9 @@ from echelon.recorder.schema import Signature
 TRANSPOSED = frozenset({"all_to_all", "alltoall", "all_to_all_single", "all_to_allv"})
 
 
+NO_VOTE = object()  # instead of a comparable call: this one takes no part in the vote
+
+
 class Call(NamedTuple):
     """What was called, with what."""
 
@@ -39,7 +42,7 @@ class Tables:
         self.calls: list[Call] = []
         self.comparable: list[int] = []  # call -> number of its comparable form
         self._text_index: dict[str, int] = {"": 0}
-        self._call_index: dict[Call, int] = {}
+        self._call_index: dict[tuple[Call, object], int] = {}
         self._comparable_index: dict[object, int] = {}
 
     def text(self, text: str) -> int:
@@ -54,16 +57,22 @@ class Tables:
         """Return the number of a call, adding it if it is new.
 
         Args:
-            comparable: what must be equal on all members; None: by the rules for our own calls.
+            comparable: what must be equal on all members; None: by the rules for our own calls;
+                NO_VOTE: too little is known to compare it.
         """
-        known = self._call_index.get(call)
+        key = (call, comparable)
+        known = self._call_index.get(key)
         if known is None:
-            known = self._call_index[call] = len(self.calls)
+            known = self._call_index[key] = len(self.calls)
             self.calls.append(call)
-            key = comparable_call(call) if comparable is None else comparable
-            number = self._comparable_index.setdefault(key, len(self._comparable_index))
-            self.comparable.append(number)
+            self.comparable.append(self._comparable(call, comparable))
         return known
+
+    def _comparable(self, call: Call, comparable: object) -> int:
+        if comparable is NO_VOTE:
+            return -1
+        key = comparable_call(call) if comparable is None else comparable
+        return self._comparable_index.setdefault(key, len(self._comparable_index))
 
 
 def comparable_call(call: Call) -> object:

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.calls import TRANSPOSED, Call, Tables
+from echelon.analysis.calls import NO_VOTE, TRANSPOSED, Call, Tables
 from echelon.analysis.evidence import ROW
 from echelon.analysis.stacks import Frame, users_frame
 from echelon.errors import DumpFormatError
 from echelon.recorder.schema import Flag, Signature, State
 
-NO_VOTE = object()  # a call that cannot be compared with the other members'
 _P2P = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})\Z")
 _COALESCED = "coalesced"
 _GAVE_UP = "retired before it completed: its timeout passed"
@@ -185,16 +184,14 @@ class TorchRows:
     def _block(self, rows: npt.NDArray[Any]) -> int:
         numbers = sorted(int(call) for call in rows["call"])
         calls = [self._tables.calls[number] for number in numbers]
-        text = " + ".join(sorted({call.operation for call in calls}))[:200]
-        whole = bool((rows["coalesced"] >= 0).all())
-        comparable: object = (
-            _COALESCED,
-            tuple(sorted(self._tables.comparable[n] for n in numbers)),
-        )
-        signature = Signature(f"{len(calls)} x {text}")
-        reduce_op = "" if whole else "unfinished block"
-        call = Call(_COALESCED, signature, reduce_op, root=-1)
-        return self._tables.call(call, comparable if whole else NO_VOTE)
+        names = " + ".join(sorted({call.operation for call in calls}))[:200]
+        dtypes = "+".join(sorted({call.signature.dtype for call in calls}))[:120]
+        numel = sum(_numel(call.signature.shapes) for call in calls)
+        signature = Signature(dtypes, summary=(len(calls), numel, 0))
+        if not (rows["coalesced"] >= 0).all():  # its end is missing: it may not be all of it
+            return self._tables.call(Call(f"{_COALESCED} {names}", signature), NO_VOTE)
+        parts = tuple(sorted(self._tables.comparable[number] for number in numbers))
+        return self._tables.call(Call(f"{_COALESCED} {names}", signature), (_COALESCED, parts))
 
     def _call(self, operation: str, entry: Mapping[str, Any]) -> int:
         key = (

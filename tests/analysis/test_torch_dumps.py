@@ -244,9 +244,25 @@ def test_coalesced_collectives_are_compared_as_a_set(tmp_path: Path) -> None:
         rank.call("all_gather", state="scheduled")
         rank.call("all_gather" if odd else "reduce_scatter", state="scheduled", same_block=True)
         rank.call("coalesced", same_block=True, sizes=[], state="started")
-    verdict = verdict_of(job, tmp_path / "b")
-    assert verdict is not None
-    assert verdict.culprit_ranks == (2,)
+    assert told(verdict_of(job, tmp_path / "b")) == ("op_mismatch", [2])
+
+
+def test_a_coalesced_block_that_one_rank_has_not_closed_yet(tmp_path: Path) -> None:
+    job = TorchJob(3).all_call(2)
+    for rank in job.ranks:
+        rank.call("all_gather", state="scheduled")
+        rank.call("reduce_scatter", state="scheduled", same_block=True)
+        if rank.rank != 1:
+            rank.call("coalesced", same_block=True, sizes=[])
+    assert verdict_of(job, tmp_path) is None
+
+
+def test_outputs_may_differ_where_inputs_do_not(tmp_path: Path) -> None:
+    job = TorchJob(3).all_call(2)
+    for rank in job.ranks:
+        size = 5 if rank.rank == 0 else 4
+        rank.call("_all_gather_base", outputs=[[3 * size, 4]], state="started")
+    assert told(verdict_of(job, tmp_path)) == ("shape_mismatch", [0])
 
 
 def test_a_p2p_and_a_collective_of_one_number_are_two_things(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.analysis.calls import Call
+from echelon.analysis.calls import TRANSPOSED, Call
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.lanes import ABSENT, Lanes
 from echelon.analysis.picture import Picture
@@ -156,7 +156,7 @@ def kind_of(odd: Call, usual: Call) -> Cause:
         return Cause.REDUCE_OP_MISMATCH
     if odd.root != usual.root:
         return Cause.ROOT_MISMATCH
-    return Cause.SPLIT_MISMATCH
+    return Cause.SPLIT_MISMATCH if odd.operation in TRANSPOSED else Cause.SHAPE_MISMATCH
 
 
 def earliest(picture: Picture) -> Divergence | None:
@@ -175,31 +175,24 @@ def describe(picture: Picture, found: Divergence) -> Finding:
     """Turn a divergence into a finding that shows what each side passed, and where."""
     odd = culprits(found)
     ranks = found.lanes.ranks(odd)
-    usual = next((side for side in found.sides if not set(side) & set(odd)), found.sides[0])
+    innocent = next((side for side in found.sides if not set(side) & set(odd)), None)
+    usual = innocent or found.sides[0]
     other = next(side for side in found.sides if side != usual)
     usual_call, odd_call = found.call(usual), found.call(other)
     cause = kind_of(odd_call, usual_call)
-    group = found.lanes.name
-    where = f"{usual_call.operation} #{found.sequence} of group '{group}'"
-    rest = (
-        "the others" if usual and not set(usual) & set(odd) else rank_list(found.lanes.ranks(usual))
-    )
-    who = (
-        rank_list(found.lanes.ranks(other))
-        if found.is_tie and len(odd) > len(other)
-        else rank_list(ranks)
-    )
+    rest = "the others" if innocent else rank_list(found.lanes.ranks(usual))
+    who = rank_list(ranks if innocent else found.lanes.ranks(other))
     site = short_site(found.site(other))
     at = f" at {site}" if site else ""
-    summary = f"{who} called {odd_call}{at}, {rest} {usual_call}, as {where}"
+    where = f"{usual_call.operation} #{found.sequence} of group '{found.lanes.name}'"
     return Finding(
         cause=cause,
         culprit_ranks=ranks,
         confidence=Confidence.CERTAIN if not found.is_tie else Confidence.LIKELY,
-        group=group,
+        group=found.lanes.name,
         operation=usual_call.operation,
         sequence=found.sequence,
-        summary=summary,
+        summary=f"{who} called {odd_call}{at}, {rest} {usual_call}, as {where}",
         evidence=tuple(_side_lines(found)) + tuple(error_lines(picture)),
         fallout_ranks=picture.fallout(ranks),
         would_settle=_tie_note(found),

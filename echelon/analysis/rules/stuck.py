@@ -140,7 +140,7 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
         summary += f"; {waiting_words(picture, ranks, wait)}"
         lines.append(wait_line(wait))
     facts = picture.evidence.ranks.get(shown)
-    action = _ACTIONS[reading.cause].format(
+    action = _ACTIONS.get(reading.cause, _ACTIONS[Cause.DEAD_PROCESS]).format(
         who=who,
         at=f" at {reading.frame}" if reading.frame else "",
         pid=facts.identity.pid if facts else 0,
