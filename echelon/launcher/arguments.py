@@ -126,7 +126,7 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
         type=_settings,
         default=default("rdzv_conf", ""),
         metavar="K=V,...",
-        help="is_host=true|false, join_timeout=S (default 600)",
+        help="is_host=true|false, join_timeout=S (default 600), last_call_timeout=S",
     )
     nodes.add_argument(
         "--rdzv-secret-file",

@@ -88,6 +88,7 @@ class Coordinator:
             options.max_nodes,
             spares=options.spares,
             join_timeout_s=options.join_timeout_s,
+            last_call_s=options.last_call_s,
         )
         self._roster.open(time.monotonic())
         self._world: _World | None = None

@@ -127,9 +127,7 @@ def loopback_port() -> Check:
 def shared_memory() -> Check:
     """How much memory /dev/shm gives: the rings lie there while a job runs."""
     if file_system(_SHM) != "tmpfs":
-        return Check(
-            "shared memory", "/dev/shm is no tmpfs: rings will lie on the disk, and may wait for it"
-        )
+        return Check("shared memory", f"{_SHM} is no tmpfs: rings lie on the disk and may wait")
     free = shutil.disk_usage(_SHM).free
     note = "" if free >= _SMALL_SHM_BYTES else ": small (containers: --shm-size=1g)"
     return Check("shared memory", f"{free / 1e9:.1f} GB free in /dev/shm{note}")

@@ -34,6 +34,7 @@ class Options:
     node_rank: int  # -1: any
     rendezvous: Rendezvous | None  # None: one node, nobody to meet
     join_timeout_s: float
+    last_call_s: float | None  # None: adaptive
     role: str
     logs: LogPlan
     max_restarts: int
@@ -68,6 +69,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         node_rank=args.node_rank,
         rendezvous=meeting,
         join_timeout_s=args.rdzv_conf.get("join_timeout", _JOIN_TIMEOUT_S),
+        last_call_s=args.rdzv_conf.get("last_call_timeout"),
         role=args.role,
         logs=LogPlan(
             redirects=args.redirects,

@@ -1,9 +1,9 @@
 """Who takes part in the next world: a pure class over joins, leaves and a clock handed in.
 
-A world begins once `max_nodes` are there, or every node of the last world is back, or `min_nodes`
-are there and the last call has passed. The last call is adaptive: as long as it takes for two nodes
-started together to differ, and never more than 3 s. Nodes that come later, or beyond `max_nodes`,
-wait for the next world; at most `spares` of them.
+A world begins once `max_nodes` are there, or every node of the last world that did not leave, or
+`min_nodes` are there and the last call has passed. The last call is adaptive: as long as it takes
+for two nodes started together to differ, and at most 3 s unless the user says otherwise. Nodes that
+come later, or beyond `max_nodes`, wait for the next world; at most `spares` of them.
 
 Ranks follow the order of nodes: a node's own `--node-rank` first, then the coordinator's node, then
 host names in natural order. The same nodes get the same ranks again.
@@ -42,12 +42,19 @@ class Roster:
     """The nodes that are connected, and those of the present world."""
 
     def __init__(
-        self, min_nodes: int, max_nodes: int, *, spares: int, join_timeout_s: float
+        self,
+        min_nodes: int,
+        max_nodes: int,
+        *,
+        spares: int,
+        join_timeout_s: float,
+        last_call_s: float | None = None,
     ) -> None:
         self._min = min_nodes
         self._max = max_nodes
         self._spares = spares
         self._join_timeout_s = join_timeout_s
+        self._last_call = last_call_s
         self._nodes: dict[str, Node] = {}
         self._former: frozenset[str] = frozenset()
         self._opened_s = 0.0
@@ -79,6 +86,7 @@ class Roster:
     def leave(self, name: str) -> None:
         """Take a node out."""
         self._nodes.pop(name, None)
+        self._former -= {name}  # it may come back, but nobody waits for it
         if len(self._nodes) < self._min:
             self._enough_since_s = None
 
@@ -114,5 +122,7 @@ class Roster:
 
     def _last_call_s(self) -> float:
         assert self._enough_since_s is not None
+        if self._last_call is not None:
+            return self._enough_since_s + self._last_call
         latest = self._enough_since_s + LAST_CALL_S
         return min(latest, max(self._latest_join_s, self._enough_since_s) + _LAST_CALL_STEP_S)

@@ -20,6 +20,7 @@ from tests.ranks import read_json
 pytestmark = pytest.mark.ranks
 
 _WAIT_S = 60.0
+_WAIT_FOR_ALL = ("--rdzv-conf", "last_call_timeout=60")  # however slow the machine is now
 
 # Every rank tells its place, and the ranks of a restarted job end at once.
 _SCRIPT = """
@@ -158,7 +159,7 @@ def test_a_failure_anywhere_is_explained_everywhere(cluster):
 
 def test_a_node_that_is_killed_leaves_a_smaller_world(cluster):
     job = cluster("wait", "1")
-    first = job.start("--nnodes", "1:2", rank=0)
+    first = job.start("--nnodes", "1:2", *_WAIT_FOR_ALL, rank=0)
     second = job.start("--nnodes", "1:2", rank=1)
     second.wait_for("place", 2)
     second.process.kill()
@@ -173,7 +174,7 @@ def test_a_node_that_is_killed_leaves_a_smaller_world(cluster):
 
 def test_a_node_that_falls_silent_is_lost_too(cluster):
     job = cluster("wait", "1")
-    first = job.start("--nnodes", "1:2", rank=0)
+    first = job.start("--nnodes", "1:2", *_WAIT_FOR_ALL, rank=0)
     second = job.start("--nnodes", "1:2", rank=1)
     second.wait_for("place", 2)
     second.process.send_signal(signal.SIGSTOP)
