@@ -145,7 +145,7 @@ def _on_barrier(peer: Connection, key: bytes, world_size: int) -> None:
 
 
 def _demand_room_to_wait(peer: Connection) -> None:
-    if len(peer.state.waiters_of(peer)) >= peer.hub.limits.num_waiters:
+    if peer.state.num_waits_of(peer) >= peer.hub.limits.num_waiters:
         raise ValueError(f"more than {peer.hub.limits.num_waiters} open waits")
 
 

@@ -82,17 +82,19 @@ class Parser:
     else (rare commands, and a command that the packet cuts in two) runs through a generator that
     asks for so many bytes at a time, so that no byte is parsed twice.
 
+    The owner sets `admitted` once the peer is a member; until then commands are small.
+
     Attributes:
         violation: why the peer must be turned away, None while it behaves.
-        admitted: set by the owner once the peer is a member; until then commands are small.
         extensions: whether the peer has announced itself as ours.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.violation: str | None = None
-        self.admitted = False
         self.extensions = False
+        self._is_admitted = False
+        self._shapes = _NO_SHAPES
         self._held = bytearray()
         self._budget = 0
         self._steps: _Steps | None = None
@@ -130,7 +132,7 @@ class Parser:
         """Cut out whole commands from `position` on; begin the first that is not whole."""
         size = len(data)
         key_bytes, value_bytes = self.limits.key_bytes, self.limits.value_bytes
-        shapes, read_u64 = self._shapes(), _U64.unpack_from
+        shapes, read_u64 = self._shapes, _U64.unpack_from
         while position < size:
             query = data[position]
             shape = shapes[query]
@@ -140,7 +142,7 @@ class Parser:
                     (number,) = _U32.unpack_from(data, position + 1)
                     out.append((query, number))
                     self._note_ping(number)
-                    shapes = self._shapes()
+                    shapes = self._shapes
                     position += 5
                     continue
             elif shape and key_at <= size:
@@ -183,7 +185,7 @@ class Parser:
             self._steps = self._command(query)
             self._need = self._first_need(out)
             position = self._advance(data, position + 1, out)
-            shapes = self._shapes()
+            shapes = self._shapes
 
     def _open(self, data: bytes, out: list[p.Message]) -> int:
         """Take the first bytes of the connection; return where the first command begins."""
@@ -194,11 +196,22 @@ class Parser:
         self._need = next(self._steps)
         return self._advance(data, 0, out)
 
-    def _shapes(self) -> bytes:
-        """Return which queries of this peer may take the fast path."""
-        if not self.admitted:
-            return _NO_SHAPES
-        return _OUR_SHAPES if self.extensions else _TORCH_SHAPES
+    @property
+    def admitted(self) -> bool:
+        """Whether the peer is a member."""
+        return self._is_admitted
+
+    @admitted.setter
+    def admitted(self, is_admitted: bool) -> None:
+        self._is_admitted = is_admitted
+        self._choose_shapes()
+
+    def _choose_shapes(self) -> None:
+        """Note which queries of this peer may take the fast path."""
+        if self._is_admitted:
+            self._shapes = _OUR_SHAPES if self.extensions else _TORCH_SHAPES
+        else:
+            self._shapes = _NO_SHAPES
 
     def _first_need(self, out: list[p.Message]) -> int:
         """Start the open command; a command without fields is complete at once."""
@@ -276,6 +289,7 @@ class Parser:
         """Understand our queries from here on if the peer announces itself as ours."""
         if nonce == p.OUR_NONCE:
             self.extensions = True
+            self._choose_shapes()
 
     def _allowed(self, query: int, kind: str, length: int) -> int:
         """Return `length` if a string of it may still come in this command."""

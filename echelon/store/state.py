@@ -304,6 +304,8 @@ class StoreState:
 
         WAKE and CLAIM count a queue with an item as present, VALUE only a value.
         """
+        if all(key in self.values for key in keys):
+            return None
         waiter = Waiter(owner, wants, keys)
         waiter.missing = self._missing(waiter)
         if not waiter.missing:
@@ -459,6 +461,10 @@ class StoreState:
     def waiters_of(self, owner: Hashable) -> list[Waiter]:
         """Return what the owner waits for."""
         return list(self._waiters_of.get(owner, ()))
+
+    def num_waits_of(self, owner: Hashable) -> int:
+        """Return how many things the owner waits for."""
+        return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
         """Store a value that goes away with its owner, unless someone stores another over it."""
