@@ -154,8 +154,8 @@ def _timeline_frame(picture: Picture) -> str:
         '<div id="frame"><canvas id="timeline" role="img" '
         f'aria-label="operations of {count} ranks over time"></canvas></div>'
         '<div id="legend"></div>'
-        '<p class="small">Drag to move, Ctrl + wheel or double click to zoom, wheel for more '
-        "ranks, arrows and + - on the keyboard.</p></section>"
+        '<p class="small">Drag to move, wheel or double click to zoom, Shift + wheel for '
+        "more ranks, arrows and + - on the keyboard.</p></section>"
     )
 
 

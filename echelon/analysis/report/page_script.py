@@ -169,10 +169,9 @@ SCRIPT = """
     view = [grip[2] - moved, grip[3] - moved]; scroll = grip[4] - (event.clientY - grip[1]); clamp(); draw();
   });
   canvas.addEventListener("wheel", event => {
-    if (!event.ctrlKey && !event.metaKey && !event.shiftKey && rows.length * height <= 560 && Math.abs(event.deltaX) < 1) return;
     event.preventDefault();
-    if (event.ctrlKey || event.metaKey) zoom(Math.exp(event.deltaY * 0.004), event.clientX - canvas.getBoundingClientRect().left);
-    else { scroll += event.deltaY; clamp(); draw(); }
+    if (event.shiftKey) { scroll += event.deltaY || event.deltaX; clamp(); draw(); }
+    else zoom(Math.exp(Math.max(-60, Math.min(60, event.deltaY)) * 0.005), event.clientX - canvas.getBoundingClientRect().left);
   }, { passive: false });
   canvas.addEventListener("dblclick", event => zoom(0.4, event.clientX - canvas.getBoundingClientRect().left));
   document.addEventListener("keydown", event => {
