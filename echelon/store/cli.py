@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
+from echelon import __version__
 from echelon.errors import EchelonError
 from echelon.store.server import StoreServer
 
@@ -25,7 +26,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         secret = _read_secret(args.secret_file)
         server = StoreServer(args.host, args.port, secret=secret)
-    except (EchelonError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # an empty host or secret, a file that is not there
+        print(f"echelon store: {error}", file=sys.stderr)
+        return 2
+    except EchelonError as error:
         print(f"echelon store: {error}", file=sys.stderr)
         return 1
     if has_parent_pipe:
@@ -40,6 +44,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="echelon store",
         description="Serve a key-value store that torch's TCPStore clients and ours can join.",
     )
+    parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default %(default)s)")
     parser.add_argument("--port", type=_port, default=0, help="port, 0 for any free one (default)")
     parser.add_argument(

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
+import echelon
 from echelon.store import TCPStore
 from echelon.store.cli import main
-from tests.store.peers import PATIENCE_S, server_process
+from tests.store.peers import PATIENCE_S, Raw, server_process
 
 COMMAND = [sys.executable, "-m", "echelon.store"]
 
@@ -86,5 +87,31 @@ def test_bad_usage_exits_with_2(arguments, capsys):
 
 
 def test_a_missing_secret_file_is_one_line(capsys):
-    assert main(["--secret-file", os.devnull + ".none"]) == 1
+    assert main(["--secret-file", os.devnull + ".none"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"echelon {echelon.__version__}\n"
+
+
+def test_it_serves_more_connections_than_the_soft_limit_allows():
+    server = subprocess.Popen(
+        ["sh", "-c", 'ulimit -Sn 40 && exec "$0" "$@"', *COMMAND],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    port = int(server.stdout.readline())
+    peers = [Raw(port) for _ in range(100)]
+    for peer in peers:
+        peer.sync()
+    for peer in peers:
+        peer.close()
+    server.terminate()
+    assert server.communicate(timeout=PATIENCE_S) == ("", "")
+    assert server.returncode == 0
