@@ -18,6 +18,7 @@ import os
 import struct
 import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,7 @@ _CRC_STRUCT = struct.Struct("<I")
 _SLOT_BYTES = OPERATION_SLOT.itemsize
 _TAIL_STAMP_OFFSET = OPERATION_SLOT.fields["tail"][1]  # type: ignore[index]
 _STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
-_HEAD_BYTES = _HEAD_STRUCT.size
 _STARTED = int(State.STARTED)
-_pack_head = _HEAD_STRUCT.pack_into
 _pack_stamp = _STAMP_STRUCT.pack_into
 _pack_state = _STATE_STRUCT.pack_into
 _pack_state_body = _STATE_BODY_STRUCT.pack
@@ -89,6 +88,7 @@ class Ring:
         self.num_spans = num_spans
         layout = Layout(num_operations, num_spans)
         self._operations_offset = layout.operations_offset
+        self._states_offset = layout.operations_offset + _STATE_OFFSET
         self._spans_offset = layout.spans_offset
         self._map = _create(path, layout.file_bytes)
         self._view = memoryview(self._map)
@@ -96,6 +96,7 @@ class Ring:
         self.live = self._view[LIVE_OFFSET : LIVE_OFFSET + LIVE_BYTES].cast("Q")
         self._stamps = array("Q", bytes(8 * num_operations))  # who owns each slot now
         self._started = array("q", bytes(8 * num_operations))
+        self._packers: dict[int, Callable[..., None]] = {}  # of head and payload, by its size
         self._strings: dict[str, int] = {}
         self._strings_lock = threading.Lock()
         self._strings_owner = 0
@@ -173,28 +174,36 @@ class Ring:
         slot = record % self.num_operations
         at = self._operations_offset + slot * _SLOT_BYTES
         stamp = record + 1
-        view = self._map
-        _pack_head(view, at, stamp, len(payload), crc32(payload))
-        begin = at + _HEAD_BYTES
-        view[begin : begin + len(payload)] = payload
-        _pack_stamp(view, at + _TAIL_STAMP_OFFSET, stamp)
+        size = len(payload)
+        pack = self._packers.get(size)
+        if pack is None:
+            pack = self._packers[size] = struct.Struct(f"<QII{size}s").pack_into
+        pack(self._map, at, stamp, size, crc32(payload), payload)
+        _pack_stamp(self._map, at + _TAIL_STAMP_OFFSET, stamp)
         self._stamps[slot] = stamp
         self._started[slot] = 0
 
     def mark_started(self, record: int, now_ns: int) -> None:
         """Note that the backend has taken the operation up. Too late (slot reused) is ignored."""
         slot = record % self.num_operations
-        if self._stamps[slot] != record + 1:
+        stamp = record + 1
+        if self._stamps[slot] != stamp:
             return
         self._started[slot] = now_ns
-        self._write_state(slot, record + 1, now_ns, 0, 0, _STARTED)
+        crc = crc32(_pack_state_body(now_ns, 0, 0, _STARTED), stamp & _U32)
+        at = self._states_offset + slot * _SLOT_BYTES
+        _pack_state(self._map, at, stamp, now_ns, 0, 0, _STARTED, crc, 0, stamp)
 
     def mark_ended(self, record: int, now_ns: int, state: int, error: int = 0) -> None:
         """Note that the operation completed or failed. Too late (slot reused) is ignored."""
         slot = record % self.num_operations
-        if self._stamps[slot] != record + 1:
+        stamp = record + 1
+        if self._stamps[slot] != stamp:
             return
-        self._write_state(slot, record + 1, self._started[slot], now_ns, error, state)
+        started = self._started[slot]
+        crc = crc32(_pack_state_body(started, now_ns, error, state), stamp & _U32)
+        at = self._states_offset + slot * _SLOT_BYTES
+        _pack_state(self._map, at, stamp, started, now_ns, error, state, crc, 0, stamp)
 
     def write_span(self, number: int, fields: bytes) -> None:
         """Store an ended span as number `number` of the ring of spans."""
@@ -212,13 +221,6 @@ class Ring:
         self.live.release()
         self._view.release()
         self._map.close()
-
-    def _write_state(
-        self, slot: int, stamp: int, started: int, ended: int, error: int, state: int
-    ) -> None:
-        crc = crc32(_pack_state_body(started, ended, error, state), stamp & _U32)
-        at = self._operations_offset + slot * _SLOT_BYTES + _STATE_OFFSET
-        _pack_state(self._map, at, stamp, started, ended, error, state, crc, 0, stamp)
 
     def _write_span_slot(self, at: int, stamp: int, fields: bytes) -> None:
         _SPAN_STRUCT.pack_into(self._map, at, stamp, len(fields), crc32(fields), fields, stamp)

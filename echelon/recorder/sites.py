@@ -94,15 +94,17 @@ class Sites:
         if first is None:
             return 0, 0
         key: tuple[int, ...]
-        second = first.f_back
-        third = second and second.f_back
-        fourth = third and third.f_back
-        if second and third and fourth:
+        try:
+            second = first.f_back
+            third = second.f_back  # type: ignore[union-attr]
+            fourth = third.f_back  # type: ignore[union-attr]
             key = (
-                id(first.f_code), first.f_lasti, id(second.f_code), second.f_lasti,
-                id(third.f_code), third.f_lasti, id(fourth.f_code), fourth.f_lasti,
+                id(first.f_code), first.f_lasti,
+                id(second.f_code), second.f_lasti,  # type: ignore[union-attr]
+                id(third.f_code), third.f_lasti,  # type: ignore[union-attr]
+                id(fourth.f_code), fourth.f_lasti,  # type: ignore[union-attr]
             )  # fmt: skip
-        else:
+        except AttributeError:  # fewer callers than that
             key = tuple(n for one in _frames(first) for n in (id(one.f_code), one.f_lasti))
         known = self._known.get(key)
         return known[0] if known is not None else self._add(key, first)
