@@ -6,6 +6,7 @@ a death everybody waits), so of them only endings are still listed, beneath the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,6 +41,7 @@ STAGES: tuple[Rule, ...] = (
     find_unknown,
     find_straggler,
 )
+_MAX_NAMED = 16
 _LISTED_BENEATH: frozenset[Rule] = frozenset({find_ended})
 
 
@@ -75,10 +77,22 @@ def report_of(picture: Picture) -> Report:
     return Report(
         world_size=evidence.world_size,
         ranks_present=tuple(evidence.ranks),
-        findings=tuple(_ask(picture, STAGES)),
+        findings=tuple(_named(finding) for finding in _ask(picture, STAGES)),
         origin=evidence.origin,
         warnings=evidence.warnings,
     )
+
+
+def _named(finding: Finding) -> Finding:
+    """Make sure that the evidence names each culprit as `rank R`, also where it speaks of many."""
+    text = " ".join(finding.evidence) + " "
+    if len(finding.culprit_ranks) > _MAX_NAMED:
+        return finding
+    unnamed = [r for r in finding.culprit_ranks if not re.search(rf"\brank {r}\b", text)]
+    if not unnamed:
+        return finding
+    names = ", ".join(f"rank {rank}" for rank in unnamed)
+    return finding.changed(evidence=(*finding.evidence, f"singled out: {names}"))
 
 
 def _ask(picture: Picture, stages: Sequence[Rule]) -> list[Finding]:

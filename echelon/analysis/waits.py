@@ -37,13 +37,23 @@ class Wait:
     since_ns: int  # when the first of them came, on rank 0's clock
     completed: tuple[int, ...] = ()  # members that are already through
     is_p2p: bool = False
+    peer: int = -1  # whom a send or receive is for
     members: int = 0
     vague: bool = False  # the group's members were inferred
     gave_up: bool = False  # an error is recorded: a timeout passed
 
     def __str__(self) -> str:
-        """Name the operation: `all_reduce #1042` or `recv from rank 2`."""
+        """Name the operation: `all_reduce #1042`, `recv from rank 2`."""
+        if self.is_p2p:
+            return (
+                f"{self.operation} {'to' if self.operation in SENDS else 'from'} rank {self.peer}"
+            )
         return f"{self.operation} #{self.sequence}"
+
+    @property
+    def number(self) -> int | None:
+        """The sequence number, None where none is recorded."""
+        return self.sequence if self.sequence >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +169,13 @@ def _p2p_waits(evidence: Evidence) -> list[Wait]:
             waits.append(
                 Wait(
                     group=evidence.groups[int(row["group"])].name,
-                    operation=f"{call.operation} {'to' if call.operation in SENDS else 'from'} "
-                    f"rank {peer}",
+                    operation=call.operation,
                     sequence=int(row["p2p_sequence"]),
                     waiting=(rank,),
                     absent=() if posted else (peer,),
                     since_ns=int(row["created_ns"]),
                     is_p2p=True,
+                    peer=peer,
                     members=2,
                 )
             )

@@ -625,8 +625,9 @@ def test_evidence_names_the_culprit(name: str) -> None:
     assert verdict is not None
     text = " ".join(verdict.evidence)
     assert verdict.next_action
-    for culprit in culprits if len(culprits) == 1 else []:
+    for culprit in culprits:
         assert f"rank {culprit}" in text
+    assert verdict.operation is None or " " not in verdict.operation
     assert not set(verdict.fallout_ranks) & set(culprits)
 
 
@@ -634,3 +635,21 @@ def test_every_cause_has_a_story() -> None:
     from echelon.analysis.finding import Cause
 
     assert {cause for cause, _, _ in STORIES.values()} == {cause.value for cause in Cause}
+
+
+def test_many_ranks_that_end_alike_after_the_root_are_one_finding() -> None:
+    job = Job(6).train(1)
+    job[4].raised("builtins.ValueError", "first", order=0)
+    for order, rank in enumerate(job.others(4), 1):
+        rank.raised("builtins.KeyError", f"{rank.rank}", order=order)
+    findings = job.report("failure").findings
+    assert [finding.culprit_ranks for finding in findings] == [(4,), (0, 1, 2, 3, 5)]
+
+
+def test_who_was_asked_to_end_is_at_no_fault() -> None:
+    job = Job(3).train(2)
+    job[0].exited(-2)
+    job[1].exited(143, order=1)
+    job[2].raised("builtins.KeyboardInterrupt", "", bases=("builtins.BaseException",), order=2)
+    assert job.report("signal").healthy
+    assert not job.report("failure").healthy

@@ -30,7 +30,7 @@ def find_desync(picture: Picture) -> list[Finding]:
             confidence=Confidence.CERTAIN,
             group=first.group,
             operation=first.operation,
-            sequence=first.sequence,
+            sequence=first.number,
             summary=f"{rank_list(ring)} wait for each other in a ring: {parts}",
             evidence=tuple(wait_line(wait) for wait in waits[:6]),
             fallout_ranks=picture.fallout(ring),

@@ -42,6 +42,7 @@ _TRANSPORT_WORDS = (
     "watchdog caught collective operation timeout",
     "timed out waiting",
 )
+_ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 _MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
 _MEMORY_WORDS = (
     "cuda out of memory",
@@ -58,6 +59,7 @@ class Ending:
     rank: int
     cause: Cause
     order: tuple[int, int]  # earlier endings are smaller
+    how: str  # what is equal for endings of one kind
     words: str
     frame: Frame | None
     evidence: tuple[str, ...]
@@ -74,7 +76,26 @@ def find_ended(picture: Picture) -> list[Finding]:
     memory = [ending for ending in endings if ending.cause is Cause.OUT_OF_MEMORY]
     others = [ending for ending in endings if ending.cause is not Cause.OUT_OF_MEMORY]
     ordered = sorted(memory, key=lambda e: e.order) + sorted(others, key=lambda e: e.order)
-    return [_describe(picture, ending) for ending in ordered]
+    if not ordered:
+        return []
+    alike: dict[tuple[object, ...], list[Ending]] = {}
+    for ending in ordered[1:]:
+        alike.setdefault((ending.cause, ending.frame, ending.how), []).append(ending)
+    return [_describe(picture, ordered[0]), *(_later(picture, ends) for ends in alike.values())]
+
+
+def _later(picture: Picture, endings: list[Ending]) -> Finding:
+    """Report endings of one kind that came after the root: a thousand of them are one finding."""
+    first = _describe(picture, endings[0])
+    if len(endings) == 1:
+        return first
+    ranks = tuple(sorted(ending.rank for ending in endings))
+    rest = [rank for rank in ranks if rank != endings[0].rank]
+    return first.changed(
+        culprit_ranks=ranks,
+        summary=f"{endings[0].words}; {rank_list(rest)} ended alike",
+        fallout_ranks=picture.fallout(ranks),
+    )
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
@@ -87,10 +108,7 @@ def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
         type_name, message, frame, bases = raised
         if is_secondary(type_name, message, bases):
             return None
-        if (
-            type_name.rpartition(".")[2] == "KeyboardInterrupt"
-            and picture.evidence.incident.kind == "signal"
-        ):
+        if type_name.rpartition(".")[2] == "KeyboardInterrupt" and _was_asked_to_end(picture):
             return None
         cause = Cause.OUT_OF_MEMORY if is_memory(type_name, message, bases) else Cause.EXCEPTION
         return _by_exception(facts, cause, type_name, message, frame)
@@ -98,7 +116,14 @@ def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
         return None
     if host.exit_code == 0:
         return None  # whether it left too early is for the waits to say
+    if host.exit_code in _ASKED and _was_asked_to_end(picture):
+        return None
     return _by_death(facts)
+
+
+def _was_asked_to_end(picture: Picture) -> bool:
+    """Tell whether somebody stopped the job, so that its ranks' interrupts are no fault."""
+    return picture.evidence.incident.kind == "signal"
 
 
 def _raised(facts: RankEvidence) -> tuple[str, str, Frame | None, tuple[str, ...]] | None:
@@ -153,6 +178,7 @@ def _by_exception(
         rank=facts.rank,
         cause=cause,
         order=_order(facts),
+        how=short,
         words=f"rank {facts.rank} raised {said}{place}",
         frame=frame,
         evidence=tuple(lines),
@@ -187,6 +213,7 @@ def _by_death(facts: RankEvidence) -> Ending:
         rank=facts.rank,
         cause=cause,
         order=_order(facts),
+        how=exit_words(code),
         words=words if cause is Cause.DEAD_PROCESS else f"{words}: out of memory",
         frame=None,
         evidence=tuple(lines),
@@ -227,7 +254,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
     sequence = None
     summary = ending.words
     if wait is not None:
-        group, operation, sequence = wait.group, wait.operation, wait.sequence
+        group, operation, sequence = wait.group, wait.operation, wait.number
         waiting = picture.graph.fallout([ending.rank])
         summary += (
             f"; {rank_list(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it in {wait}"

@@ -45,8 +45,7 @@ def find_unmatched(picture: Picture) -> list[Finding]:
 
 def _pending(picture: Picture) -> Iterator[Posted]:
     evidence = picture.evidence
-    stuck = {(w.waiting[0], w.operation, w.sequence) for w in picture.graph.waits if w.is_p2p}
-    if not stuck:
+    if not any(wait.is_p2p for wait in picture.graph.waits):
         return
     for rank, facts in evidence.ranks.items():
         for row in first_pending_p2p(evidence, facts):

@@ -154,7 +154,7 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
         confidence=reading.confidence,
         group=wait.group if wait else None,
         operation=wait.operation if wait else None,
-        sequence=wait.sequence if wait else None,
+        sequence=wait.number if wait else None,
         summary=summary,
         evidence=tuple(lines),
         fallout_ranks=fallout,

@@ -42,7 +42,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
         confidence=Confidence.POSSIBLE,
         group=wait.group,
         operation=wait.operation,
-        sequence=wait.sequence,
+        sequence=wait.number,
         summary=f"all {wait.members} ranks are inside {wait} of group '{wait.group}'{since} and "
         "none is through: the transport or a device, and nothing recorded singles out a rank",
         evidence=(f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', none done",),
