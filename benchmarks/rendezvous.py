@@ -31,7 +31,7 @@ def simulate(endpoint: str, first: int, count: int, gate: object) -> None:
     """Run `count` agents: greet, wait for `Start`, hang up."""
     import grpc.aio
 
-    from echelon.launcher.control.client import METHOD, OPTIONS
+    from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
     from echelon.launcher.control.messages import Hello, Start, pack, unpack
     from echelon.launcher.control.seal import Seal, new_nonce
 
@@ -42,11 +42,18 @@ def simulate(endpoint: str, first: int, count: int, gate: object) -> None:
         seal = Seal(SECRET, nonce, await call.read(), is_host=False)
         name = f"agent-{number}"
         await call.write(seal.close(pack(Hello(node=name, host=name, num_workers=8))))
+        beat = asyncio.ensure_future(heartbeat(call, seal))
         while True:
             body = seal.open(await call.read())
             if body and isinstance(unpack(body), Start):
                 break
+        beat.cancel()
         await call.done_writing()
+
+    async def heartbeat(call: grpc.aio.StreamStreamCall, seal: Seal) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await call.write(seal.close(b""))
 
     async def all_agents() -> None:
         channels = [
