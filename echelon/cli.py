@@ -11,6 +11,7 @@ _HELP = """\
 usage: echelon COMMAND [...]
 
   run      launch a job; explain it if it stalls or dies
+  status   show what the ranks of a running job do
   doctor   check this machine before a job
   store    serve a key-value store for torch's TCPStore clients and ours
 
@@ -26,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from echelon.launcher.cli import main as run
 
         return run(arguments)
+    if command == "status":
+        from echelon.launcher.status import main as status
+
+        return status(arguments)
     if command == "doctor":
         from echelon.launcher.doctor import main as doctor
 
@@ -40,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("--help", "-h", "help"):
         print(_HELP, end="")
         return 0
-    print(f"echelon: no command {command!r}; there are run, doctor and store", file=sys.stderr)
+    print(
+        f"echelon: no command {command!r}; there are run, status, doctor and store", file=sys.stderr
+    )
     return 2
 
 

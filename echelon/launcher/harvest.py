@@ -21,6 +21,7 @@ from echelon.recorder import signals
 from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
+from echelon.recorder.spy import spy_stacks
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _SETTLED_S = 0.06
@@ -67,6 +68,7 @@ class _Stacks:
     def __init__(self, folder: Path, pid: int, identity: Identity) -> None:
         self._path = folder / "stacks"
         self._from = _size(self._path)
+        self._pid = pid
         self._seen = (self._from, time.monotonic())
         self._asked = identity.stack_signal != 0 and signals.send(
             pid, identity.pid_start_ticks, identity.stack_signal
@@ -83,8 +85,9 @@ class _Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def text(self) -> str:
-        """Return what has come."""
-        return _text_from(self._path, self._from) if self._asked else ""
+        """Return what has come; of a process that did not answer, what py-spy sees, if it may."""
+        answer = _text_from(self._path, self._from) if self._asked else ""
+        return answer or spy_stacks(self._pid)
 
 
 class _Witness:

@@ -25,7 +25,6 @@ from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.dump import pack_dump, write_dump
 from echelon.recorder.read import LiveRing
-from echelon.recorder.schema import Live
 from echelon.recorder.signals import oom_kills
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
@@ -189,16 +188,13 @@ class NodeAgent:
                 ring = self._rings[worker.rank] = LiveRing(worker.folder / "ring")
             except DumpFormatError:
                 return [worker.rank, 0, -1, -1, 0]  # it has not opened one yet
-        words = ring.words()
-        pending_ns, num_pending = ring.pending()
-        ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
-        progress_ns = words[Live.PROGRESS_MONO_NS]
+        sight = ring.sight(worker.rank)
         return [
             worker.rank,
-            words[Live.INITIALISED],
-            (now - progress_ns) // 1_000_000 if progress_ns else -1,
-            max(0, now - pending_ns) // 1_000_000 if pending_ns else -1,
-            ended,
+            int(sight.initialised),
+            _age_ms(now, sight.progress_mono_ns),
+            _age_ms(now, sight.pending_mono_ns),
+            sight.num_ended,
         ]
 
     # ---- the guard's news, and output ----
@@ -294,3 +290,7 @@ class NodeAgent:
     def _close_rings(self) -> None:
         while self._rings:
             self._rings.popitem()[1].close()
+
+
+def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:
+    return max(0, now_mono_ns - then_mono_ns) // 1_000_000 if then_mono_ns else -1
