@@ -1,8 +1,9 @@
 """One connection of a client: bytes out, replies in, each call bounded by a deadline.
 
-A channel is used by one thread at a time; `TCPStore` sees to that. The socket never blocks: the
-channel polls it up to the deadline. After any failure in the middle of an exchange the channel is
-of no use, because replies carry no ids, and its owner closes it.
+A channel is used by one thread at a time; `TCPStore` sees to that. A receive sleeps in the kernel
+for a second at most before it looks at the deadline again, which spares a poll for each answer;
+close to the deadline, and for sending, the channel polls. After any failure in the middle of an
+exchange the channel is of no use, because replies carry no ids, and its owner closes it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 
 from echelon.errors import StoreConnectionError, StoreProtocolError
 from echelon.store import protocol as p
@@ -18,6 +20,9 @@ from echelon.store.deadline import Deadline
 from echelon.store.keepalive import keep_alive
 
 _RECEIVE_BYTES = 64 << 10
+_SLICE_S = 1.0  # a receive comes back after this long to look at the deadline
+_SLICE = struct.pack("ll", int(_SLICE_S), 0)  # struct timeval
+_NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
 
 
@@ -78,7 +83,7 @@ class Channel:
             OSError: the connection broke.
         """
         try:
-            sent = self._socket.send(data)
+            sent = self._socket.send(data, _NO_WAIT)
         except BlockingIOError:
             sent = 0
         if sent == len(data):
@@ -90,7 +95,7 @@ class Channel:
                 if not self._poller.poll(deadline.left_s * 1000):
                     raise TimeoutError("the server does not read")
                 with contextlib.suppress(BlockingIOError):
-                    rest = rest[self._socket.send(rest) :]
+                    rest = rest[self._socket.send(rest, _NO_WAIT) :]
         finally:
             self._poller.modify(self._socket, select.POLLIN)
 
@@ -123,7 +128,8 @@ class Channel:
 
     def _receive(self, size: int, deadline: Deadline) -> bytes:
         while True:
-            if not self._poller.poll(deadline.left_s * 1000):
+            left_s = deadline.left_s
+            if left_s <= _SLICE_S and not self._poller.poll(left_s * 1000):
                 raise TimeoutError("no answer")
             try:
                 data = self._socket.recv(size)
@@ -187,7 +193,11 @@ def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
             continue
         dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(dialled)
-        dialled.setblocking(False)
+        dialled.settimeout(None)
+        if _NO_WAIT:
+            dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+        else:
+            dialled.setblocking(False)
         return dialled
     raise problem
 

@@ -15,8 +15,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import channel as channels
@@ -69,19 +67,24 @@ class Connections:
             StoreTimeoutError: it did not come up in time.
             StoreConnectionError: it is there and will not have us.
         """
-        with self.turn("connect", "", deadline):
+        lock = self.turn("connect", "", deadline)
+        try:
             self._main = self._connect("connect", "", deadline, deadline.left_s)
+        finally:
+            lock.release()
 
-    @contextmanager
-    def turn(self, operation: str, key: str, deadline: Deadline) -> Iterator[None]:
-        """Hold the main connection's lock."""
-        self._check_usable(operation, key)
+    def turn(self, operation: str, key: str, deadline: Deadline) -> threading.Lock:
+        """Take the main connection's lock; the caller releases what is returned.
+
+        Raises:
+            StoreTimeoutError: other threads' calls hold it for too long.
+            StoreError: the store is closed, or belongs to another process.
+        """
+        if self.is_closed or self._pid != os.getpid():
+            self._check_usable(operation, key)
         if not self._lock.acquire(timeout=deadline.left_s):
             raise self.timed_out(operation, key, deadline, "another thread's call holds it")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        return self._lock
 
     def main(self, operation: str, key: str, deadline: Deadline) -> Channel:
         """Return the main connection, connecting if there is none; the lock is held."""
@@ -97,12 +100,15 @@ class Connections:
 
     def take_away(self, operation: str, key: str, deadline: Deadline) -> Channel:
         """Take the main connection for a call that waits; nothing is on its way on it."""
-        with self.turn(operation, key, deadline):
+        lock = self.turn(operation, key, deadline)
+        try:
             channel = self.main(operation, key, deadline)
             if channel.num_unconfirmed:
                 self._confirm(channel, operation, key, deadline)
             self._main = None
             self._taken.add(channel)
+        finally:
+            lock.release()
         return channel
 
     def give_back(self, channel: Channel) -> None:

@@ -42,7 +42,8 @@ class Exchanges:
         """Send a request that is answered at once and read its answer."""
         name = show(key)
         connections = self._connections
-        with connections.turn(operation, name, deadline):
+        lock = connections.turn(operation, name, deadline)
+        try:
             while True:
                 channel = connections.main(operation, name, deadline)
                 had_unconfirmed = channel.num_unconfirmed > 0
@@ -62,15 +63,18 @@ class Exchanges:
                     raise
                 channel.num_unconfirmed = 0
                 return answer
+        finally:
+            lock.release()
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
         """Send a request that has no answer."""
         name = show(key)
         connections = self._connections
-        with connections.turn(operation, name, deadline):
+        lock = connections.turn(operation, name, deadline)
+        try:
             channel = connections.main(operation, name, deadline)
+            channel.num_unconfirmed += 1
             try:
-                channel.num_unconfirmed += 1
                 channel.send(request, deadline)
             except TimeoutError as error:
                 connections.drop(channel)
@@ -80,6 +84,8 @@ class Exchanges:
             except BaseException:
                 connections.drop(channel)
                 raise
+        finally:
+            lock.release()
 
     def hold(
         self,
