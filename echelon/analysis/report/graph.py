@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echelon.analysis.waits import Wait, WaitGraph
@@ -34,8 +35,12 @@ class Drawing:
     edges: tuple[Edge, ...]
 
 
-def draw(graph: WaitGraph) -> Drawing:
-    """Merge ranks that wait alike, and lay the nodes out by their distance from the sinks."""
+def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
+    """Merge ranks that wait alike, and lay the nodes out by their distance from the sinks.
+
+    Args:
+        roots: ranks to begin from where everything waits in a ring.
+    """
     waits = [wait for wait in graph.waits if wait.absent]
     classes = _classes(waits)
     index = {rank: number for number, ranks in enumerate(classes) for rank in ranks}
@@ -45,7 +50,7 @@ def draw(graph: WaitGraph) -> Drawing:
         targets = {index[rank] for rank in wait.absent}
         for pair in sorted((a, b) for a in sources for b in targets if a != b):
             labels.setdefault(pair, []).append(f"{wait} · {wait.group}")
-    layers = _layers(len(classes), list(labels))
+    layers = _layers(len(classes), list(labels), sorted({index[r] for r in roots if r in index}))
     nodes = tuple(Node(ranks, layers[number]) for number, ranks in enumerate(classes))
     edges = tuple(Edge(a, b, " / ".join(texts[:2])) for (a, b), texts in labels.items())
     if len(nodes) <= MAX_NODES:
@@ -72,16 +77,24 @@ def _classes(waits: list[Wait]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in merged.values()]
 
 
-def _layers(count: int, pairs: list[tuple[int, int]]) -> list[int]:
-    """Return each node's distance from the sinks; on a ring, the last layer it reaches."""
+def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
+    """Return each node's distance from the sinks: the longest, or with rings the shortest."""
     layers = [0] * count
     for _ in range(count):
-        changed = False
-        for source, target in pairs:
-            if layers[source] < layers[target] + 1 <= count - 1:
-                layers[source] = layers[target] + 1
-                changed = True
-        if not changed:
+        late = [(a, b) for a, b in pairs if layers[a] <= layers[b]]
+        if not late:
             return layers
-    order = {layer: place for place, layer in enumerate(sorted(set(layers)))}
-    return [order[layer] for layer in layers]
+        for source, target in late:
+            layers[source] = max(layers[source], layers[target] + 1)
+    return _nearest(count, pairs, roots or [0])
+
+
+def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
+    """Walk the waits backwards from the roots; what does not lead there stands farthest."""
+    layers = {root: 0 for root in roots}
+    edge = list(roots)
+    while edge:
+        edge = sorted({a for a, b in pairs if b in edge and a not in layers})
+        layers.update({node: max(layers.values()) + 1 for node in edge})
+    farthest = max(layers.values()) + 1
+    return [layers.get(node, farthest) for node in range(count)]

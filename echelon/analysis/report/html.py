@@ -53,7 +53,7 @@ def render_html(picture: Picture, report: Report) -> str:
     parts = [
         _verdict(report),
         _timeline_frame(picture),
-        render_graph(draw(picture.graph), set(culprits)),
+        render_graph(draw(picture.graph, culprits), set(culprits)),
         _stacks(picture, report),
         _others(report),
         _time(timing_of(picture)),
