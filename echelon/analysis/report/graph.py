@@ -91,7 +91,7 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
     """Walk the waits backwards from the roots; what does not lead there stands farthest."""
-    layers = {root: 0 for root in roots}
+    layers = dict.fromkeys(roots, 0)
     edge = list(roots)
     while edge:
         edge = sorted({a for a, b in pairs if b in edge and a not in layers})
