@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from echelon.errors import StoreError
+from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import trust
 from echelon.store.connection import Connection
 from echelon.store.hub import Hub, log
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BACKLOG = 4096
+_START_S = 30.0
 _BIND_TRIES = 10
 _CLOSE_S = 5.0
 _WIND_DOWN_S = 0.02
@@ -103,7 +104,11 @@ class StoreServer:
                 target=self._run, args=(started.set,), name="echelon-store", daemon=True
             )
             self._thread.start()
-        started.wait()
+        if not started.wait(_START_S):
+            raise StoreTimeoutError(
+                f"store server on {self._endpoint}: its loop did not start within {_START_S:.0f} s",
+                endpoint=self._endpoint,
+            )
         atexit.register(self.close)
         return self
 
@@ -183,7 +188,14 @@ class StoreServer:
         if loop is None or self._is_closed:
             raise StoreError("the store server is not running", endpoint=self._endpoint)
         loop.call_soon_threadsafe(run)
-        return answer.result(timeout=_CLOSE_S)
+        try:
+            return answer.result(timeout=_CLOSE_S)
+        except concurrent.futures.TimeoutError:
+            raise StoreTimeoutError(
+                f"store server on {self._endpoint}: its loop did not answer within "
+                f"{_CLOSE_S:.0f} s. Does something else in this process hold the interpreter lock?",
+                endpoint=self._endpoint,
+            ) from None
 
     @property
     def _endpoint(self) -> str:

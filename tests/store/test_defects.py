@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from echelon.errors import StoreError
-from echelon.store import PrefixStore
+from echelon.store import PrefixStore, StoreServer
 from echelon.store import protocol as p
 from echelon.store.limits import Limits
 from echelon.store.parser import Parser
@@ -96,7 +96,7 @@ def test_06_waiters_of_queues_do_not_linger(server, raw):
     assert dict(server.statistics().waiting) == {"never": 1}
 
 
-def test_06_one_push_wakes_one_popper_and_a_silent_one_loses_its_claim(server, raw):
+def test_06_one_push_wakes_one_popper_and_a_dead_one_loses_its_claim(server, raw):
     first, second, pusher = raw(), raw(), raw()
     first.send(p.encode(p.WAIT, [b"/q"]))
     waiters_are(server, 1)
@@ -233,3 +233,20 @@ def test_16_only_the_given_address_is_bound(server):
     elsewhere = socket.socket()
     elsewhere.bind(("127.0.0.2", server.port))  # free, so the server does not hold all interfaces
     elsewhere.close()
+
+
+def test_06_a_popper_that_falls_silent_loses_its_claim(closing):
+    """Nobody sleeps beside an item because another was woken for it and does not come."""
+    server = closing(StoreServer(limits=Limits(command_s=0.1)).start())
+    first, second, pusher = (closing(Raw(server.port)) for _ in range(3))
+    first.send(p.encode(p.WAIT, [b"/q"]))
+    waiters_are(server, 1)
+    second.send(p.encode(p.WAIT, [b"/q"]))
+    waiters_are(server, 2)
+    pusher.send(p.encode(p.QUEUE_PUSH, b"/q", b"only"))
+    assert first.take(1) == p.WAIT_DONE
+    assert second.take(1) == p.WAIT_DONE
+    second.send(p.encode(p.QUEUE_POP, b"/q"))
+    assert (second.take(8), second.take_string()) == (p.pack_i64(1), b"only")
+    first.send(p.encode(p.QUEUE_POP, b"/q"))
+    assert first.take(8) == p.pack_i64(0)
