@@ -19,7 +19,7 @@ class Liveness(Enum):
     GONE = "it has ended"
     STOPPED = "it was stopped by a signal or frozen: no thread of it runs"
     GIL_HELD = "code in it holds Python's lock and does not let go: no Python thread runs"
-    RUNNING = "it uses the processor"
+    RUNNING = "it uses the processor, or would"
     WAITING = "it waits, and could run"
     UNKNOWN = "it has no heartbeat to judge by"
 
@@ -52,5 +52,6 @@ def liveness(
         return Liveness.UNKNOWN
     if now_mono_ns - heartbeat_mono_ns > STALE_S * 1e9:
         return Liveness.GIL_HELD
-    busy = cpu_share is not None and cpu_share > _BUSY_SHARE
+    # On a machine with too much to do a busy process gets little, but it stays runnable.
+    busy = process_state == "R" or (cpu_share is not None and cpu_share > _BUSY_SHARE)
     return Liveness.RUNNING if busy else Liveness.WAITING
