@@ -121,12 +121,16 @@ class Raised:
 
 
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
+_RANK_PREFIX = re.compile(r"^\[rank\d{1,7}\]: ?", re.MULTILINE)
 _HEAD = "Traceback (most recent call last):"
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Find the last complete traceback in the tail of a stderr, None if there is none."""
-    _, head, block = stderr.rpartition(_HEAD)
+    """Find the last complete traceback in the tail of a stderr, None if there is none.
+
+    torch prints those of its ranks with `[rank3]: ` before every line.
+    """
+    _, head, block = _RANK_PREFIX.sub("", stderr).rpartition(_HEAD)
     if not head:
         return None
     frames: list[Frame] = []

@@ -229,6 +229,23 @@ def raises_without_a_recorder() -> Job:
     return job
 
 
+@story("exception", [1], "failure")
+def raises_under_torch_and_aborts_at_the_end() -> Job:
+    """torch marks the lines of its traceback with the rank, and its threads abort the process."""
+    job = Job(2)
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/u/t.py", line 5, in <module>',
+        "ValueError: x",
+    ]
+    tail = (
+        "".join(f"[rank1]: {line}\n" for line in lines) + "terminate called without an exception\n"
+    )
+    job[1].has_ring = job[0].has_ring = False
+    job[1].exited(-6, stderr_tail=tail)
+    return job
+
+
 @story("dead_process", [3], "failure")
 def killed() -> Job:
     job = Job(4).train(3)

@@ -127,14 +127,18 @@ def _was_asked_to_end(picture: Picture) -> bool:
 
 
 def _raised(facts: RankEvidence) -> tuple[str, str, Frame | None, tuple[str, ...]] | None:
-    """Return what a rank raised: from its own record, else from the last traceback on stderr."""
+    """Return what a rank raised: from its own record, else from the last traceback on stderr.
+
+    An abort may follow an exception: libraries whose threads still run end the process with it.
+    """
     words = facts.last_words
     if words is not None:
         return words.type, words.message, site_frame(words.site), words.bases
-    if facts.host.exit_code is None or facts.host.exit_code < 0:
+    code = facts.host.exit_code
+    if not code or (code < 0 and code != -signal.SIGABRT):
         return None
     found = last_traceback(facts.host.stderr_tail)
-    if found is None or found.type == "SystemExit" or not facts.host.exit_code:
+    if found is None or found.type == "SystemExit":
         return None
     return found.type, found.message, found.frame, ()
 
