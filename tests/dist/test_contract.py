@@ -7,6 +7,7 @@ import importlib
 import pytest
 
 import echelon.dist as dist
+from echelon.dist.backends import registry
 from tests.dist import contract
 from tests.ranks import run_ranks
 
@@ -29,7 +30,7 @@ def test_shm_keeps_the_contract(world_size, engine):
         world_size,
         "shm",
         contract.Traits(),
-        timeout_s=120,
+        timeout_s=240,
         environ={"ECHELON_SHM": engine},
     )
     assert ends == ["shm"] * world_size
@@ -39,8 +40,22 @@ def test_shm_keeps_the_contract(world_size, engine):
 def test_gloo_keeps_the_contract(world_size):
     pytest.importorskip("torch")
     traits = contract.Traits(ordered=False)
-    assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=120) == (
+    assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=240) == (
         ["gloo"] * world_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_slow"),
+    [(2, True), pytest.param(4, False, marks=pytest.mark.slow)],
+)
+def test_xccl_keeps_the_contract(world_size, is_slow):
+    reason = next(status.reason for status in registry.statuses() if status.name == "xccl")
+    if reason:
+        pytest.skip(reason)
+    traits = contract.Traits(ordered=False, has_messages=False, is_slow=is_slow)
+    assert run_ranks(_keep_contract, world_size, "xccl", traits, timeout_s=600) == (
+        ["xccl"] * world_size
     )
 
 
@@ -54,7 +69,7 @@ def _keep_contract_on_hosts(rank: int, world_size: int, hosts: tuple[int, ...]) 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)])
 def test_shm_gloo_keeps_the_contract(hosts):
     pytest.importorskip("torch")
-    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, timeout_s=120)
+    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, timeout_s=240)
     assert ends == ["shm+gloo"] * len(hosts)
 
 
@@ -71,4 +86,4 @@ def _keep_order(rank: int, world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
 def test_rank_ordered_sums_are_the_same_bits_on_every_backend(backend):
     pytest.importorskip("torch")
-    run_ranks(_keep_order, 4, backend, timeout_s=120)
+    run_ranks(_keep_order, 4, backend, timeout_s=240)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
+from echelon.dist.backends import registry
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from tests.ranks import run_ranks
 
@@ -64,6 +65,14 @@ def _wait_for_death_on_hosts(rank: int, world_size: int, backend: str) -> None:
     hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
     hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
     _wait_for_death(rank, world_size, backend, 1000)
+
+
+def test_a_killed_rank_is_named_though_oneccl_cannot_abort():
+    """And the process still ends, with the library stuck in its call."""
+    reason = next(status.reason for status in registry.statuses() if status.name == "xccl")
+    if reason:
+        pytest.skip(reason)
+    run_ranks(_wait_for_death, 3, "xccl", 1000, exit_codes={1: -signal.SIGKILL})
 
 
 def _die_inside(rank: int, world_size: int) -> None:

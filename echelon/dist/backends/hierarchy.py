@@ -177,7 +177,7 @@ class HierarchyBackend(LaneBackend):
         except CollectiveError as err:
             error = self._retold(operation, err)
             self._lost = error
-            self._flat.leave_verdict(error)
+            self._flat.survivors.tell(error)
             self.abort()
             raise error from None
 

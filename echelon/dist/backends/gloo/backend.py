@@ -15,9 +15,7 @@ is the one to name.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import struct
 import threading
 import time
@@ -33,24 +31,14 @@ from echelon.dist.backends.interface import Members
 from echelon.dist.backends.lanes import LaneBackend
 from echelon.dist.backends.operation import CALL_BYTES, Operation
 from echelon.dist.backends.shm.native import reduce
-from echelon.dist.backends.shm.peers import Peers
-from echelon.dist.backends.shm.rendezvous import gather, process_identity
+from echelon.dist.backends.survivors import Survivors
 from echelon.dist.environment import Rendezvous
 from echelon.dist.mismatch import message_error, mismatch_error, split_error
-from echelon.errors import (
-    CollectiveError,
-    CollectiveTimeoutError,
-    PeerLostError,
-    StoreError,
-    StoreTimeoutError,
-)
+from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
 _OWN_SUMS = frozenset({"float32", "float64", "int32", "int64"})
 _OWN_OPS = frozenset({"sum", "min", "max", "prod"})
-_POST_MORTEM_S = 2.0
-_HEARSAY_S = 0.5
-_NOW_S = 0.01
 _MESSAGE = struct.Struct("<16sQ")
 
 
@@ -91,7 +79,6 @@ class GlooBackend(LaneBackend):
             compares: whether the ranks exchange what they call; False where the caller has.
         """
         super().__init__()
-        self._verdicts = verdicts or store
         self._compares = compares
         self._members = members
         self._rank = members.rank
@@ -103,12 +90,7 @@ class GlooBackend(LaneBackend):
         self._aborted = False
         self._closed = False
         deadline_s = time.monotonic() + timeout_s
-        facts = gather(members, store, "processes", process_identity(), deadline_s)
-        mine = facts[self._rank]
-        near = [r for r, fact in enumerate(facts) if fact["host"] == mine["host"]]
-        self._peers = Peers(
-            {r: (facts[r]["pid"], facts[r]["start"]) for r in near if r != self._rank}
-        )
+        self.survivors = Survivors(members, store, verdicts or store, deadline_s)
         self._transport: Any = None if self._size == 1 else self._connect(deadline_s)
         self._run: dict[str, Callable[[Operation, float], None]] = {
             "all_reduce": self._all_reduce,
@@ -125,9 +107,7 @@ class GlooBackend(LaneBackend):
     def abort(self) -> None:
         """End the group on this rank; what waits here notices within a slice."""
         self._aborted = True
-        if self._lost is None:  # who gives up because of others is not the one to blame
-            with contextlib.suppress(StoreError):
-                self._store.set(f"left/{self._rank}", b"1")
+        self.survivors.leave()
 
     def close(self) -> None:
         """Close the connections and forget the peers."""
@@ -138,7 +118,7 @@ class GlooBackend(LaneBackend):
         self.close_lanes()
         if self._transport is not None:
             self._transport.close()
-        self._peers.close()
+        self.survivors.close()
 
     def _connect(self, deadline_s: float) -> Any:
         from echelon.dist.backends.gloo.transport import Transport, address_towards
@@ -187,80 +167,21 @@ class GlooBackend(LaneBackend):
             raise failures.broken_since(self._members, operation, self._lost)
         if self._aborted:
             raise failures.aborted(self._members, operation)
-        dead = self._peers.dead(range(self._size))
-        if dead:
-            said = self._verdict(operation, _NOW_S)
-            raise said or failures.peer_lost(self._members, operation, dead)
+        self.survivors.look(operation)
+
+    def _find_lost(self, operation: Operation, deadline_s: float) -> CollectiveError:
+        if self._transport is not None:
+            self._transport.close()
+        return self.survivors.find(operation, time.monotonic() >= deadline_s)
 
     def _give_up(self, error: CollectiveError) -> None:
         with self._lost_lock:
             if self._lost is not None:
                 return
             self._lost = error
-        self.leave_verdict(error)
+        self.survivors.tell(error)
         if self._transport is not None:
             self._transport.close()
-
-    def leave_verdict(self, error: CollectiveError) -> None:
-        """Tell ranks that cannot see it themselves whom this rank blames; the first word counts."""
-        self._lost = self._lost or error
-        if isinstance(error, CollectiveTimeoutError | PeerLostError) and error.ranks:
-            lost = isinstance(error, PeerLostError)
-            text = json.dumps({"lost": lost, "ranks": list(error.ranks)})
-            with contextlib.suppress(StoreError):
-                self._verdicts.compare_set("verdict", "", text)
-
-    def _verdict(self, operation: Operation, wait_s: float) -> CollectiveError | None:
-        """Return what a rank that knows better has said, waiting for it a moment."""
-        try:
-            said = json.loads(self._verdicts.get("verdict", timeout=wait_s))
-        except (StoreError, ValueError):
-            return None
-        places = {rank: place for place, rank in enumerate(self._members.ranks)}
-        ranks = [places[rank] for rank in said["ranks"] if rank in places]
-        build = failures.peer_lost if said["lost"] else failures.timed_out
-        error = build(self._members, operation, ranks)
-        error.ranks = tuple(said["ranks"])  # some may be outside this group: they broke another
-        return error
-
-    def _find_lost(self, operation: Operation, deadline_s: float) -> CollectiveError:
-        """Name who is gone: dead here, blamed by others, left in order, or absent from a roll call.
-
-        A connection can break before its process counts as dead, so the dead are looked for again.
-        """
-        timed_out = time.monotonic() >= deadline_s
-        if self._transport is not None:
-            self._transport.close()
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        with contextlib.suppress(StoreError):
-            dead = self._peers.dead(others)
-            said = self._verdict(operation, _NOW_S if dead else _HEARSAY_S)
-            if said is not None:
-                return said  # first: who has given up may have exited since, and is not to blame
-            if dead:
-                return failures.peer_lost(self._members, operation, dead)
-            left = [rank for rank in others if self._store.check([f"left/{rank}"])]
-            gone = self._peers.dead(others) or left
-            if gone:
-                return failures.peer_lost(self._members, operation, gone)
-            missing = self._call_roll(operation)
-            dead = self._peers.dead(others)
-            said = self._verdict(operation, _NOW_S)
-            if said is not None:
-                return said
-            build = failures.timed_out if timed_out and not dead else failures.peer_lost
-            return build(self._members, operation, dead or missing)
-        build = failures.timed_out if timed_out else failures.peer_lost
-        return build(self._members, operation, [])
-
-    def _call_roll(self, operation: Operation) -> list[int]:
-        """Return the others that do not come to the store within a moment."""
-        key = f"after/{operation.kind}/{operation.sequence}"
-        try:
-            self._store.gather(key, self._rank, self._size, b"", timeout=_POST_MORTEM_S)
-        except StoreTimeoutError as err:
-            return [int(rank) for rank in err.missing if int(rank) != self._rank]
-        return []
 
     def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
         if self._size == 1 or not self._compares:

@@ -1,0 +1,133 @@
+"""Find out who is gone, for backends whose library only says that something broke.
+
+Where processes share a host, their deaths are seen directly. Elsewhere the survivors help each
+other through the store: the first that knows leaves a verdict; who knows nothing reads it, looks
+who left in order, and at last calls the roll: all that still live come at once, who does not is the
+one to name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from echelon.dist import failures
+from echelon.dist.backends.interface import Members
+from echelon.dist.backends.operation import Operation
+from echelon.dist.backends.shm.peers import Peers
+from echelon.dist.backends.shm.rendezvous import gather, process_identity
+from echelon.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    StoreError,
+    StoreTimeoutError,
+)
+from echelon.store import PrefixStore
+
+_ROLL_CALL_S = 2.0
+_HEARSAY_S = 0.5
+_NOW_S = 0.01
+
+
+class Survivors:
+    """The other members of a group, as far as one can tell from outside the library."""
+
+    def __init__(
+        self, members: Members, store: PrefixStore, verdicts: PrefixStore, deadline_s: float
+    ) -> None:
+        """Learn where the others run.
+
+        Args:
+            verdicts: where ranks leave whom they blame; groups that fail together share it.
+            deadline_s: on the monotonic clock.
+
+        Raises:
+            CollectiveTimeoutError: members did not come.
+        """
+        self._members = members
+        self._store = store
+        self._verdicts = verdicts
+        self._others = [rank for rank in range(members.size) if rank != members.rank]
+        self._told = False
+        facts = gather(members, store, "processes", process_identity(), deadline_s)
+        host = facts[members.rank]["host"]
+        near = {r: facts[r] for r in self._others if facts[r]["host"] == host}
+        self._peers = Peers({r: (fact["pid"], fact["start"]) for r, fact in near.items()})
+
+    def look(self, operation: Operation) -> None:
+        """Raise if a process of this host has died."""
+        dead = self._peers.dead(self._others)
+        if dead:
+            raise self._verdict(operation, _NOW_S) or failures.peer_lost(
+                self._members, operation, dead
+            )
+
+    def tell(self, error: CollectiveError) -> None:
+        """Leave whom this rank blames for those that cannot see it; the first word counts."""
+        self._told = True
+        if isinstance(error, CollectiveTimeoutError | PeerLostError) and error.ranks:
+            lost = isinstance(error, PeerLostError)
+            text = json.dumps({"lost": lost, "ranks": list(error.ranks)})
+            with contextlib.suppress(StoreError):
+                self._verdicts.compare_set("verdict", "", text)
+
+    def leave(self) -> None:
+        """Say that this rank goes on its own account; not if others made it give up."""
+        if not self._told:
+            with contextlib.suppress(StoreError):
+                self._store.set(f"left/{self._members.rank}", b"1")
+
+    def find(self, operation: Operation, timed_out: bool) -> CollectiveError:
+        """Name who is gone: dead here, blamed by others, left in order, or absent at roll call.
+
+        A connection can break before its process counts as dead, so the dead are looked for again;
+        and who has given up may have exited since, so what others have said comes before that.
+        """
+        with contextlib.suppress(StoreError):
+            dead = self._peers.dead(self._others)
+            said = self._verdict(operation, _NOW_S if dead else _HEARSAY_S)
+            if said is not None:
+                return said
+            if not dead:
+                left = [r for r in self._others if self._store.check([f"left/{r}"])]
+                dead = self._peers.dead(self._others) or left
+            if dead:
+                return failures.peer_lost(self._members, operation, dead)
+            missing = self._call_roll(operation)
+            dead = self._peers.dead(self._others)
+            said = self._verdict(operation, _NOW_S)
+            if said is not None:
+                return said
+            build = failures.timed_out if timed_out and not dead else failures.peer_lost
+            return build(self._members, operation, dead or missing)
+        build = failures.timed_out if timed_out else failures.peer_lost
+        return build(self._members, operation, [])
+
+    def close(self) -> None:
+        """Forget the processes."""
+        self._peers.close()
+
+    def _verdict(self, operation: Operation, wait_s: float) -> CollectiveError | None:
+        """Return what a rank that knows better has said, waiting for it a moment."""
+        try:
+            said = json.loads(self._verdicts.get("verdict", timeout=wait_s))
+        except (StoreError, ValueError):
+            return None
+        places = {rank: place for place, rank in enumerate(self._members.ranks)}
+        ranks = [places[rank] for rank in said["ranks"] if rank in places]
+        build = failures.peer_lost if said["lost"] else failures.timed_out
+        error = build(self._members, operation, ranks)
+        error.ranks = tuple(said["ranks"])  # some may be outside this group: they broke another
+        return error
+
+    def _call_roll(self, operation: Operation) -> list[int]:
+        """Return the others that do not come to the store within a moment."""
+        key = f"after/{operation.kind}/{operation.sequence}"
+        try:
+            self._store.gather(
+                key, self._members.rank, self._members.size, b"", timeout=_ROLL_CALL_S
+            )
+        except StoreTimeoutError as err:
+            return [int(rank) for rank in err.missing if int(rank) != self._members.rank]
+        return []

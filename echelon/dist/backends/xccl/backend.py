@@ -1,0 +1,387 @@
+"""The xccl backend: oneCCL's all_reduce, all_gather, reduce_scatter, broadcast and all_to_all.
+
+    dtypes and bitwise sums that it lacks    all_gather, summed here in rank order
+    reduce, gather                           all_reduce, all_gather into memory of our own
+    scatter                                  broadcast, from which each rank takes its part
+    all_to_all with splits                   all_to_all of the longest piece
+    send, recv                               refused: its sends wait for the receiver, ours may not
+
+Its calls block in C and cannot be aborted. So they run on a thread of the group, and the caller
+waits for that thread while it looks after deadline and peers. When an operation fails, the thread
+stays where it is with the arrays it works on, the group is of no further use, and the communicator
+is never destroyed: the process can still end, and its memory goes with it.
+
+All groups of a process share that thread, and the lane before it: the library serves one call at a
+time, so calls on two communicators must come in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from echelon.dist import failures
+from echelon.dist.arrays import Flat
+from echelon.dist.backends.interface import Members
+from echelon.dist.backends.lanes import Lane, LaneBackend, LanePending
+from echelon.dist.backends.operation import CALL_BYTES, Operation
+from echelon.dist.backends.shm.native import reduce
+from echelon.dist.backends.survivors import Survivors
+from echelon.dist.backends.xccl import library
+from echelon.dist.mismatch import mismatch_error, split_error
+from echelon.errors import CollectiveError, StoreTimeoutError
+from echelon.store import PrefixStore
+
+_SLICE_S = 0.1
+_JOIN_S = 1.0
+_BYTE = library.DTYPES["uint8"]
+_stuck: list[Any] = []  # arrays that a call which cannot be aborted may still write to
+
+
+def not_ready() -> str:
+    """Say why this machine cannot run the backend; "" if it can."""
+    if library.folder() is None:
+        return "oneCCL is not in this environment: pip install '.[xccl]' (Linux, x86-64)"
+    try:
+        library.load()
+    except OSError as err:
+        return f"oneCCL cannot be loaded: {err}"
+    return ""
+
+
+def create(members: Members, store: PrefixStore, timeout_s: float) -> XcclBackend:
+    """Make the engine of a group; every member calls this.
+
+    Raises:
+        CollectiveTimeoutError: members did not come within `timeout_s`.
+    """
+    return XcclBackend(members, store, timeout_s)
+
+
+class _Worker:
+    """The thread on which the library's calls run."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[LanePending, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._serve, name="echelon-xccl", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Callable[[], None]) -> LanePending:
+        pending = LanePending()
+        self._jobs.put((pending, job))
+        return pending
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            pending, job = item
+            pending.run(job)
+            del item, pending, job
+
+
+class _Shared:
+    """What all groups of the process have in common; given back with the last of them."""
+
+    def __init__(self) -> None:
+        self.lane = Lane("echelon-xccl-lane")
+        self.worker = _Worker()
+        self.num_groups = 0
+        self.is_stuck = False
+
+    def give_up(self, *kept: Any) -> None:
+        """Leave the worker where it is, keep what it works on, and let the process end anyway."""
+        _stuck.append((self, kept))
+        if not self.is_stuck:
+            self.is_stuck = True
+            _skip_destructors()
+
+
+_shared: _Shared | None = None
+_shared_lock = threading.Lock()
+
+
+def _take_shared() -> _Shared:
+    global _shared
+    with _shared_lock:
+        if _shared is None or _shared.is_stuck:
+            _shared = _Shared()
+        _shared.num_groups += 1
+        return _shared
+
+
+def _give_shared_back(shared: _Shared) -> None:
+    global _shared
+    with _shared_lock:
+        shared.num_groups -= 1
+        if shared.num_groups:
+            return
+        if _shared is shared:
+            _shared = None
+    shared.lane.close()
+    shared.worker.close()
+
+
+def _skip_destructors() -> None:
+    """Have exit() end the process at once: destructors of the library wait for the stuck call."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+class XcclBackend(LaneBackend):
+    """Carries out operations on host memory with oneCCL's CPU plugin."""
+
+    name = "xccl"
+
+    def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
+        super().__init__()
+        self._members = members
+        self._size = members.size
+        self._ordered = members.options.reduction == "rank_ordered"
+        self._lost: CollectiveError | None = None
+        self._aborted = False
+        self._closed = False
+        deadline_s = time.monotonic() + timeout_s
+        self._survivors = Survivors(members, store, store, deadline_s)
+        self._communicator: Any = None
+        self._shared = _take_shared()
+        try:
+            self._join(store, deadline_s, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self._run: dict[str, Callable[[Operation, float], None]] = {
+            "all_reduce": self._reduce,
+            "reduce": self._reduce,
+            "all_gather": self._all_gather,
+            "gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "broadcast": self._broadcast,
+            "scatter": self._scatter,
+            "all_to_all": self._all_to_all,
+            "barrier": lambda operation, deadline_s: None,  # noqa: ARG005 -- comparing was one
+        }
+
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
+        """Refuse messages."""
+        if kind in ("send", "recv"):
+            return "has no messages: a send of oneCCL waits for its receiver"
+        return ""
+
+    def abort(self) -> None:
+        """End the group on this rank; what waits here notices within a slice."""
+        self._aborted = True
+        self._survivors.leave()
+
+    def close(self) -> None:
+        """Leave the group; the communicator only goes if nothing is stuck in it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._lost is None and self._communicator is not None and not self._aborted:
+            self._shared.worker.run(self._communicator.close).wait(_JOIN_S)
+        self.abort()
+        _give_shared_back(self._shared)
+        self._survivors.close()
+
+    def _lane(self, operation: Operation) -> Lane:  # noqa: ARG002
+        return self._shared.lane
+
+    def _join(self, store: PrefixStore, deadline_s: float, timeout_s: float) -> None:
+        init = Operation("init", 0, timeout_s=timeout_s)
+        if self._members.rank == 0:
+            store.set("unique_id", library.unique_id())
+        try:
+            drawn = store.get("unique_id", timeout=max(0.001, deadline_s - time.monotonic()))
+        except StoreTimeoutError as err:
+            raise failures.timed_out(self._members, init, [0]) from err
+
+        def join() -> None:
+            self._communicator = library.Communicator(self._size, self._members.rank, drawn)
+
+        self._wait(init, deadline_s, join)
+
+    # ---- the way of an operation ----
+
+    def _carry_out(self, operation: Operation) -> None:
+        if self._lost is not None:
+            raise failures.broken_since(self._members, operation, self._lost)
+        deadline_s = time.monotonic() + operation.timeout_s
+        try:
+            self._compare_calls(operation, deadline_s)
+            self._run[operation.kind](operation, deadline_s)
+        except CollectiveError as err:
+            self._lost = err
+            self._survivors.tell(err)
+            raise
+        except BaseException:  # a signal's handler raised: the others must not wait for us
+            self.abort()
+            raise
+
+    def _wait(
+        self, operation: Operation, deadline_s: float, job: Callable[[], None], *kept: Any
+    ) -> None:
+        pending = self._shared.worker.run(job)
+        try:
+            while not pending.wait(max(0.001, min(_SLICE_S, deadline_s - time.monotonic()))):
+                if self._aborted:
+                    raise failures.aborted(self._members, operation)
+                self._survivors.look(operation)
+                if time.monotonic() >= deadline_s:
+                    raise self._survivors.find(operation, True)
+        except BaseException:
+            self._shared.give_up(job, kept)
+            raise
+        if isinstance(pending.error, RuntimeError):
+            found = self._survivors.find(operation, False)
+            raise found from pending.error
+        if pending.error is not None:
+            raise pending.error
+
+    def _call(
+        self, operation: Operation, deadline_s: float, name: str, source: Flat, target: Flat,
+        *numbers: int,
+    ) -> None:  # fmt: skip
+        self._wait(
+            operation,
+            deadline_s,
+            lambda: self._communicator.call(name, source.ctypes.data, target.ctypes.data, *numbers),
+            source,
+            target,
+        )
+
+    def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
+        if self._size == 1:
+            return
+        head = operation.sequence.to_bytes(8, "little") + operation.call
+        mine = np.frombuffer(head, np.uint8).copy()
+        rows = np.empty((self._size, len(mine)), np.uint8)
+        self._gather_bytes(operation, deadline_s, mine, rows)
+        if not (rows == mine).all():
+            calls = [bytes(row[8 : 8 + CALL_BYTES]) for row in rows]
+            raise mismatch_error(self._members, operation, calls)
+
+    def _gather_bytes(
+        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+    ) -> None:
+        self._call(operation, deadline_s, "AllGather", source, target, source.nbytes, _BYTE)
+
+    # ---- sums ----
+
+    def _is_own(self, operation: Operation) -> bool:
+        return (
+            not self._ordered
+            and operation.dtype in library.DTYPES
+            and operation.reduce_op in (*library.REDUCE_OPS, "avg")
+            and operation.dtype not in ("float16", "bfloat16")
+        )
+
+    def _reduce(self, operation: Operation, deadline_s: float) -> None:
+        source, target = _array(operation.source), operation.target
+        if not len(source):
+            return
+        result = np.empty_like(source) if target is None else target
+        if self._is_own(operation):
+            self._own_sum(operation, deadline_s, "AllReduce", source, result, len(source))
+        else:
+            parts = self._parts(operation, deadline_s, source)
+            reduce(result, parts, operation.reduce_op, operation.dtype)
+
+    def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
+        source, target = _array(operation.source), _array(operation.target)
+        if not len(target):
+            return
+        if self._is_own(operation):
+            self._own_sum(operation, deadline_s, "ReduceScatter", source, target, len(target))
+            return
+        parts = np.empty((self._size, len(target)), source.dtype)
+        self._call(operation, deadline_s, "AllToAll", source, parts, target.nbytes, _BYTE)
+        reduce(target, list(parts), operation.reduce_op, operation.dtype)
+
+    def _own_sum(
+        self, operation: Operation, deadline_s: float, name: str, source: Flat, target: Flat,
+        count: int,
+    ) -> None:  # fmt: skip
+        average = operation.reduce_op == "avg"
+        op = library.REDUCE_OPS["sum" if average else operation.reduce_op]
+        dtype = library.DTYPES[operation.dtype]
+        self._call(operation, deadline_s, name, source, target, count, dtype, op)
+        if average:
+            np.divide(target, target.dtype.type(self._size), out=target)
+
+    def _parts(self, operation: Operation, deadline_s: float, source: Flat) -> list[Flat]:
+        parts = np.empty((self._size, len(source)), source.dtype)
+        self._gather_bytes(operation, deadline_s, source, parts)
+        return list(parts)
+
+    # ---- movement ----
+
+    def _all_gather(self, operation: Operation, deadline_s: float) -> None:
+        source, target = _array(operation.source), operation.target
+        if not len(source):
+            return
+        if target is None:
+            target = np.empty(self._size * len(source), source.dtype)
+        self._gather_bytes(operation, deadline_s, source, target)
+
+    def _broadcast(self, operation: Operation, deadline_s: float) -> None:
+        is_root = self._members.rank == operation.root
+        data = _array(operation.source if is_root else operation.target)
+        self._spread(operation, deadline_s, data)
+
+    def _spread(self, operation: Operation, deadline_s: float, data: Flat) -> None:
+        if len(data):
+            self._call(
+                operation, deadline_s, "Broadcast", data, data, data.nbytes, _BYTE, operation.root
+            )
+
+    def _scatter(self, operation: Operation, deadline_s: float) -> None:
+        target = _array(operation.target)
+        rows = operation.source
+        if rows is None:
+            rows = np.empty(self._size * len(target), target.dtype)
+        self._spread(operation, deadline_s, rows)
+        np.copyto(target, rows.reshape(self._size, len(target))[self._members.rank])
+
+    def _all_to_all(self, operation: Operation, deadline_s: float) -> None:
+        source, target = _array(operation.source), _array(operation.target)
+        longest = self._agree_on_splits(operation, deadline_s)
+        if not longest:
+            return
+        outgoing = np.zeros((self._size, longest), source.dtype)
+        starts = np.cumsum((0, *operation.input_splits))
+        for rank, count in enumerate(operation.input_splits):
+            outgoing[rank, :count] = source[starts[rank] : starts[rank] + count]
+        incoming = np.empty_like(outgoing)
+        num_bytes = longest * source.itemsize
+        self._call(operation, deadline_s, "AllToAll", outgoing, incoming, num_bytes, _BYTE)
+        starts = np.cumsum((0, *operation.output_splits))
+        for rank, count in enumerate(operation.output_splits):
+            target[starts[rank] : starts[rank] + count] = incoming[rank, :count]
+
+    def _agree_on_splits(self, operation: Operation, deadline_s: float) -> int:
+        mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
+        tables = np.empty((self._size, len(mine)), np.int64)
+        self._gather_bytes(operation, deadline_s, mine, tables)
+        sent, wanted = tables[:, : self._size], tables[:, self._size :].T
+        if (sent != wanted).any():
+            pairs = np.argwhere(sent != wanted)
+            raise split_error(self._members, operation, sorted(set(pairs.reshape(-1).tolist())))
+        return int(sent.max())
+
+
+def _array(data: Flat | None) -> Flat:
+    assert data is not None
+    return data

@@ -1,0 +1,37 @@
+#!/bin/sh
+# make check-native: the C core under ThreadSanitizer, with a fault to prove that it would be seen,
+# and on ARM64 under qemu where a cross compiler is (which proves function, and no memory order).
+set -eu
+here=$(dirname "$0")
+core=$here/../../echelon/dist/backends/shm/native
+out=${OUT:-$(mktemp -d)}
+sources="$here/check.c $core/engine.c $core/collectives.c $core/messages.c $core/waiting.c $core/reduce.c"
+flags="-std=c11 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -I$core -pthread"
+CC=${CC:-cc}
+
+$CC $flags $sources -o "$out/plain" -lm
+"$out/plain" 200
+
+$CC $flags -fsanitize=address,undefined -fno-sanitize-recover=all $sources -o "$out/address" -lm
+"$out/address" 100
+echo "AddressSanitizer and UBSan: clean"
+
+$CC $flags -fsanitize=thread $sources -o "$out/thread" -lm
+TSAN_OPTIONS=halt_on_error=1 "$out/thread" 60
+echo "ThreadSanitizer: clean"
+
+$CC $flags -fsanitize=thread -DEC_WEAKEN_PUBLISH $sources -o "$out/weakened" -lm
+if TSAN_OPTIONS=halt_on_error=1 "$out/weakened" 60 >"$out/weakened.log" 2>&1; then
+    echo "a weakened release store went unnoticed: this check checks nothing" >&2
+    exit 1
+fi
+grep -q "WARNING: ThreadSanitizer: data race" "$out/weakened.log"
+echo "ThreadSanitizer: reports the build with a weakened release store"
+
+if command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64-static >/dev/null; then
+    aarch64-linux-gnu-gcc $flags -O2 -static $sources -o "$out/arm64" -lm
+    qemu-aarch64-static "$out/arm64" 40
+    echo "ARM64 under qemu: right results (no proof of memory order)"
+else
+    echo "ARM64: skipped: needs gcc-aarch64-linux-gnu and qemu-user-static"
+fi
