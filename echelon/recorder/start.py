@@ -98,7 +98,8 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
     except OSError:
         place.give_up()
         raise
-    if place.is_elsewhere and settings.local_rank == 0:
+    asked = settings.has_agent and settings.ring_dir is not None  # whoever asked knows
+    if place.is_elsewhere and settings.local_rank == 0 and not asked:
         print(f"echelon: rings are in {place.ring.parent.parent} ({place.reason})", file=sys.stderr)
     return ring
 
