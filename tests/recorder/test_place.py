@@ -112,7 +112,7 @@ def test_a_ring_elsewhere_is_read_through_its_link_and_brought_home(program, tmp
     assert record.identity.settings["ring"] == str(one.ring.readlink())
     one.process.kill()
     _, _, err = one.end()
-    assert f"echelon: rings are in {tmp_path / 'local'} (as ECHELON_RING_DIR says)" in err
+    assert "rings are in" not in err  # whoever set ECHELON_RING_DIR knows
     assert bring_home(one.rank_dir)
     assert not one.ring.is_symlink()
     assert stat.S_IMODE(one.ring.stat().st_mode) == 0o600
