@@ -1,8 +1,9 @@
 """The recorder of this process: operations, spans, steps, a heartbeat, and last words.
 
-One process has at most one. It records into `ring.py`'s file, which the launcher names in the
-environment (ECHELON_RANK_DIR); without one, or with ECHELON_RECORDER_SIZE=0, every call here is a
-cheap no-op, so that code which records never asks whether it does.
+One process has at most one. It records into `ring.py`'s file, in the folder that the launcher names
+in the environment (ECHELON_RANK_DIR) or the user does (ECHELON_RECORD_DIR); without one, or with
+ECHELON_RECORDER_SIZE=0, every call here is a cheap no-op, so that code which records never asks
+whether it does.
 
 It never raises into training, never touches a device, and allocates nothing after start but the
 text of a call site that it has not met before.
