@@ -11,6 +11,7 @@ run; GB/s is bus bandwidth as nccl-tests defines it; "of copy" is the share of w
 the same size reaches with all ranks at it at once, at one read and one write a byte.
 """
 
+# ruff: noqa: D102, D103 -- three libraries answer to the same five names; main() reads top-down
 from __future__ import annotations
 
 import argparse
@@ -32,7 +33,7 @@ _BUS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
+    "broadcast": lambda _: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
 _MAX_SAMPLE_S = 0.3
@@ -193,6 +194,7 @@ class Team:
         env = {
             **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "ECHELON_RECORDER_SIZE": "0",
+            "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         if library in ("native", "python"):
             env["ECHELON_SHM"] = library
