@@ -1,0 +1,109 @@
+"""Backends as plug-ins, and the list of what is ready here and why the rest is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import echelon.dist as dist
+from echelon.dist.backends import registry
+from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError
+from tests.dist import contract
+from tests.ranks import run_ranks
+
+_POINT = importlib.metadata.EntryPoint(
+    "store", "tests.dist.example_backend:create", registry.ENTRY_POINTS
+)
+
+
+def _install() -> None:
+    registry.entry_points = lambda group: [_POINT] if group == registry.ENTRY_POINTS else []
+
+
+def _use_plugin(rank: int, world_size: int) -> str:
+    _install()
+    world = dist.init("store", timeout_s=30)
+    for check in (contract.check_all_reduce, contract.check_async, contract.check_objects):
+        check(world, contract.Traits(is_slow=True))
+    with pytest.raises(ValueError, match="backend 'store' has no scatter"):
+        world.scatter(np.zeros(1), np.zeros(world_size) if rank == 0 else None, 0)
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0 called .*; rank 1 called"):
+        world.all_reduce(np.zeros(1 + rank))
+    name = world.backend
+    dist.shutdown()
+    return name
+
+
+@pytest.mark.ranks
+def test_a_third_party_backend_is_found_by_its_entry_point_and_keeps_the_contract():
+    assert run_ranks(_use_plugin, 2, timeout_s=60) == ["store"] * 2
+
+
+def _miss(rank: int, world_size: int) -> None:
+    _install()
+    world = dist.init("store", timeout_s=1)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match="missing: 1"):
+            world.barrier()
+    dist.shutdown()
+
+
+@pytest.mark.ranks
+def test_its_errors_name_ranks_like_ours():
+    run_ranks(_miss, 2)
+
+
+def test_the_list_has_every_backend_with_ready_or_a_reason():
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon.dist.backends", "--json"],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    found = {one["name"]: one for one in json.loads(done.stdout)}
+    assert list(found)[:5] == ["shm", "gloo", "shm+gloo", "xccl", "nccl"]
+    assert found["shm"]["ready"]
+    for one in found.values():
+        assert one["ready"] != bool(one["reason"])
+        assert "\n" not in one["reason"]
+
+
+def test_a_broken_plug_in_is_a_line_in_the_list(monkeypatch):
+    point = importlib.metadata.EntryPoint("torn", "no.such.module:create", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [point])
+    (torn,) = [status for status in registry.statuses() if status.name == "torn"]
+    assert not torn.ready
+    assert "ModuleNotFoundError" in torn.reason
+
+
+@pytest.mark.parametrize("value", ["c", "yes"])
+def test_a_bad_engine_name_is_one_clear_error(monkeypatch, value):
+    monkeypatch.setenv("ECHELON_SHM", value)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="use 'python' or 'native'"):
+        dist.init("shm")
+
+
+def _sum_on_a_gpu(rank: int, world_size: int) -> float:
+    import torch
+
+    torch.cuda.set_device(0)
+    world = dist.init("nccl", timeout_s=60)
+    x = torch.full((1000,), rank + 1.0, device="cuda")
+    world.all_reduce(x)
+    out = torch.empty(world_size, device="cuda")
+    world.all_gather(out, torch.full((1,), float(rank), device="cuda"))
+    assert out.tolist() == list(range(world_size))
+    total = float(x[0])
+    dist.shutdown()
+    return total
+
+
+@pytest.mark.gpu
+def test_nccl_sums_on_two_ranks_of_one_gpu():
+    environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+    assert run_ranks(_sum_on_a_gpu, 2, environ=environ, timeout_s=120) == [3.0, 3.0]
