@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test check clean
+.PHONY: setup train test check check-native clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +25,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The C core under ThreadSanitizer, and on ARM64 under qemu. Needs a C compiler; not part of CI.
+check-native:
+	tests/native/check.sh
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache

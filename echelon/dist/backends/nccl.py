@@ -105,7 +105,7 @@ class NcclBackend:
         self._watcher = threading.Thread(target=self._watch, name="echelon-nccl", daemon=True)
         self._watcher.start()
 
-    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
         """Say what NCCL lacks."""
         if dtype in _NO_DTYPES:
             return f"has no {dtype}"
