@@ -41,7 +41,10 @@ _DTYPES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-_STATES = {"scheduled": State.CREATED, "started": State.STARTED, "completed": State.COMPLETED}
+# Plain numbers: enum members are slow to put into arrays, and there are millions of entries.
+_CREATED, _STARTED, _COMPLETED = int(State.CREATED), int(State.STARTED), int(State.COMPLETED)
+_STATES = {"scheduled": _CREATED, "started": _STARTED, "completed": _COMPLETED}
+_P2P_FLAG = int(Flag.P2P)
 _BY_OUTPUT = frozenset({"scatter", "all_gather", "_all_gather_base", "all_gather_into_tensor"})
 _BY_INPUT = frozenset(
     {
@@ -117,7 +120,7 @@ class TorchRows:
                     site[1],
                     peer,
                     (entry.get("p2p_seq_id") or 0) if is_p2p else -1,
-                    Flag.P2P if is_p2p else 0,
+                    _P2P_FLAG if is_p2p else 0,
                     _state(entry, is_gloo),
                     bool(entry.get("retired")),
                 )
@@ -136,8 +139,8 @@ class TorchRows:
         gave_up = retired & (rows["state"] != State.COMPLETED)
         if gave_up.any():
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)
-        operations = [call.operation for call in self._tables.calls]
-        closing = np.array([operations[call] == _COALESCED for call in rows["call"].tolist()], bool)
+        is_end = np.array([call.operation == _COALESCED for call in self._tables.calls], bool)
+        closing = np.asarray(is_end[rows["call"]])
         if closing.any():
             rows = self._closed_blocks(rows, closing)
         return self._merged(rows)
@@ -269,10 +272,10 @@ def parse_name(name: Any) -> tuple[str, bool, int, int]:
     return match[1], backend == "gloo", 1 if match[1] == "send" else -1, int(match[3])
 
 
-def _state(entry: Mapping[str, Any], is_gloo: bool) -> State:
+def _state(entry: Mapping[str, Any], is_gloo: bool) -> int:
     if is_gloo:
-        return State.COMPLETED if entry.get("retired") else State.STARTED
-    return _STATES.get(str(entry.get("state")), State.CREATED)
+        return _COMPLETED if entry.get("retired") else _STARTED
+    return _STATES.get(str(entry.get("state")), _CREATED)
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
