@@ -344,3 +344,20 @@ def free_port() -> int:
     """A port that was free a moment ago, for what must know it before it listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def test_writes_are_confirmed_before_their_connection_is_taken_away(client, monkeypatch):
+    """Else the next call, on another connection, could overtake them."""
+    store = client()
+    channel = store._connections._main
+    sent = []
+    send = type(channel).send
+    monkeypatch.setattr(
+        type(channel),
+        "send",
+        lambda self, data, at: (sent.append(data[0]), send(self, data, at))[1],
+    )
+    store.set("k", b"v")
+    store.gather("g", 0, 1, b"")
+    store.gather("g", 0, 1, b"")
+    assert sent == [p.SET, p.PING, p.GATHER, p.GATHER]
