@@ -12,7 +12,7 @@
 
 #include <string.h>
 
-enum { EC_SMALL_BYTES = 16 << 10, EC_AHEAD = 2 };
+enum { EC_SMALL_BYTES = 16 << 10, EC_AHEAD = EC_SLOTS };
 
 static size_t smaller(size_t a, size_t b)
 {
