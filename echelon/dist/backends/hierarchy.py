@@ -150,7 +150,10 @@ class HierarchyBackend(LaneBackend):
         if self._closed:
             return
         self._closed = True
-        self.abort()
+        # Members may still be in our last operation, though it is over here: they fail if we say
+        # that we gave up, and not if we merely leave, as the levels' own `close` says.
+        if not self.is_idle():
+            self.abort()
         self.close_lanes()
         for backend in self._backends():
             backend.close()

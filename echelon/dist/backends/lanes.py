@@ -70,6 +70,12 @@ class Lane:
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing is queued."""
+        with self._changed:
+            return not self._busy and not self._jobs
+
     def submit(self, job: Callable[[], None]) -> LanePending:
         """Queue a job for the lane's thread."""
         pending = LanePending()
@@ -153,6 +159,11 @@ class LaneBackend(ABC):
     def batch(self) -> AbstractContextManager[object]:
         """Launch nothing special: lanes run as they are filled."""
         return contextlib.nullcontext()
+
+    def is_idle(self) -> bool:
+        """Whether no operation runs or is queued."""
+        with self._lanes_lock:
+            return all(lane.is_idle for lane in self._lanes.values())
 
     def close_lanes(self) -> None:
         """End the lanes' threads; call it once their operations fail or are done."""
