@@ -1,0 +1,98 @@
+"""Several hosts on one machine: network namespaces on a bridge, made and removed by the test.
+
+Needs root and iproute2. Every namespace's name carries the test process's pid; removing it takes
+its processes' network along, not the processes: the test ends those itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+_numbers = itertools.count()
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=20)
+
+
+def _may_make_hosts() -> bool:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"ech{os.getpid()}probe"
+    try:
+        _ip("netns", "add", name)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    try:
+        _ip("-n", name, "link", "add", "probe0", "type", "veth", "peer", "name", "probe1")
+    except subprocess.SubprocessError:
+        return False
+    finally:
+        _ip("netns", "delete", name)
+    return True
+
+
+needs_hosts = pytest.mark.skipif(
+    not _may_make_hosts(), reason="needs root and iproute2 for network namespaces"
+)
+
+
+class Host:
+    """One namespace with an address of its own."""
+
+    def __init__(self, network: str, name: str, address: str) -> None:
+        self._network = network
+        self.name = name
+        self.address = address
+
+    def command(self, *argv: str) -> list[str]:
+        """Return the command line that runs `argv` on this host."""
+        return ["ip", "netns", "exec", self.name, *argv]
+
+    def cut(self) -> None:
+        """Take the link down: packets vanish, nobody is told."""
+        _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "down")
+
+    def heal(self) -> None:
+        """Bring the link up again."""
+        _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "up")
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Make `count` hosts on one network, 10.77.x.1 and so on, and remove them at the end."""
+    number = next(_numbers)
+    network = f"ech{os.getpid()}net{number}"
+    made = []
+    try:
+        _ip("netns", "add", network)
+        made.append(network)
+        _ip("-n", network, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", network, "link", "set", "bridge0", "up")
+        result = []
+        for index in range(count):
+            host = Host(
+                network, f"ech{os.getpid()}h{number:02d}{index:03d}", f"10.77.{number}.{index + 1}"
+            )
+            port = f"to-{host.name[-6:]}"
+            _ip("netns", "add", host.name)
+            made.append(host.name)
+            _ip("-n", network, "link", "add", port, "type", "veth", "peer", "name", "eth0",
+                "netns", host.name)  # fmt: skip
+            _ip("-n", network, "link", "set", port, "master", "bridge0")
+            _ip("-n", network, "link", "set", port, "up")
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                _ip("-n", host.name, "link", "set", link, "up")
+            result.append(host)
+        yield result
+    finally:
+        for name in reversed(made):
+            _ip("netns", "delete", name)

@@ -1,0 +1,118 @@
+"""Jobs over several hosts, each a network namespace of its own, and what happens to their links."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from tests.hosts import Host, hosts, needs_hosts
+from tests.ranks import read_json
+
+pytestmark = [pytest.mark.netns, needs_hosts]
+
+_WAIT_S = 90.0
+
+_SCRIPT = """
+import os, signal, sys
+import numpy as np
+import echelon.dist as dist
+world = dist.init(timeout_s=60)
+x = np.full(1000, world.rank + 1.0)
+world.all_reduce(x)
+print("sum", x[0], world.backend, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if sys.argv[1] == "hold" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("holding", flush=True)
+    signal.pause()
+world.barrier()
+dist.shutdown()
+"""
+
+
+class _Node:
+    """`echelon run` on a host, and the lines that it printed so far."""
+
+    def __init__(self, host: Host, endpoint: str, script, run_dir, *options: str, arg: str) -> None:
+        self.lines: list[str] = []
+        self.run_dir = run_dir
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            host.command(
+                sys.executable, "-m", "echelon", "run", "--rdzv-endpoint", endpoint,
+                "--nproc-per-node", "2", "--run-dir", str(run_dir), *options, str(script), arg,
+            ),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+            env={**os.environ, "ECHELON_SECRET": "s3cret", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: sum(text in line for line in self.lines) >= count, _WAIT_S
+            )
+        assert found, self.lines
+
+    def end(self) -> int:
+        code = self.process.wait(_WAIT_S)
+        self._reader.join(_WAIT_S)
+        return code
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+
+
+@pytest.fixture
+def start(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(_SCRIPT))
+    nodes: list[_Node] = []
+
+    def begin(made: list[Host], *options: str, arg: str) -> list[_Node]:
+        endpoint = f"{made[0].address}:29400"
+        for index, host in enumerate(made):
+            run_dir = tmp_path / f"node_{index}"
+            nodes.append(_Node(host, endpoint, script, run_dir, *options, arg=arg))
+        return list(nodes)
+
+    yield begin
+    for node in nodes:
+        node.process.kill()
+        node.end()
+        node.process.stdout.close()
+
+
+def test_two_hosts_train_together(start):
+    pytest.importorskip("torch")
+    with hosts(2) as made:
+        nodes = start(made, "--nnodes", "2", arg="end")
+        codes = [node.end() for node in nodes]
+    assert codes == [0, 0], "\n".join(line for node in nodes for line in node.lines)
+    for node in nodes:
+        assert sum("sum 10.0" in line for line in node.lines) == 2, node.lines
+
+
+def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):
+    pytest.importorskip("torch")
+    with hosts(2) as made:
+        nodes = start(made, "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60", arg="hold")
+        for node in nodes:
+            node.wait_for("holding", 2)
+        made[1].cut()
+        codes = [node.end() for node in nodes]
+        assert codes == [0, 1], [node.lines for node in nodes]
+    first, second = nodes
+    assert any("is lost (silent for" in line for line in first.lines), first.lines
+    assert sum("sum 3.0" in line for line in first.lines) == 2, first.lines
+    report = read_json(first.run_dir / "report.json")
+    assert (report["attempts"], report["world_size"]) == (2, 2)
+    assert any("coordinator node lost" in line for line in second.lines), second.lines
+    assert (second.run_dir / "dump/latest/rank_3").exists()
