@@ -344,6 +344,9 @@ def main() -> None:
             rank = Mpi().rank
             sys.stdin = open(f"{options.fifos}/{rank}.in")  # noqa: SIM115, PTH123
             sys.stdout = open(f"{options.fifos}/{rank}.out", "w")  # noqa: SIM115, PTH123
+        else:
+            sys.stdout = os.fdopen(os.dup(1), "w")
+            os.dup2(2, 1)  # libraries print to the descriptor too
         rank_main(options.rank_of, options.ranks)
         return
     rows = measure(options)
