@@ -29,7 +29,7 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _DIAL_S = 0.25
