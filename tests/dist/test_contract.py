@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+import numpy as np
 import pytest
 
 import echelon.dist as dist
@@ -36,10 +37,13 @@ def test_shm_keeps_the_contract(world_size, engine):
     assert ends == ["shm"] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_gloo_keeps_the_contract(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "is_slow"),
+    [(1, True), (2, False), (4, True), pytest.param(4, False, marks=pytest.mark.slow)],
+)
+def test_gloo_keeps_the_contract(world_size, is_slow):
     pytest.importorskip("torch")
-    traits = contract.Traits(ordered=False)
+    traits = contract.Traits(ordered=False, is_slow=is_slow)
     assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=240) == (
         ["gloo"] * world_size
     )
@@ -59,17 +63,28 @@ def test_xccl_keeps_the_contract(world_size, is_slow):
     )
 
 
-def _keep_contract_on_hosts(rank: int, world_size: int, hosts: tuple[int, ...]) -> str:
+def _keep_contract_on_hosts(
+    rank: int, world_size: int, hosts: tuple[int, ...], is_slow: bool
+) -> str:
     """Ranks that believe to be on several hosts: the logic of two levels, without networks."""
     hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
     hierarchy.host_identity = lambda: {"boot": f"host {hosts[rank]}"}
-    return _keep_contract(rank, world_size, "shm+gloo", contract.Traits(ordered=False))
+    traits = contract.Traits(ordered=False, is_slow=is_slow)
+    return _keep_contract(rank, world_size, "shm+gloo", traits)
 
 
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)])
-def test_shm_gloo_keeps_the_contract(hosts):
+@pytest.mark.parametrize(
+    ("hosts", "is_slow"),
+    [
+        ((0, 0, 1, 1), True),
+        ((0, 1, 0, 1), True),
+        ((0, 0, 1), True),
+        pytest.param((0, 0, 1, 1), False, marks=pytest.mark.slow),
+    ],
+)
+def test_shm_gloo_keeps_the_contract(hosts, is_slow):
     pytest.importorskip("torch")
-    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, timeout_s=240)
+    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, is_slow, timeout_s=240)
     assert ends == ["shm+gloo"] * len(hosts)
 
 
@@ -77,7 +92,7 @@ def _keep_order(rank: int, world_size: int, backend: str) -> None:
     hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
     hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
     group = dist.init(backend, timeout_s=60, reduction="rank_ordered")
-    traits = contract.Traits(ordered=True)
+    traits = contract.Traits(ordered=True, is_slow=True)
     for check in (contract.check_large, contract.check_reduce_scatter, contract.check_reduce):
         check(group, traits)
     dist.shutdown()
@@ -87,3 +102,25 @@ def _keep_order(rank: int, world_size: int, backend: str) -> None:
 def test_rank_ordered_sums_are_the_same_bits_on_every_backend(backend):
     pytest.importorskip("torch")
     run_ranks(_keep_order, 4, backend, timeout_s=240)
+
+
+def _carry_over_two_gib(rank: int, world_size: int) -> None:
+    world = dist.init("shm", timeout_s=240)
+    size = (2 << 30) + 5
+    x = np.full(size, rank + 1, np.uint8)
+    x[-1] = 7
+    world.all_reduce(x)
+    assert (x[0], x[size // 2], x[-2], x[-1]) == (3, 3, 3, 14)
+    if rank == 0:
+        world.send(x, 1)
+    else:
+        x[:] = 0
+        world.recv(x, 0)
+        assert (x[0], x[size // 2], x[-1]) == (3, 3, 14)
+    dist.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_arrays_of_more_than_2_gib_are_carried(engine):
+    run_ranks(_carry_over_two_gib, 2, timeout_s=240, environ={"ECHELON_SHM": engine})

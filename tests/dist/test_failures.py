@@ -192,3 +192,45 @@ def _stay_away(rank: int, world_size: int) -> None:
 
 def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(engine):
     run_ranks(_stay_away, 2, environ=engine)
+
+
+def _abort(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=600)
+    world.barrier()
+    if rank == 0:
+        timer = threading.Timer(0.2, world.abort)
+        timer.start()
+        with pytest.raises(CollectiveError, match="aborted on rank 0"):
+            world.all_reduce(np.ones(3))  # rank 1 does not come: it waits for us elsewhere
+        timer.join()
+    else:
+        works = [world.recv(np.ones(3), 0, tag=tag, async_op=True) for tag in (1, 2)]
+        for work in works:
+            with pytest.raises(PeerLostError) as caught:
+                work.wait(timeout_s=30)
+            assert caught.value.ranks == (0,)
+    with pytest.raises(CollectiveError):
+        world.barrier()
+    dist.shutdown()
+
+
+def test_a_group_is_aborted_from_another_thread_on_all_ranks(engine):
+    run_ranks(_abort, 2, environ=engine)
+
+
+def _shut_down_in_flight(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=600)
+    world.barrier()
+    out = np.zeros(100_000)
+    if rank == 0:
+        work = world.recv(out, 1, async_op=True)  # never sent
+        dist.shutdown()
+        with pytest.raises(CollectiveError):
+            work.wait(timeout_s=20)
+        assert work.done
+    else:
+        dist.shutdown()
+
+
+def test_shutdown_ends_what_is_in_flight(engine):
+    run_ranks(_shut_down_in_flight, 2, environ=engine)
