@@ -1,15 +1,30 @@
-"""The pure-Python reduction, bit for bit against another implementation of the same rules."""
+"""Both reductions, Python's and C's, bit for bit against another implementation of the rules."""
 
 from __future__ import annotations
+
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from echelon.dist.backends.shm import native
 from echelon.dist.backends.shm.reduction import reduce_into
 from tests.dist import oracle
+
+
+@pytest.fixture(params=["python", "native"], autouse=True)
+def _implementation(request, monkeypatch):
+    if request.param == "native":
+        if not native.available():
+            pytest.skip("the C core was not built here")
+        monkeypatch.setattr(sys.modules[__name__], "reduce_into", _reduce_in_c)
+
+
+def _reduce_in_c(target, parts, op, dtype):
+    native.reduce(target, list(parts), op, dtype)
 
 
 def _reduce(parts, op, dtype):
@@ -55,7 +70,11 @@ def test_bfloat16_rounds_to_even_and_keeps_nan_and_infinity():
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=40))
 def test_narrowing_agrees_with_ml_dtypes_on_any_floats(pairs):
     parts = [
@@ -64,3 +83,14 @@ def test_narrowing_agrees_with_ml_dtypes_on_any_floats(pairs):
     with np.errstate(invalid="ignore"):
         seen, expected = _reduce(parts, "sum", "bfloat16"), oracle.reduced(parts, "sum")
     np.testing.assert_array_equal(seen.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_nan_wins_from_either_side(op, dtype):
+    kind = oracle.numpy_dtype(dtype)
+    a = np.array([np.nan, 1, np.nan, 2] * 9, kind)
+    b = np.array([1, np.nan, np.nan, 3] * 9, kind)
+    seen = _reduce([a, b], op, dtype).astype(np.float32)
+    assert np.isnan(seen[:3]).all()
+    assert seen[3] == (2 if op == "min" else 3)
