@@ -622,6 +622,13 @@ def a_stall_that_was_over_before_the_snapshot() -> Job:
     return job
 
 
+@story("unknown", [])
+def nobody_ever_recorded() -> Job:
+    job = Job(2)
+    job[0].has_ring = job[1].has_ring = False
+    return job
+
+
 @story("unknown", [], "failure")
 def nothing_explains_the_failure() -> Job:
     return Job(2).train(2)

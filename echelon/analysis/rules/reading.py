@@ -254,6 +254,14 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
         call = picture.evidence.call(row)
         number = int(row["sequence"] if row["sequence"] >= 0 else row["p2p_sequence"])
         lines.append(f"rank {facts.rank} last called {call.operation} #{number}")
+    if frame is None and span is None and row is None and not facts.has_ring:
+        return Reading(
+            cause=Cause.UNKNOWN,
+            confidence=Confidence.POSSIBLE,
+            words="recorded nothing and showed no stack",
+            evidence=tuple(lines) or (f"rank {facts.rank} left nothing",),
+            would_settle=(f"rank {facts.rank}'s black box: it never opened one",),
+        )
     return Reading(
         cause=Cause.HOST_HANG,
         confidence=Confidence.CERTAIN if frame and host.alive else Confidence.LIKELY,

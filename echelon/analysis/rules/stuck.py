@@ -148,9 +148,12 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
     settles = reading.would_settle
     if picture.evidence.foreign and len(ranks) > 1:
         settles += (f"which of {who} waits for another in a send or receive: Gloo records neither",)
+    alike = reading.cause is Cause.UNKNOWN and len(ranks) > 1  # nothing singles one out
+    if alike:
+        settles += ("what sets one rank apart: all of them are alike, and none waits for another",)
     return Finding(
         cause=reading.cause,
-        culprit_ranks=ranks,
+        culprit_ranks=() if alike else ranks,
         confidence=reading.confidence,
         group=wait.group if wait else None,
         operation=wait.operation if wait else None,
