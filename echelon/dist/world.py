@@ -1,7 +1,8 @@
 """The world of this process: `init`, `world`, `new_group`, `shutdown`.
 
 `init` meets the other ranks at the store that the launcher (or torchrun, or rank 0) hosts, makes
-the world group and wires the rooms: the store's waits become `store` spans of the black box.
+the world group and wires the rooms: the store's waits become `store` spans of the black box, and,
+across hosts, the black box learns where its clock lies on rank 0's.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import echelon.recorder.recorder as black_box
+from echelon.dist import clocks
 from echelon.dist.backends import registry
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.shm.rendezvous import gather, host_identity
 from echelon.dist.environment import Rendezvous
 from echelon.dist.group import ProcessGroup, check_ranks
 from echelon.dist.options import Options
+from echelon.errors import StoreError
 from echelon.recorder import span
+from echelon.recorder.clock import ClockOffset
 from echelon.store import MemoryStore, PrefixStore, TCPStore
 
 DEFAULT_TIMEOUT_S = 600.0
+_CLOCKS_S = 30.0
 
 
 class _World:
@@ -130,7 +135,10 @@ def init(
         if recorder is not None and recorder.identity.world_size != rendezvous.world_size:
             recorder.identify(world_size=rendezvous.world_size, rank=rendezvous.rank)
         _current = _join(rendezvous, backend, options, seconds)
+        offset = _clock_offset(_current, rendezvous)
         if recorder is not None:
+            if offset is not None:
+                recorder.identify(clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
             recorder.mark_initialised()
         return _current.group
 
@@ -210,6 +218,21 @@ def _join(
         state.close()
         raise
     return state
+
+
+def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
+    """Measure this rank's clock against rank 0's; None on one host, or if it cannot be done."""
+    if rendezvous.local_world_size >= rendezvous.world_size:
+        return None
+    try:
+        return clocks.agree(
+            PrefixStore("clocks", state.store),
+            rendezvous.rank,
+            rendezvous.world_size,
+            min(state.timeout_s, _CLOCKS_S),
+        )
+    except StoreError:
+        return None  # records then line up less well; that is no reason not to train
 
 
 def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore:

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from echelon.recorder.read import read
 from tests.hosts import Host, hosts, needs_hosts
 from tests.ranks import read_json
 
@@ -96,8 +97,11 @@ def test_two_hosts_train_together(start):
         nodes = start(made, "--nnodes", "2", arg="end")
         codes = [node.end() for node in nodes]
     assert codes == [0, 0], "\n".join(line for node in nodes for line in node.lines)
-    for node in nodes:
+    for index, node in enumerate(nodes):
         assert sum("sum 10.0" in line for line in node.lines) == 2, node.lines
+        rank = 2 * index
+        identity = read(node.run_dir / f"rank_{rank}/attempt_0/ring").identity
+        assert identity.clock_error_ns >= 0, "namespaces share a clock, and the ranks found out"
 
 
 def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):

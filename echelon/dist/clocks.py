@@ -1,0 +1,63 @@
+"""Line up the hosts' clocks once, at `init`: where each rank's stamps lie on rank 0's clock.
+
+Ranks that share rank 0's clock (all of them, on one host) need nothing. Of every other host one
+rank asks rank 0 for the time, by round trips through the store's queues, and tells the host's others.
+Rank 0 answers as many questions as there will be and no more, so this ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from echelon.recorder.clock import NUM_ROUNDS, ClockOffset, clock_id, measure_offset
+from echelon.store import PrefixStore
+
+
+def agree(
+    store: PrefixStore,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    *,
+    my_clock: str | None = None,
+    now: Callable[[], int] = time.monotonic_ns,
+) -> ClockOffset:
+    """Return this rank's offset to rank 0's clock; every rank of the world calls this.
+
+    Args:
+        timeout_s: bounds each wait for another rank.
+        my_clock: names this rank's clock; None: this process's own.
+        now: that clock, in ns.
+
+    Raises:
+        StoreTimeoutError: a rank did not come.
+    """
+    name = clock_id() if my_clock is None else my_clock
+    clocks = [text.decode() for text in store.gather("clock", rank, world_size, name, timeout_s)]
+    asking = sorted({clocks.index(clock) for clock in set(clocks) if clock != clocks[0]})
+    if rank == 0:
+        _answer(store, len(asking) * NUM_ROUNDS, timeout_s, now)
+    if not name or name == clocks[0]:
+        return ClockOffset(0, 0 if name else -1)
+    key = f"offset/{name}"
+    if rank not in asking:
+        offset_ns, error_ns = json.loads(store.get(key, timeout_s))
+        return ClockOffset(int(offset_ns), int(error_ns))
+    found = measure_offset(lambda: _ask(store, rank, timeout_s), now=now)
+    store.set(key, json.dumps([found.offset_ns, found.error_ns]))
+    return found
+
+
+def _ask(store: PrefixStore, rank: int, timeout_s: float) -> int:
+    store.queue_push("ask", str(rank))
+    return int(store.queue_pop(f"answer/{rank}", timeout=timeout_s))
+
+
+def _answer(
+    store: PrefixStore, num_questions: int, timeout_s: float, now: Callable[[], int]
+) -> None:
+    for _ in range(num_questions):
+        rank = store.queue_pop("ask", timeout=timeout_s).decode()
+        store.queue_push(f"answer/{rank}", str(now()))
