@@ -25,7 +25,7 @@ TEXT = """Thread 0x00007f01 (most recent call first):
 Current thread 0x00007f02 (most recent call first):
   File "/usr/lib/python3.11/ssl.py", line 9 in read
   File "/venv/lib/python3.11/site-packages/httpx/client.py", line 7 in get
-  File "/work/echelon/dist/group.py", line 5 in all_reduce
+  File "/src/echelon/dist/group.py", line 5 in all_reduce
   File "/home/u/my code/train.py", line 88 in wait_for_tokenizer
   File "/home/u/my code/train.py", line 140 in <module>
 """

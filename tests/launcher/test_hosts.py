@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-import threading
 
 import pytest
 
 from echelon.recorder.read import read
 from tests.hosts import Host, hosts, needs_hosts
+from tests.launcher.background import Node
 from tests.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_hosts]
-
-_WAIT_S = 90.0
 
 _SCRIPT = """
 import os, signal, sys
@@ -34,61 +29,28 @@ dist.shutdown()
 """
 
 
-class _Node:
-    """`echelon run` on a host, and the lines that it printed so far."""
-
-    def __init__(self, host: Host, endpoint: str, script, run_dir, *options: str, arg: str) -> None:
-        self.lines: list[str] = []
-        self.run_dir = run_dir
-        self._changed = threading.Condition()
-        self.process = subprocess.Popen(
-            host.command(
-                sys.executable, "-m", "echelon", "run", "--rdzv-endpoint", endpoint,
-                "--nproc-per-node", "2", "--run-dir", str(run_dir), *options, str(script), arg,
-            ),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-            env={**os.environ, "ECHELON_SECRET": "s3cret", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def wait_for(self, text: str, count: int = 1) -> None:
-        with self._changed:
-            found = self._changed.wait_for(
-                lambda: sum(text in line for line in self.lines) >= count, _WAIT_S
-            )
-        assert found, self.lines
-
-    def end(self) -> int:
-        code = self.process.wait(_WAIT_S)
-        self._reader.join(_WAIT_S)
-        return code
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip())
-                self._changed.notify_all()
-
-
 @pytest.fixture
 def start(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(_SCRIPT))
-    nodes: list[_Node] = []
+    nodes: list[Node] = []
 
-    def begin(made: list[Host], *options: str, arg: str) -> list[_Node]:
-        endpoint = f"{made[0].address}:29400"
+    def begin(made: list[Host], *options: str, arg: str) -> list[Node]:
+        meeting = ["--rdzv-endpoint", f"{made[0].address}:29400", "--nproc-per-node", "2"]
         for index, host in enumerate(made):
-            run_dir = tmp_path / f"node_{index}"
-            nodes.append(_Node(host, endpoint, script, run_dir, *options, arg=arg))
+            nodes.append(
+                Node(
+                    tmp_path / f"node_{index}",
+                    [*meeting, *options, str(script), arg],
+                    before=host.command(),
+                    environ={"ECHELON_SECRET": "s3cret"},
+                )
+            )
         return list(nodes)
 
     yield begin
     for node in nodes:
-        node.process.kill()
-        node.end()
-        node.process.stdout.close()
+        node.close()
 
 
 def test_two_hosts_train_together(start):

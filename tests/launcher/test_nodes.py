@@ -6,20 +6,17 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.launcher.background import Node
 from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 
-_WAIT_S = 60.0
 _WAIT_FOR_ALL = ("--rdzv-conf", "last_call_timeout=60")  # however slow the machine is now
 
 # Every rank tells its place, and the ranks of a restarted job end at once.
@@ -36,42 +33,6 @@ signal.pause()
 """
 
 
-class _Node:
-    """One `echelon run`, and the lines that it printed so far."""
-
-    def __init__(self, cluster: _Cluster, name: str, *options: str, secret: str = "s3cret") -> None:
-        self.run_dir = cluster.folder / name
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "echelon", "run", "--rdzv-endpoint", cluster.endpoint,
-             "--run-dir", str(self.run_dir), *options, str(cluster.script), *cluster.args],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-            env={**os.environ, "ECHELON_SECRET": secret, "ECHELON_TEST_MARK": cluster.mark},
-        )  # fmt: skip
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def wait_for(self, text: str, count: int = 1) -> None:
-        """Wait until `text` was printed in `count` lines."""
-        with self._changed:
-            found = self._changed.wait_for(
-                lambda: sum(text in line for line in self.lines) >= count, _WAIT_S
-            )
-        assert found, self.lines
-
-    def end(self) -> int:
-        code = self.process.wait(_WAIT_S)
-        self._reader.join(_WAIT_S)
-        return code
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip())
-                self._changed.notify_all()
-
-
 class _Cluster:
     """A folder, an endpoint, and the nodes started with them."""
 
@@ -84,12 +45,16 @@ class _Cluster:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.nodes: list[_Node] = []
+        self.nodes: list[Node] = []
 
-    def start(self, *options: str, rank: int | None = None, secret: str = "s3cret") -> _Node:
+    def start(self, *options: str, rank: int | None = None, secret: str = "s3cret") -> Node:
         place = [] if rank is None else ["--node-rank", str(rank)]
-        name = f"node_{len(self.nodes)}"
-        node = _Node(self, name, "--nproc-per-node", "2", *place, *options, secret=secret)
+        meeting = ["--rdzv-endpoint", self.endpoint, "--nproc-per-node", "2"]
+        node = Node(
+            self.folder / f"node_{len(self.nodes)}",
+            [*meeting, *place, *options, str(self.script), *self.args],
+            environ={"ECHELON_SECRET": secret, "ECHELON_TEST_MARK": self.mark},
+        )
         self.nodes.append(node)
         return node
 
@@ -122,9 +87,7 @@ def cluster(tmp_path):
     yield make
     for one in made:
         for node in one.nodes:
-            node.process.kill()
-            node.end()
-            node.process.stdout.close()
+            node.close()
         assert one.left() == []
 
 
@@ -237,7 +200,7 @@ def test_a_node_that_comes_late_joins_at_the_next_start(cluster):
     assert any("place 1 2 0 4 1" in line for line in second.lines), second.lines
 
 
-def _parent_is_guard_of(pid: int, node: _Node) -> bool:
+def _parent_is_guard_of(pid: int, node: Node) -> bool:
     def parent(of: int) -> int:
         try:
             return int(Path(f"/proc/{of}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,69 @@
+"""An `echelon run` in the background, and the lines that it printed so far."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+WAIT_S = 90.0
+
+
+class Node:
+    """One node of a job: `echelon run` with stdout and stderr together.
+
+    Args:
+        before: what comes before `python`, such as a command that enters a namespace.
+        environ: added to the environment.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        options: Sequence[str],
+        *,
+        before: Sequence[str] = (),
+        environ: dict[str, str] | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            [*before, sys.executable, "-m", "echelon", "run", "--run-dir", str(run_dir), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until `text` was printed in `count` lines."""
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: sum(text in line for line in self.lines) >= count, WAIT_S
+            )
+        assert found, "\n".join(self.lines)
+
+    def end(self) -> int:
+        """Wait for the end; return the exit code."""
+        code = self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
+        return code
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        self.process.kill()
+        self.end()
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
