@@ -93,7 +93,10 @@ def _host(
     coordinator = Coordinator(options, directory, report, (host, store.port), send, _say)
     agent = _Agent(options, directory, guard, signals, link, coordinator, events)
     link.send(_hello(options))
-    _say(f"{options.nproc_per_node} ranks{_nodes(options)}; run directory {directory.shown}")
+    _say(
+        f"{options.nproc_per_node} ranks{_nodes(options)}; run directory {directory.shown}"
+        f"{agent.where_rings_lie}"
+    )
     try:
         agent.run()
     except LaunchError as err:
@@ -173,6 +176,11 @@ class _Agent:
             self._register(events.fileno(), lambda: None)
         self.over: m.Over | None = None
         self.own_incident: Path | None = None
+
+    @property
+    def where_rings_lie(self) -> str:
+        """The end of a sentence, "" if they lie in the run directory."""
+        return self._node.where_rings_lie
 
     def run(self) -> None:
         """Serve until the job is over, or the coordinator gone."""

@@ -352,6 +352,7 @@ class Coordinator:
                 "world_size": world_size,
                 "job_id": self._report.job_id,
                 "reason": incident.reason,
+                "ranks_present": sorted(collection.files),
                 "ranks_absent": {
                     str(rank): self._why_absent(world, rank, collection) for rank in absent
                 },

@@ -66,6 +66,11 @@ class NodeAgent:
         self._memory = RingMemory.for_run(directory.path, options)
 
     @property
+    def where_rings_lie(self) -> str:
+        """The end of a sentence, "" if they lie in the run directory."""
+        return str(self._memory)
+
+    @property
     def has_workers(self) -> bool:
         """Whether some worker has not ended."""
         return any(worker.exit_code is None for worker in self._workers)

@@ -52,6 +52,10 @@ class RingMemory:
             return cls(None)
         return cls(folder)
 
+    def __str__(self) -> str:
+        """Say where the rings lie while the job runs."""
+        return "" if self._folder is None else f"; rings in {_MEMORY} while it runs"
+
     def environment(self) -> dict[str, str]:
         """Return what tells a worker's recorder."""
         return {} if self._folder is None else {"ECHELON_RING_DIR": str(self._folder)}
