@@ -94,7 +94,7 @@ def _host(
     agent = _Agent(options, directory, guard, signals, link, coordinator, events)
     link.send(_hello(options))
     _say(
-        f"{options.nproc_per_node} ranks{_nodes(options)}; run directory {directory.shown}"
+        f"{_ranks(options)}{_nodes(options)}; run directory {directory.shown}"
         f"{agent.where_rings_lie}"
     )
     try:
@@ -126,7 +126,7 @@ def _take_part(
     link = GrpcLink(meeting.address, meeting.secret, _hello(options), options.join_timeout_s)
     stack.callback(link.close)
     agent = _Agent(options, directory, guard, signals, link, None, None)
-    _say(f"joining {meeting.address} with {options.nproc_per_node} ranks")
+    _say(f"joining {meeting.address} with {_ranks(options)}")
     try:
         agent.run()
     except LaunchError as err:
@@ -272,6 +272,10 @@ def _hello(options: Options) -> m.Hello:
         num_workers=options.nproc_per_node,
         node_rank=options.node_rank,
     )
+
+
+def _ranks(options: Options) -> str:
+    return "1 rank" if options.nproc_per_node == 1 else f"{options.nproc_per_node} ranks"
 
 
 def _nodes(options: Options) -> str:

@@ -419,7 +419,8 @@ class Coordinator:
             for incident in report.incidents:
                 incident.recovered = True
             elapsed_s = time.monotonic() - self._started_s
-            self._say(f"all {report.world_size} ranks ended well after {elapsed_s:.1f} s")
+            who = "the rank" if report.world_size == 1 else f"all {report.world_size} ranks"
+            self._say(f"{who} ended well after {elapsed_s:.1f} s")
             self._finish(EndedBy.WORKER, 0)
         elif end.ended_by is EndedBy.STALL:
             self._finish(EndedBy.STALL, EXIT_STALL)
