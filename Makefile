@@ -18,7 +18,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 train: setup
 	$(BIN)/echelon run --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
-test: setup
+# oneCCL is large, so only the tests fetch it, and only where there is a wheel of it.
+$(VENV)/.ready-xccl: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[xccl]'
+	@touch $@
+
+test: setup $(VENV)/.ready-xccl
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 
 check: setup
