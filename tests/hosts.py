@@ -60,6 +60,17 @@ class Host:
         """Take the link down: packets vanish, nobody is told."""
         _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "down")
 
+    def swallow(self, *, but_port: int) -> None:
+        """Let everything this host sends vanish, but TCP from and to one port."""
+        for number, rule in enumerate(
+            (
+                f"ipproto tcp dport {but_port} lookup main",
+                f"ipproto tcp sport {but_port} lookup main",
+            )
+        ):
+            _ip("-n", self.name, "rule", "add", "priority", str(10 + number), *rule.split())
+        _ip("-n", self.name, "rule", "add", "priority", "20", "to", "10.77.0.0/16", "blackhole")
+
     def heal(self) -> None:
         """Bring the link up again."""
         _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "up")

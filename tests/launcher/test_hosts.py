@@ -24,6 +24,11 @@ print("sum", x[0], world.backend, os.environ["TORCHELASTIC_RESTART_COUNT"], flus
 if sys.argv[1] == "hold" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     print("holding", flush=True)
     signal.pause()
+while sys.argv[1] == "train":
+    world.all_reduce(x, op="max")
+    steps = globals().get("steps", 0) + 1
+    if steps == 20:
+        print("training", flush=True)
 world.barrier()
 dist.shutdown()
 """
@@ -82,3 +87,18 @@ def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):
     assert (report["attempts"], report["world_size"]) == (2, 2)
     assert any("coordinator node lost" in line for line in second.lines), second.lines
     assert (second.run_dir / "dump/latest/rank_3").exists()
+
+
+def test_packets_that_vanish_between_hosts_are_the_networks_fault(start):
+    pytest.importorskip("torch")
+    with hosts(2) as made:
+        nodes = start(
+            made, "--nnodes", "2", "--stall-timeout", "4", "--on-stall", "stop", arg="train"
+        )
+        nodes[0].wait_for("training")
+        for host in made:
+            host.swallow(but_port=29400)
+        codes = [node.end() for node in nodes]
+    assert codes == [3, 3], "\n".join(line for node in nodes for line in node.lines)
+    verdict = read_json(nodes[0].run_dir / "dump/latest/verdict.json")["verdict"]
+    assert verdict["cause"] == "network", verdict
