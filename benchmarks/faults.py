@@ -263,6 +263,22 @@ class HoldLock(Worker):
         super().compute()
 
 
+class DeviceNeverDone(Worker):
+    """Take part in an operation whose end is never told, as a stuck device's stream does."""
+
+    def reduce(self, bucket: int) -> None:
+        if self.is_due and bucket == 1:
+            engine = self.world._backend
+            carry_out = engine.execute
+
+            def never_done(operation: object) -> None:
+                carry_out(operation)
+                wait_for_ever()
+
+            engine.execute = never_done
+        super().reduce(bucket)
+
+
 class Freeze(Worker):
     """Be stopped by a signal."""
 
@@ -514,6 +530,7 @@ CASES = [
     Case("host_hang", SpinInCode, 4, 3),
     Case("host_hang", HangInFirstStep, 3, 1),
     Case("gil_hang", HoldLock, 4, 1),
+    Case("device_stuck", DeviceNeverDone, 4, 2),
     Case("frozen_process", Freeze, 4, 2),
     Case("exception", Raise, 4, 2),
     Case("exception", Raise, 2, 1),
