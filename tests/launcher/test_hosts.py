@@ -102,3 +102,4 @@ def test_packets_that_vanish_between_hosts_are_the_networks_fault(start):
     assert codes == [3, 3], "\n".join(line for node in nodes for line in node.lines)
     verdict = read_json(nodes[0].run_dir / "dump/latest/verdict.json")["verdict"]
     assert verdict["cause"] == "network", verdict
+    assert "not acknowledged" in " ".join(verdict["evidence"]), verdict

@@ -6,11 +6,13 @@ import re
 from collections import Counter
 
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
+from echelon.analysis.links import BrokenLink, broken_links, common_end
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.ended import is_secondary
 from echelon.analysis.waits import Wait
 
 _NAMED = re.compile(r"(?:\branks?|\bmissing:?) (\d{1,7}(?:(?:, | and )\d{1,7})*)")
+_SHOWN_LINKS = 4
 _LOST = ("PeerLost", "StoreConnection", "ConnectionReset", "DistNetwork", "onnection closed")
 _SETTLES = (
     "bytes moved per peer since the operation began, on every rank",
@@ -36,20 +38,41 @@ def _is_full(picture: Picture, wait: Wait) -> bool:
 def _describe(picture: Picture, wait: Wait) -> Finding:
     age_s = picture.waited_s(wait)
     since = f" for {seconds(age_s)}" if age_s >= 0.001 else ""
+    links = _links_of(picture, wait)
+    culprits = common_end(links)
     return Finding(
         cause=Cause.NETWORK,
-        culprit_ranks=(),
-        confidence=Confidence.POSSIBLE,
+        culprit_ranks=culprits,
+        confidence=Confidence.LIKELY if links else Confidence.POSSIBLE,
         group=wait.group,
         operation=wait.operation,
         sequence=wait.number,
         summary=f"all {wait.members} ranks are inside {wait} of group '{wait.group}'{since} and "
-        "none is through: the transport or a device, and nothing recorded singles out a rank",
-        evidence=(f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', none done",),
-        fallout_ranks=wait.waiting,
-        would_settle=_SETTLES,
-        next_action="Check the links between this group's hosts and their socket queues.",
+        f"none is through: {_whose(links, culprits)}",
+        evidence=(
+            f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', none done",
+            *(str(link) for link in links[:_SHOWN_LINKS]),
+        ),
+        fallout_ranks=tuple(rank for rank in wait.waiting if rank not in culprits),
+        would_settle=() if links else _SETTLES,
+        next_action=f"Check the network of {rank_list(culprits)}'s host."
+        if culprits
+        else "Check the links between this group's hosts and their socket queues.",
     )
+
+
+def _links_of(picture: Picture, wait: Wait) -> tuple[BrokenLink, ...]:
+    everybody = picture.evidence.ranks
+    return broken_links({rank: everybody[rank] for rank in wait.waiting if rank in everybody})
+
+
+def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
+    if not links:
+        return "the transport or a device, and nothing recorded singles out a rank"
+    hosts = sorted({host for link in links for host in (link.sender_host, link.receiver_host)})
+    if culprits:
+        return f"nothing moves on the connections of {rank_list(culprits)}"
+    return f"nothing moves on the connections between {' and '.join(hosts)}"
 
 
 def _broken(picture: Picture) -> list[Finding]:
