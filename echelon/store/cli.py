@@ -3,6 +3,10 @@
 Prints its port number, alone, on the first line, and serves until it is told to stop: by SIGTERM
 or SIGINT, and, only when standard input is a pipe, by its end, so that a parent that dies takes
 its server along while a server started from a terminal or with input closed goes on.
+
+A parent may say more through that pipe, a line each: `admit ADDRESS` lets torch's clients in from
+an address whose owner the parent knows; `renew` drops all members and keys, and is answered by
+the same line once that is done. Any other line is ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"echelon store: {error}", file=sys.stderr)
         return 1
     if has_parent_pipe:
-        threading.Thread(target=_stop_at_end, args=(server,), daemon=True).start()
+        threading.Thread(target=_listen_to_parent, args=(server,), daemon=True).start()
     server.serve_forever(on_ready=lambda: print(server.port, flush=True))
     server.close()
     return 0
@@ -77,8 +81,20 @@ def _is_pipe(descriptor: int) -> bool:
         return False
 
 
-def _stop_at_end(server: StoreServer) -> None:
-    """Read standard input to its end, then stop the server."""
-    while os.read(0, 4096):
-        pass
+def _listen_to_parent(server: StoreServer) -> None:
+    """Obey standard input to its end, then stop the server."""
+    with os.fdopen(os.dup(0), encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            _obey(server, line.split())
     server.stop_soon()
+
+
+def _obey(server: StoreServer, words: list[str]) -> None:
+    try:
+        if words == ["renew"]:
+            server.renew()
+            print("renew", flush=True)
+        elif len(words) == 2 and words[0] == "admit":
+            server.admit(words[1])
+    except (EchelonError, ValueError) as error:
+        print(f"echelon store: {' '.join(words)}: {error}", file=sys.stderr)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from echelon.store import protocol as p
 from echelon.store import trust
-from echelon.store.state import Wants, show_key
+from echelon.store.state import show_key
+from echelon.store.waiters import Wants
 
 if TYPE_CHECKING:
     from echelon.store.connection import Connection

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from echelon.store import protocol as p
 from echelon.store.commands import HANDLERS
 from echelon.store.parser import Parser
-from echelon.store.state import Waiter
+from echelon.store.waiters import Waiter
 
 if TYPE_CHECKING:
     from echelon.store.hub import Hub

@@ -94,6 +94,15 @@ class Hub:
         for connection in list(self.connections):
             connection.close()
 
+    def renew(self) -> None:
+        """Begin anew, as a server that was just started: no member, no key, another instance."""
+        for connection in list(self.connections):
+            connection.close()
+        self.state = StoreState(self.limits.num_keys)
+        self.state.on_change = self._push_change
+        self.instance = secrets.token_bytes(16)
+        self._old_promises = {}
+
     # Deliveries.
 
     def deliver_woken(self) -> None:

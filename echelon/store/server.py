@@ -163,6 +163,17 @@ class StoreServer:
         plain = trust.plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
+    def renew(self) -> None:
+        """Hang up on everyone and drop all keys, for an owner that begins something new.
+
+        Members of the past cannot write into what comes: their connections are gone, and our own
+        clients refuse a server that was begun anew.
+
+        Raises:
+            StoreError: the server is not running.
+        """
+        self._call(lambda hub: hub.renew())
+
     def statistics(self) -> StoreStatistics:
         """Return what the server holds and who waits for what.
 
