@@ -65,7 +65,7 @@ class ProcessGroup:
         self._flight = _Flight(self)
         self._coalesced = threading.local()
         recorder = black_box.current()
-        self._reference = 0 if recorder is None else recorder.group(members.name, members.ranks)
+        self._reference = 0 if recorder is None else recorder.new_group(members.name, members.ranks)
 
     # ---- who we are ----
 
@@ -98,6 +98,12 @@ class ProcessGroup:
     def timeout_s(self) -> float:
         """How long an operation of this group may take."""
         return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"timeout_s must be above 0, got {seconds!r}")
+        self._timeout_s = seconds
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank {self.rank} of {self.size}, {self.backend})"

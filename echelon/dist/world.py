@@ -69,7 +69,7 @@ class _World:
             options=self.options,
         )
         store = PrefixStore(path, self.store)
-        backend = _choose(self.backend, members, store, deadline_s)
+        backend = choose_backend(self.backend, members, store, deadline_s)
         left_s = max(0.001, deadline_s - time.monotonic())
         engine: Backend = registry.create(backend, members, store, left_s)
         group = ProcessGroup(members, engine, self.timeout_s, self.make)
@@ -85,7 +85,9 @@ class _World:
             self.connection.close()
 
 
-def _choose(backend: str | None, members: Members, store: PrefixStore, deadline_s: float) -> str:
+def choose_backend(
+    backend: str | None, members: Members, store: PrefixStore, deadline_s: float
+) -> str:
     """Return the backend's name; None chooses by hosts: shared memory inside one."""
     if backend is not None:
         return backend

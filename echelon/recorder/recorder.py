@@ -201,6 +201,19 @@ class Recorder:
         self._ring.mark_ended(record, now, State.FAILED, text)
         self._live[Live.PROGRESS_MONO_NS] = now
 
+    def new_group(self, name: str, ranks: Sequence[int]) -> int:
+        """Return the reference of a group that has just been made.
+
+        Groups are told apart by name and members. Where these were seen before, say because the
+        world was left and joined again, the name gets a number, so that sequences never mix; all
+        members make their groups in the same order, so they agree on it.
+        """
+        key, number = (name, tuple(ranks)), 1
+        while key in self._groups:
+            number += 1
+            key = (f"{name}#{number}", tuple(ranks))
+        return self.group(*key)
+
     def next_coalesced(self) -> int:
         """Return the number of a new block of coalesced operations."""
         return next(self._coalesced_numbers)
