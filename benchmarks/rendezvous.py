@@ -77,6 +77,7 @@ def measure(num_agents: int) -> tuple[float, float]:
     from echelon.launcher.control.link import Mailbox
     from echelon.launcher.control.server import ControlServer
     from echelon.launcher.coordinator import Coordinator
+    from echelon.launcher.meeting import StoreProcess
     from echelon.launcher.options import parse
     from echelon.launcher.report import Report
     from echelon.launcher.rundir import RunDirectory
@@ -102,9 +103,10 @@ def measure(num_agents: int) -> tuple[float, float]:
         )
         events: Mailbox = Mailbox()
         server = ControlServer(endpoint, SECRET, events)
+        store = StoreProcess("127.0.0.1", "127.0.0.1", SECRET.decode())
         coordinator = Coordinator(
             options, RunDirectory(Path(folder), ""), Report(job_id="x", world_size=0),
-            ("127.0.0.1", 1), server.send, lambda _: None,
+            store, server.send, lambda _: None,
         )  # fmt: skip
         before = resource.getrusage(resource.RUSAGE_SELF)
         start = time.monotonic()
@@ -124,6 +126,7 @@ def measure(num_agents: int) -> tuple[float, float]:
                 coordinator.step()
         after = resource.getrusage(resource.RUSAGE_SELF)
         server.close()
+        store.close()
         events.close()
     for process in processes:
         process.join(30)

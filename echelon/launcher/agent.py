@@ -67,8 +67,8 @@ def _host(
     report = Report(job_id=options.rdzv_id or secrets.token_hex(4), world_size=0)
     secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode("utf-8", "replace")
     bind = _LOOPBACK if meeting is None else meeting.bind
-    store = stack.enter_context(contextlib.closing(StoreProcess(bind, secret)))
     host = _LOOPBACK if meeting is None else meeting.host
+    store = stack.enter_context(contextlib.closing(StoreProcess(bind, host, secret)))
     job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": report.job_id}
     write_json(directory.job_file, job)
     events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -90,7 +90,7 @@ def _host(
             if isinstance(command, m.Over):
                 server.hang_up(node)
 
-    coordinator = Coordinator(options, directory, report, (host, store.port), send, _say)
+    coordinator = Coordinator(options, directory, report, store, send, _say)
     agent = _Agent(options, directory, guard, signals, link, coordinator, events)
     link.send(_hello(options))
     _say(

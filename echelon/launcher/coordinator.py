@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from echelon.errors import LaunchError
 from echelon.launcher import decide
 from echelon.launcher.control import messages as m
 from echelon.launcher.decide import EndedBy
 from echelon.launcher.explain import Explanation, explain
+from echelon.launcher.meeting import MeetingPlace
 from echelon.launcher.options import Options
 from echelon.launcher.report import EXIT_STALL, Ended, Incident, Report, exit_code
 from echelon.launcher.roster import Node, Roster
@@ -73,7 +75,7 @@ class Coordinator:
         options: Options,
         directory: RunDirectory,
         report: Report,
-        meeting: tuple[str, int],
+        meeting: MeetingPlace,
         send: Send,
         say: Callable[[str], None],
     ) -> None:
@@ -158,8 +160,19 @@ class Coordinator:
         if refusal:
             self._send(node, m.Over(exit_code=1, ended_by="agent", text=f"refused: {refusal}"))
             self._roster.leave(node)
-        elif self._world is not None:
+            return
+        self._admit(hello)
+        if self._world is not None:
             self._say(f"node {hello.host} has come; it joins at the next start")
+
+    def _admit(self, hello: m.Hello) -> None:
+        """Let torch's own store clients, which cannot prove the secret, in from a member."""
+        if not hello.address:
+            return  # this node itself
+        try:
+            self._meeting.admit(hello.address)
+        except LaunchError as err:
+            self._say(f"{err}; torch's own store clients on {hello.host} are not let in")
 
     def _leave(self, node: str, reason: str) -> None:
         left = [n for n in self._roster.nodes if n.name == node]
@@ -268,7 +281,6 @@ class Coordinator:
             hosts={node.name: node.host for node in nodes},
         )
         self._numbers += 1
-        host, port = self._meeting
         for index, (node, first) in enumerate(zip(nodes, firsts, strict=True)):
             start = m.Start(
                 attempt=self._world.number,
@@ -280,8 +292,8 @@ class Coordinator:
                 num_workers=node.num_workers,
                 node_rank=index,
                 num_nodes=len(nodes),
-                master_addr=host,
-                master_port=port,
+                master_addr=self._meeting.host,
+                master_port=self._meeting.port,
             )
             self._send(node.name, start)
 
@@ -396,6 +408,7 @@ class Coordinator:
         if not self._may_restart(world, world.end):
             self._conclude(world, world.end)
             return
+        self._meeting.renew()
         self._roster.open(now_s)
 
     def _may_restart(self, world: _World, end: decide.EndAttempt) -> bool:

@@ -2,7 +2,8 @@
 
 It is a process of its own so that neither a flood of output nor an analysis in the agent ever
 delays a rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends,
-however it ends, the pipe closes and the server goes.
+however it ends, the pipe closes and the server goes. Through the same pipe the agent tells it whom
+to let in, and when to begin anew: every attempt meets at an empty store.
 """
 
 from __future__ import annotations
@@ -11,23 +12,42 @@ import os
 import select
 import subprocess
 import sys
+from typing import Protocol
 
 from echelon.errors import LaunchError
 
 _START_S = 30.0
+_ANSWER_S = 5.0
 _CLOSE_S = 5.0
 
 
+class MeetingPlace(Protocol):
+    """Where the ranks of an attempt meet, as the coordinator sees it."""
+
+    host: str  # as ranks dial it
+    port: int
+
+    def admit(self, address: str) -> None:
+        """Let clients that cannot prove the secret in from a numeric address."""
+
+    def renew(self) -> None:
+        """Forget all that past attempts left."""
+
+
 class StoreProcess:
-    """A store server on `host`, at a port of its own choice.
+    """A store server at a port of its own choice.
+
+    Args:
+        bind: the address to bind.
+        host: what ranks dial.
 
     Raises:
         LaunchError: it did not start.
     """
 
-    def __init__(self, host: str, secret: str) -> None:
+    def __init__(self, bind: str, host: str, secret: str) -> None:
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", "echelon.store", "--host", host, "--port", "0"]
+        command = [sys.executable, "-m", "echelon.store", "--host", bind, "--port", "0"]
         try:
             self._process = subprocess.Popen(
                 [*command, "--secret-file", f"/dev/fd/{read_end}"],
@@ -40,8 +60,39 @@ class StoreProcess:
         finally:
             os.close(read_end)
             os.close(write_end)
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         self.host = host
         self.port = self._read_port()
+
+    def admit(self, address: str) -> None:
+        """Let torch's clients in from a numeric address; never blocks.
+
+        Raises:
+            LaunchError: the server cannot be told.
+        """
+        self._tell(f"admit {address}")
+
+    def renew(self) -> None:
+        """Drop all members and keys; waits at most 5 s for the server to say that it has.
+
+        Raises:
+            LaunchError: it does not say so.
+        """
+        self._tell("renew")
+        out = self._process.stdout
+        assert out is not None
+        ready, _, _ = select.select([out], [], [], _ANSWER_S)
+        if not ready or out.readline() != b"renew\n":
+            raise LaunchError("the store server does not answer; it cannot be used again")
+
+    def _tell(self, line: str) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        try:
+            os.write(pipe.fileno(), line.encode() + b"\n")
+        except OSError as err:  # it has ended, or has not read for very long
+            raise LaunchError(f"the store server cannot be told {line!r}: {err}") from err
 
     def close(self) -> None:
         """End the server; waits at most 5 s. Safe to call twice."""

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import echelon
+from echelon.errors import StoreError
 from echelon.store import TCPStore
 from echelon.store.cli import main
 from tests.store.peers import PATIENCE_S, Raw, server_process
@@ -37,6 +38,25 @@ def test_it_stops_when_its_parents_pipe_ends():
     assert int(server.stdout.readline()) > 0
     rest, errors = server.communicate(timeout=PATIENCE_S)
     assert (server.returncode, rest, errors) == (0, "", "")
+
+
+def test_its_parent_can_admit_torchs_clients_and_begin_anew(tmp_path, closing):
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret")
+    server = start(subprocess.PIPE, "--host", "127.0.0.2", "--secret-file", str(secret))
+    port = int(server.stdout.readline())
+    store = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret"))
+    store.set("kept", b"x")
+    server.stdin.write("nonsense\nadmit not-an-address\nadmit 10.9.8.7\nrenew\n")
+    server.stdin.flush()
+    assert server.stdout.readline() == "renew\n"
+    with pytest.raises(StoreError, match=r"restarted and its keys are gone|connection broke"):
+        store.get("kept")
+    fresh = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret"))
+    assert fresh.num_keys() == 0
+    _, errors = server.communicate(timeout=PATIENCE_S)
+    assert server.returncode == 0
+    assert "admit not-an-address" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -29,6 +29,7 @@ class Hello:
     num_workers: int
     node_rank: int = -1  # -1: any
     version: int = VERSION
+    address: str = ""  # numeric, as the link saw it; what a node says of itself does not count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

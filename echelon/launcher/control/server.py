@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -128,7 +130,7 @@ class ControlServer:
     ) -> None:
         queue: asyncio.Queue[Command | None] = asyncio.Queue()
         self._sessions[hello.node] = queue
-        self._events.put((hello.node, hello))
+        self._events.put((hello.node, replace(hello, address=_address(context.peer()))))
         sender = self._loop.create_task(self._send_all(queue, seal, context))
         receiver = self._loop.create_task(self._receive_all(hello.node, seal, frames))
         why = "hung up"
@@ -171,3 +173,8 @@ class ControlServer:
             body = seal.open(frame)
             if body:
                 self._events.put((node, unpack(body)))  # type: ignore[arg-type]
+
+
+def _address(peer: str) -> str:
+    """Return the numeric address in gRPC's name of a peer, such as `ipv6:%5B::1%5D:40404`."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
