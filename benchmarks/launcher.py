@@ -1,0 +1,455 @@
+"""Probe our launcher and torchrun side by side: what is left, how long it takes, who is blamed.
+
+    python benchmarks/launcher.py                       # every row, some twelve minutes
+    python benchmarks/launcher.py --only exit_code,agent_killed --rounds 1
+    python benchmarks/launcher.py --list
+
+Every row is one probe, run in turn under both launchers with the same worker (`launched.py`); every
+probe is bounded in time. A row that torchrun meets only its limit in is run once for it. Without
+torch only our column is measured.
+"""
+# ruff: noqa: D103 -- each probe's row in PROBES says what it does
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rendezvous
+from launched import Event, Job, job, seconds_until
+from torch_agents import hostile_bytes
+
+LIMIT_S = 45.0  # how long a probe waits for a reaction
+GONE_LIMIT_S = 5.0
+CLOCK_OFF_S = 900  # a quarter of an hour
+NEVER = float("inf")
+EXECUTED = -1.0
+# We hold the meeting open until both nodes are there, however slow the machine is at the moment.
+WAIT_FOR_BOTH = ("--rdzv-conf", "last_call_timeout=60")
+
+
+def is_ready(event: Event) -> bool:
+    return event.what == "ready"
+
+
+# ---- the probes: each returns one figure, infinity for "not within the limit" ----
+
+
+def agent_killed(made: Job) -> float:
+    return _seconds_until_gone(made, "tree", signal.SIGKILL)
+
+
+def agent_terminated(made: Job) -> float:
+    return _seconds_until_gone(made, "tree", signal.SIGTERM)
+
+
+def sessions_terminated(made: Job) -> float:
+    return _seconds_until_gone(made, "forest", signal.SIGTERM)
+
+
+def _seconds_until_gone(made: Job, mode: str, number: int) -> float:
+    agent = made.start(mode)
+    made.wait_ready(2)
+    agent.process.send_signal(number)
+    return seconds_until(lambda: not agent.pids(), GONE_LIMIT_S)
+
+
+def node_killed(made: Job) -> float:
+    return _seconds_to_smaller_world(made, signal.SIGKILL)
+
+
+def node_silent(made: Job) -> float:
+    return _seconds_to_smaller_world(made, signal.SIGSTOP)
+
+
+def _seconds_to_smaller_world(made: Job, number: int) -> float:
+    options = WAIT_FOR_BOTH if made.is_ours else ()
+    made.start("hold", nproc=1, nodes="1:2", options=options)
+    second = made.start("hold", nproc=1, nodes="1:2")
+    _wait_for_both(made)
+    start_s = time.monotonic()
+    second.signal_all(number)
+    after = made.wait(1, lambda e: is_ready(e) and e.at_s > start_s and e.world_size == 1, LIMIT_S)
+    return after[0].at_s - start_s if after else NEVER
+
+
+def _wait_for_both(made: Job) -> None:
+    if not made.wait(2, lambda e: is_ready(e) and e.world_size == 2, 90.0):
+        raise RuntimeError(f"no world of two nodes under {made.launcher}")
+
+
+def one_of_two(made: Job) -> float:
+    agent = made.start("hold", nproc=1, nodes="1:2")
+    found = made.wait(1, is_ready, LIMIT_S)
+    return found[0].at_s - agent.started_s if found else NEVER
+
+
+def gloo_restart(made: Job) -> float:
+    return float(made.start("gloo", options=("--max-restarts", "1")).end(60.0).code == 0)
+
+
+def stubborn_peer(made: Job) -> float:
+    agent = made.start("stubborn", options=("--max-restarts", "1", "--shutdown-timeout", "2"))
+    again = made.wait(1, lambda event: event.what == "again", 60.0)
+    said = agent.end(60.0).err
+    failing = [event for event in made.events() if event.what == "failing"]
+    if not failing:
+        raise RuntimeError(f"no rank failed under {made.launcher}:\n{said}")
+    return again[0].at_s - failing[0].at_s if again else NEVER
+
+
+# Every second pair has the later rank first: whoever goes by rank is right half of the time.
+_pairs: Iterator[tuple[int, int]] = itertools.cycle(
+    pair for low in itertools.combinations(range(4), 2) for pair in (low, low[::-1])
+)
+
+
+def two_failures(made: Job) -> float:
+    first, second = _pair_of_round(made)
+    agent = made.start("two_failures", str(first), str(second), nproc=4)
+    made.wait_ready(4)
+    _write_whole(made.folder / "go", str(time.monotonic() + 0.3))
+    said = agent.end(60.0).err
+    if made.is_ours:
+        verdict = made.report()["incidents"][0]["verdict"]
+        return float(verdict is not None and verdict["culprit_ranks"] == [first])
+    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", said, re.DOTALL)
+    return float(root is not None and int(root[1]) == first)
+
+
+_last_pair = (0, 1)
+
+
+def _pair_of_round(made: Job) -> tuple[int, int]:
+    """Return the next pair of ranks, the same for both launchers of a round."""
+    global _last_pair
+    if made.is_ours:
+        _last_pair = next(_pairs)
+    return _last_pair
+
+
+def _write_whole(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
+
+
+def exit_code(made: Job) -> float:
+    code = made.start("code", "42").end(60.0).code
+    return NEVER if code is None else float(code)
+
+
+def redirect_rank_10(made: Job) -> float:
+    program = ("-r", "10:3", "--no-python", "sh", "-c", "echo out")
+    ended = made.start("", nproc=11, options=program).end(60.0)
+    return float(ended.code == 0 and ended.out.count("out") == 10)
+
+
+def traceback_shown(made: Job) -> float:
+    ended = made.start("raises", options=("-r", "3")).end(60.0)
+    return float("no such column" in ended.err)
+
+
+def clocks_apart(made: Job) -> float:
+    library = _shifted_clock(made.folder)
+    shift = {"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": str(-CLOCK_OFF_S)}
+    agents = [
+        made.start("end", nproc=1, nodes="2"),
+        made.start("end", nproc=1, nodes="2", environ=shift),
+    ]
+    deadline_s = time.monotonic() + LIMIT_S
+    codes = [agent.end(max(0.1, deadline_s - time.monotonic())).code for agent in agents]
+    return float(codes == [0, 0])
+
+
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static long shift(void) { const char *s = getenv("CLOCK_SHIFT_S"); return s ? atol(s) : 0; }
+int clock_gettime(clockid_t id, struct timespec *t) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(id, t);
+    if (id == CLOCK_REALTIME) t->tv_sec += shift();
+    return result;
+}
+int gettimeofday(struct timeval *t, void *zone) {
+    int (*real)(struct timeval *, void *) = dlsym(RTLD_NEXT, "gettimeofday");
+    int result = real(t, zone);
+    t->tv_sec += shift();
+    return result;
+}
+"""
+
+
+def _shifted_clock(folder: Path) -> Path:
+    """Build a library that shifts the wall clock of a process and of all that it starts."""
+    source, library = folder / "clock.c", folder / "clock.so"
+    source.write_text(_CLOCK)
+    command = ["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True, capture_output=True)
+    return library
+
+
+def hostile_peer(made: Job) -> float:
+    marker = made.folder / "executed"
+    options = ("--rdzv-conf", "join_timeout=60") if made.is_ours else ()
+    first = made.start("end", nproc=1, nodes="2", options=options)
+    seconds_until(lambda: _answers(made.port), 30.0)
+    for data in hostile_bytes(marker):
+        _pour(made.port, data)
+        if made.is_ours:
+            store_port = _store_port(first.folder)
+            _pour(store_port, data)
+            _try_to_write_key(store_port, data)
+        else:
+            _try_to_write_key(made.port, data)
+    second = made.start("end", nproc=1, nodes="2")
+    codes = [first.end(30.0).code, second.end(30.0).code]
+    return EXECUTED if marker.exists() else float(codes == [0, 0])
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _pour(port: int, data: bytes) -> None:
+    """Write bytes to a port, as a stranger that speaks no protocol."""
+    with socket.socket() as peer:
+        peer.settimeout(2)
+        try:
+            peer.connect(("127.0.0.1", port))
+            peer.sendall(data)
+            peer.recv(100)
+        except OSError:
+            return  # hung up on, which is an answer too
+
+
+def _store_port(folder: Path) -> int:
+    import json
+
+    return int(json.loads((folder / "run/job.json").read_text())["endpoint"].rpartition(":")[2])
+
+
+def _try_to_write_key(port: int, data: bytes) -> None:
+    """Set torch's rendezvous key, if torch is here; being refused is a good answer."""
+    code = (
+        "import sys; from torch_agents import write_key; "
+        "write_key(int(sys.argv[1]), 'torch.rendezvous.bench', bytes.fromhex(sys.argv[2]))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(port), data.hex()],
+        cwd=Path(__file__).parent, check=False, capture_output=True, timeout=60,
+    )  # fmt: skip
+
+
+def meet(num_agents: int, limit_s: float) -> Callable[[Job], float]:
+    """Return the probe of a rendezvous; agents are simulated on both sides."""
+
+    def probe(made: Job) -> float:
+        if made.is_ours:
+            return rendezvous.in_fresh_process(num_agents)[0]
+        script = Path(__file__).with_name("torch_agents.py")
+        done = subprocess.run(
+            [sys.executable, str(script), str(num_agents), str(limit_s)],
+            capture_output=True, text=True, check=True, timeout=limit_s + 120,
+        )  # fmt: skip
+        return float(done.stdout.split()[-1])
+
+    return probe
+
+
+# ---- the rows ----
+
+
+def seconds(limit_s: float) -> Callable[[Sequence[float]], str]:
+    """Return how a row of times is told: the median."""
+
+    def tell(values: Sequence[float]) -> str:
+        middle = statistics.median(values)
+        return f"none in {limit_s:g} s" if math.isinf(middle) else f"{middle:.2f} s"
+
+    return tell
+
+
+def count(values: Sequence[float]) -> str:
+    return f"{int(sum(values))} of {len(values)}"
+
+
+def codes(values: Sequence[float]) -> str:
+    return ", ".join(str(int(value)) for value in sorted(set(values)))
+
+
+def hostile(values: Sequence[float]) -> str:
+    if EXECUTED in values:
+        return "executed"
+    return "not executed, " + ("the job ended well" if every_time(values) else "but the job failed")
+
+
+def within(limit_s: float) -> Callable[[Sequence[float]], bool]:
+    return lambda values: statistics.median(values) <= limit_s
+
+
+def every_time(values: Sequence[float]) -> bool:
+    return all(value == 1.0 for value in values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One row of the table."""
+
+    name: str
+    title: str
+    run: Callable[[Job], float]
+    bar: str
+    tell: Callable[[Sequence[float]], str]
+    is_met: Callable[[Sequence[float]], bool]
+    rounds: int = 3
+    peer_rounds: int | None = None  # None: as many as ours; 0: not measured
+
+    def needs(self) -> str:
+        """Return what is missing to run it, "" if nothing is."""
+        missing = self.name == "clocks_apart" and shutil.which("cc") is None
+        return "a C compiler" if missing else ""
+
+
+PROBES = (
+    Probe(
+        name="agent_killed", title="agent killed with SIGKILL: until no worker is left",
+        run=agent_killed, bar="2 s", tell=seconds(GONE_LIMIT_S), is_met=within(2.0),
+    ),
+    Probe(
+        name="agent_terminated", title="agent SIGTERM: until workers and grandchildren are gone",
+        run=agent_terminated, bar="as fast", tell=seconds(GONE_LIMIT_S), is_met=within(1.0),
+    ),
+    Probe(
+        name="sessions_terminated", title="the same with grandchildren in sessions of their own",
+        run=sessions_terminated, bar="", tell=seconds(GONE_LIMIT_S), is_met=within(1.0),
+    ),
+    Probe(
+        name="node_killed", title="a node is killed (`--nnodes 1:2`): until the new world",
+        run=node_killed, bar="5 s", tell=seconds(LIMIT_S), is_met=within(5.0), peer_rounds=1,
+    ),
+    Probe(
+        name="node_silent", title="a node falls silent (all of it SIGSTOPped): until the new world",
+        run=node_silent, bar="5 s", tell=seconds(LIMIT_S), is_met=within(5.0), peer_rounds=1,
+    ),
+    Probe(
+        name="one_of_two", title="`--nnodes 1:2`, one node present: until the first worker",
+        run=one_of_two, bar="3 s", tell=seconds(LIMIT_S), is_met=within(3.0), peer_rounds=1,
+    ),
+    Probe(
+        name="gloo_restart", title="restart after a failure (Gloo, `--max-restarts 1`) succeeds",
+        run=gloo_restart, bar="8 of 8", tell=count, is_met=every_time, rounds=8,
+    ),
+    Probe(
+        name="stubborn_peer",
+        title="restart while a peer ignores SIGTERM, `--shutdown-timeout 2`",
+        run=stubborn_peer, bar="about 2 s", tell=seconds(60.0), is_met=within(4.0), peer_rounds=1,
+    ),
+    Probe(
+        name="two_failures", title="two failures 50 ms apart: the right root cause",
+        run=two_failures, bar="every time", tell=count, is_met=every_time, rounds=12,
+    ),
+    Probe(
+        name="exit_code", title="exit code when a worker exits with 42", run=exit_code, bar="42",
+        tell=codes, is_met=lambda values: set(values) == {42.0}, rounds=1,
+    ),
+    Probe(
+        name="redirect_rank_10", title="`-r 10:3` with 11 ranks works", run=redirect_rank_10,
+        bar="works", tell=count, is_met=every_time, rounds=1,
+    ),
+    Probe(
+        name="traceback_shown", title="traceback in the final report, nothing in the user's code",
+        run=traceback_shown, bar="always", tell=count, is_met=every_time,
+    ),
+    Probe(
+        name="hostile_peer",
+        title="a stranger writes a pickle and garbage to the rendezvous",
+        run=hostile_peer, bar="never unpickled", tell=hostile, is_met=every_time, rounds=1,
+    ),
+    Probe(
+        name="clocks_apart", title="wall clocks of two nodes 15 min apart: ends well",
+        run=clocks_apart, bar="no wall clock", tell=count, is_met=every_time, peer_rounds=1,
+    ),
+    Probe(
+        name="meet_256", title="rendezvous of 256 agents", run=meet(256, 60.0), bar="",
+        tell=seconds(60.0), is_met=within(2.0), peer_rounds=1,
+    ),
+    Probe(
+        name="meet_512", title="rendezvous of 512 agents", run=meet(512, 120.0), bar="",
+        tell=seconds(120.0), is_met=within(2.0), peer_rounds=1,
+    ),
+    Probe(
+        name="meet_1024", title="rendezvous of 1024 agents", run=meet(1024, 0.0), bar="2 s",
+        tell=seconds(120.0), is_met=within(2.0), peer_rounds=0,
+    ),
+)  # fmt: skip
+
+
+def measure(probe: Probe, rounds: int | None, launchers: Sequence[str]) -> str:
+    """Run a probe under each launcher in turn; return its row."""
+    num = {
+        "ours": rounds or probe.rounds,
+        "torchrun": probe.rounds if probe.peer_rounds is None else probe.peer_rounds,
+    }
+    num["torchrun"] = min(num["torchrun"], num["ours"])
+    values: dict[str, list[float]] = {name: [] for name in launchers}
+    for index in range(max(num.values())):
+        for name in launchers:
+            if index < num[name]:
+                with job(name) as made:
+                    values[name].append(probe.run(made))
+                print(f"{probe.name} {name}: {values[name][-1]:.3g}", file=sys.stderr, flush=True)
+    shown = {name: probe.tell(found) if found else "-" for name, found in values.items()}
+    met = "yes" if probe.is_met(values["ours"]) else "**no**"
+    peer = shown.get("torchrun", "-")
+    return f"| {probe.title} | {peer} | {shown['ours']} | {probe.bar} | {met} |"
+
+
+def main() -> None:
+    """Run the probes and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="NAMES", help="these rows, with commas")
+    parser.add_argument("--rounds", type=int, help="rounds of every row (default: by row)")
+    parser.add_argument("--list", action="store_true", help="name the rows")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{probe.name:18} {probe.title}" for probe in PROBES))
+        return
+    wanted = set(filter(None, options.only.split(",")))
+    unknown = wanted - {probe.name for probe in PROBES}
+    if unknown:
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; see --list")
+    launchers = ["ours"] + (["torchrun"] if importlib.util.find_spec("torch") else [])
+    rows = ["| probe | torchrun | ours | bar | met |", "|---|---|---|---|---|"]
+    for probe in PROBES:
+        if wanted and probe.name not in wanted:
+            continue
+        missing = probe.needs()
+        rows.append(
+            f"| {probe.title} | not run: needs {missing} | | {probe.bar} | |"
+            if missing
+            else measure(probe, options.rounds, launchers)
+        )
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

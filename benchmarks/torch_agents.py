@@ -1,0 +1,107 @@
+"""torchrun's side of two rows of `launcher.py`: N of its agents that meet, and its pickled key.
+
+Agents are threads of two processes with torch's own c10d rendezvous handler, each with a store
+client of its own, as in one agent a node. They start no workers.
+
+    python benchmarks/torch_agents.py 64 [LIMIT_S]
+"""
+
+from __future__ import annotations
+
+import base64
+import multiprocessing
+import pickle
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+NUM_PROCESSES = 2
+_RUN_ID = "bench"
+_KEY = f"torch.rendezvous.{_RUN_ID}"
+
+
+class MakeFolder:
+    """Unpickled, it makes a folder: a harmless sign that a peer's bytes were executed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.mkdir, (self._path,)  # type: ignore[return-value]
+
+
+def hostile_bytes(path: Path) -> list[bytes]:
+    """Return what a stranger may write: a pickle that makes the folder `path`, and garbage."""
+    pickled = pickle.dumps(MakeFolder(path))
+    return [pickled, base64.b64encode(pickled), b"\x80\x04garbage", bytes(range(256)) * 8]
+
+
+def write_key(port: int, key: str, value: bytes) -> None:
+    """Set a key as any client of torch's store may."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=3))
+    store.set(key, value)
+
+
+def simulate(port: int, count: int, total: int, limit_s: float, gate: Any) -> None:
+    """Run `count` agents of `total`; tell when all of them have met, None at the limit."""
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as c10d
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+
+    met: list[float] = []
+
+    def agent() -> None:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=limit_s))
+        handler = dynamic.DynamicRendezvousHandler.from_backend(
+            _RUN_ID, store, c10d.C10dRendezvousBackend(store, _RUN_ID), total, total,
+            timeout=dynamic.RendezvousTimeout(join=timedelta(seconds=limit_s)),
+        )  # fmt: skip
+        handler.next_rendezvous()
+        met.append(time.monotonic())
+
+    threads = [threading.Thread(target=agent, daemon=True) for _ in range(count)]
+    gate.send("ready")
+    gate.recv()
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    gate.send(max(met) if len(met) == count else None)
+
+
+def measure(num_agents: int, limit_s: float) -> float:
+    """Return seconds until all agents have met, infinity at the limit."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    gates, processes = [], []
+    for _ in range(NUM_PROCESSES):
+        ours, theirs = context.Pipe()
+        share = num_agents // NUM_PROCESSES
+        process = context.Process(
+            target=simulate, args=(server.port, share, num_agents, limit_s, theirs)
+        )
+        process.start()
+        gates.append(ours)
+        processes.append(process)
+    for gate in gates:
+        gate.recv()
+    start_s = time.monotonic()
+    for gate in gates:
+        gate.send("go")
+    ends = [gate.recv() for gate in gates]
+    for process in processes:
+        process.kill()
+        process.join()
+    return float("inf") if None in ends else max(ends) - start_s
+
+
+if __name__ == "__main__":
+    print(measure(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0))
