@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_argument("--clip", type=positive_number, default=1.0, help="largest gradient norm")
     training.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of compute")
     training.add_argument("--seed", type=at_least_0, default=0)
+    training.add_argument("--backend", help="of the collectives (default: by device and hosts)")
 
     files = parser.add_argument_group("files")
     files.add_argument(
@@ -249,7 +250,10 @@ def main() -> None:
         parser.error(str(error))
     limit_threads()
     load_optimizers()
-    world = dist.init()
+    try:
+        world = dist.init(job.options.backend)
+    except ValueError as error:
+        parser.error(str(error))
     if job.settings.batch < world.size:
         parser.error(f"--batch {job.settings.batch} leaves some of {world.size} ranks without data")
     run(job, world)

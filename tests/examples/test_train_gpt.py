@@ -91,15 +91,17 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--context 100000", "the text is too short"),
         ("--checkpoint /no/such/folder/gpt.pt", "cannot write /no/such/folder/gpt.pt"),
         ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint FILE"),
+        ("--backend ring --data {text}", "backend 'ring' is not known"),
         ("--resume {empty}", "cannot read the checkpoint"),
     ],
 )
 def test_bad_options_get_one_line_and_exit_code_2(
-    options, complaint, tmp_path, monkeypatch, capsys
+    options, complaint, text, tmp_path, monkeypatch, capsys
 ):
     empty = tmp_path / "empty"
     empty.touch()
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *options.format(empty=empty).split()])
+    argv = options.format(empty=empty, text=text).split()
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *argv])
     with pytest.raises(SystemExit) as ended:
         train_gpt.main()
     assert ended.value.code == 2
