@@ -105,6 +105,11 @@ class ProcessGroup:
             raise ValueError(f"timeout_s must be above 0, got {seconds!r}")
         self._timeout_s = seconds
 
+    @property
+    def num_collectives(self) -> int:
+        """How many collectives were called on this rank so far."""
+        return self._sequence
+
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank {self.rank} of {self.size}, {self.backend})"
 

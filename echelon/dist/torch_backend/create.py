@@ -1,0 +1,137 @@
+"""Make the groups behind a torch group: on the host at once, on a device when first used.
+
+Torch hands over its store, a rank and a size; the members meet there, so no second rendezvous is
+needed, and our own `init` may be used in the same program beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import echelon.recorder.recorder as black_box
+from echelon.dist import clocks
+from echelon.dist.backends import registry
+from echelon.dist.backends.interface import Members
+from echelon.dist.group import ProcessGroup
+from echelon.dist.options import Options
+from echelon.dist.torch_backend.group import TorchGroup
+from echelon.dist.torch_backend.store import TorchStore
+from echelon.dist.world import choose_backend
+from echelon.errors import StoreError
+from echelon.store import PrefixStore
+
+_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+_CLOCKS_S = 30.0
+_NAME_CHARS = 8  # of torch's hashed group names
+_LONGEST_TIMEOUT_S = 1e9
+_NAMELESS = ("", "undefined")
+
+_world_options = Options()
+
+
+def create(torch_options: Any, group_options: Any) -> TorchGroup:
+    """Make the backend of one torch group; every member calls this and blocks until all have come.
+
+    Args:
+        torch_options: torch's `_DistributedBackendOptions`.
+        group_options: what the user passed as `pg_options`: our `Options` or None, which stands
+            for the default group's.
+
+    Raises:
+        TypeError: `pg_options` is something else.
+        CollectiveTimeoutError: members did not come within the group's timeout.
+    """
+    global _world_options
+    if group_options is not None and not isinstance(group_options, Options):
+        raise TypeError(
+            "pg_options of backend 'echelon' is echelon.dist.Options(...), "
+            f"got {type(group_options).__name__}"
+        )
+    is_world = not torch_options.global_ranks_in_group
+    if is_world:
+        _world_options = group_options or Options()
+    maker = Maker(torch_options, group_options or _world_options, is_world)
+    return TorchGroup(maker, torch_options.store)
+
+
+class Maker:
+    """Makes the echelon groups of one torch group, one a kind of device."""
+
+    def __init__(self, torch_options: Any, options: Options, is_world: bool) -> None:
+        self.rank = int(torch_options.group_rank)
+        self.size = int(torch_options.group_size)
+        self.ranks = tuple(torch_options.global_ranks_in_group) or tuple(range(self.size))
+        self.timeout_s = seconds(torch_options.timeout)
+        self.is_world = is_world
+        self._options = options
+        self._torch_name = str(torch_options.group_id)
+        self._torch_store = torch_options.store
+
+    def make(self, device: str, description: str) -> ProcessGroup:
+        """Make the group that carries arrays on a kind of device; every member calls this.
+
+        Args:
+            device: "cpu", "cuda" or "xpu".
+            description: torch's `group_desc`, such as "mesh_dp": what verdicts call the group.
+        """
+        name = "world" if self.is_world else description
+        if name in _NAMELESS:
+            name = _short(self._torch_name)
+        deadline_s = time.monotonic() + self.timeout_s
+        store = self._own_keys(PrefixStore(f"echelon/{device}", TorchStore(self._torch_store)))
+        members = Members(
+            name=name if device == "cpu" else f"{name}/{device}",
+            rank=self.rank,
+            ranks=self.ranks,
+            options=self._options,
+        )
+        backend = choose_backend(_DEVICE_BACKENDS.get(device), members, store, deadline_s)
+        left_s = max(0.001, deadline_s - time.monotonic())
+        engine = registry.create(backend, members, store, left_s)
+        group = ProcessGroup(members, engine, self.timeout_s, _no_split)
+        if self.is_world and device == "cpu":
+            self._introduce(store, one_host=backend == "shm")
+        return group
+
+    def _own_keys(self, store: PrefixStore) -> PrefixStore:
+        """Return a name space that no earlier group of this name has used."""
+        number = store.add(f"uses/{self.rank}", 1)
+        return PrefixStore(str(number), store)
+
+    def _introduce(self, store: PrefixStore, *, one_host: bool) -> None:
+        """Tell the black box who we are, as `init` does."""
+        recorder = black_box.current()
+        if recorder is None:
+            return
+        mine = (recorder.identity.world_size, recorder.identity.rank)
+        if mine != (self.size, self.rank):
+            recorder.identify(world_size=self.size, rank=self.rank)
+        if not one_host:
+            offset = _offset(store, self.rank, self.size, min(self.timeout_s, _CLOCKS_S))
+            if offset is not None:
+                recorder.identify(clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
+        recorder.mark_initialised()
+
+
+def seconds(timeout: Any) -> float:
+    """Return torch's timeout in seconds; a very long one stands for none."""
+    value = float(timeout.total_seconds())
+    return min(value, _LONGEST_TIMEOUT_S) if value > 0 and math.isfinite(value) else 0.001
+
+
+def _offset(store: PrefixStore, rank: int, size: int, timeout_s: float) -> Any:
+    try:
+        return clocks.agree(PrefixStore("clocks", store), rank, size, timeout_s)
+    except StoreError:
+        return None  # records then line up less well; that is no reason not to train
+
+
+def _short(name: str) -> str:
+    return f"group_{name if len(name) <= _NAME_CHARS else name[:_NAME_CHARS]}"
+
+
+def _no_split(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:  # noqa: ARG001
+    raise ValueError("a group under torch is divided by torch.distributed.new_group")

@@ -1,0 +1,481 @@
+"""The adapter: a torch process group that hands every operation to ours.
+
+Torch's C++ and Python sides call the methods below by these names; older names are aliases. An
+operation's arguments become contiguous arrays (tensors.py), our group checks, records and carries
+it out, and a `TorchWork` (work.py) is what torch gets back. A call that torch makes to wait at once
+(`asyncOp` false) is carried out on the calling thread and raises its error there, as it is.
+
+A torch group holds a group of ours on the host, made when the group is made, and one for each other
+kind of device, made by the first collective on it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from echelon.dist.backends.lanes import Lane
+from echelon.dist.group import ProcessGroup
+from echelon.dist.torch_backend import sparse, tensors
+from echelon.dist.torch_backend.reduction import Reduction
+from echelon.dist.torch_backend.tensors import Finish
+from echelon.dist.torch_backend.work import TorchWork, joined
+from echelon.dist.work import Work
+
+if TYPE_CHECKING:
+    from echelon.dist.torch_backend.create import Maker
+
+_core: Any = torch._C._distributed_c10d
+
+Tensor = Any
+Start = Callable[[bool], Work | None]
+
+_open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
+
+
+class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
+    """Ranks that act together, as torch sees them."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, maker: Maker, store: Any) -> None:
+        super().__init__(maker.rank, maker.size)  # of its constructors, the one for subclasses
+        self._maker = maker
+        self._store = store
+        self._groups: dict[str, ProcessGroup] = {}
+        self._making = threading.Lock()
+        self._futures: dict[str, Lane] = {}
+        self._coalesced: list[TorchWork] | None = None
+        self._torch_name = ""
+        self._description = ""
+        self._pid = os.getpid()
+        self._closed = False
+        _open_groups.add(self)
+
+    # ---- who we are ----
+
+    def rank(self) -> int:
+        """My rank within the group."""
+        return self._maker.rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self._maker.size
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "echelon"
+
+    getRank = rank  # noqa: N815 -- C++ looks these names up
+    getSize = size  # noqa: N815
+    getBackendName = _get_backend_name = name  # noqa: N815
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of the group, by which compiled code finds it."""
+        return self._torch_name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user calls the group."""
+        return self._description
+
+    def getGroupName(self) -> str:  # noqa: D102, N802 -- C++ looks this name up
+        return self._torch_name
+
+    def getGroupDesc(self) -> str:  # noqa: D102, N802
+        return self._description
+
+    def setGroupName(self, name: str) -> None:  # noqa: D102, N802
+        self._torch_name = name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Take the description; torch gives it last, so the members meet here."""
+        self._description = description
+        self._on("cpu")
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[Any]:
+        kinds = ["cpu"]
+        kinds += [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
+        return [torch.device(kind) for kind in kinds]
+
+    def get_group_store(self) -> Any:
+        """Return torch's store for this group."""
+        return self._store
+
+    def _get_backend(self, device: Any) -> TorchGroup:  # noqa: ARG002 -- one for all devices
+        return self
+
+    def __repr__(self) -> str:
+        return f"TorchGroup({self._groups.get('cpu', self._description)!r})"
+
+    # ---- one tensor a rank ----
+
+    def allreduce(self, tensor: Any, opts: Any = None, timeout: Any = None) -> TorchWork:  # noqa: ARG002
+        """Reduce a tensor over all ranks, in place."""
+        reduction, data = Reduction.of(opts), _only(tensor, "allreduce")
+        if data.layout == torch.sparse_coo:
+            sparse.all_reduce(self._on(data.device.type), data, reduction)
+            return self._done([data])
+        start, finish = self._reducing(data, reduction)
+        return self._run(opts, start, [data], finish)
+
+    def allreduce_coalesced(self, data: Sequence[Tensor], opts: Any = None) -> TorchWork:
+        """Reduce several tensors, each over all ranks."""
+        reduction = Reduction.of(opts)
+        return self._run_all(opts, [self._reducing(one, reduction) for one in data], list(data))
+
+    def _reducing(self, tensor: Tensor, reduction: Reduction) -> tuple[Start, Finish | None]:
+        group, (x, finish) = self._on(tensor.device.type), tensors.target(tensor)
+        op = reduction.on(x)
+
+        def start(is_async: bool) -> Work | None:
+            numbers = reduction.real(x)
+            if reduction.factor is not None:
+                numbers.mul_(reduction.factor)
+            return group.all_reduce(numbers, op, async_op=is_async)
+
+        return start, finish
+
+    def reduce(self, tensor: Any, opts: Any = None) -> TorchWork:
+        """Reduce a tensor over all ranks into the root's."""
+        reduction, data = Reduction.of(opts), _only(tensor, "reduce")
+        root = opts.rootRank
+        group, (x, finish) = self._on(data.device.type), tensors.target(data)
+        if root != self._maker.rank:
+            finish = None
+        if reduction.factor is not None:
+            x = x * reduction.factor if root != self._maker.rank else x.mul_(reduction.factor)
+        numbers, op = reduction.real(x), reduction.on(x)
+        return self._run(
+            opts, lambda later: group.reduce(numbers, root, op, async_op=later), [data], finish
+        )
+
+    def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
+        """Copy the root's tensor to every rank's, of any shape and as many elements."""
+        data, root = _only(tensor, "broadcast"), opts.rootRank
+        group, (x, finish) = self._on(data.device.type), tensors.target(data)
+        flat = x.reshape(-1)
+        return self._run(
+            opts, lambda later: group.broadcast(flat, root, async_op=later), [data], finish
+        )
+
+    # ---- many tensors a rank ----
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """Collect every rank's tensor into a list of tensors."""
+        outs, x = _only_list(outputs, "allgather"), _only(inputs, "allgather")
+        tensors.same_sizes([*outs, x], "all_gather")
+        out, finish = tensors.flat_target(outs)
+        start = self._gathering(out, x)
+        return self._run(opts, start, list(outs), finish)
+
+    def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
+        """Collect every rank's tensor into one."""
+        out, finish = tensors.target(output)
+        return self._run(opts, self._gathering(out, data), [output], finish)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Collect several tensors, each into one."""
+        calls = []
+        for output, data in zip(outputs, inputs, strict=True):
+            out, finish = tensors.target(output)
+            calls.append((self._gathering(out, data), finish))
+        return self._run_all(opts, calls, list(outputs))
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Collect several tensors, each into one of every rank's list."""
+        calls = []
+        for number, data in enumerate(inputs):
+            out, finish = tensors.flat_target([of_rank[number] for of_rank in outputs])
+            calls.append((self._gathering(out, data), finish))
+        return self._run_all(opts, calls, [one for of_rank in outputs for one in of_rank])
+
+    def _gathering(self, out: Tensor, data: Tensor) -> Start:
+        group, x = self._on(data.device.type), tensors.source(data)
+        return lambda later: group.all_gather(out, x, async_op=later)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """Reduce lists of tensors over all ranks; keep my part."""
+        reduction = Reduction.of(opts)
+        output, parts = _only(outputs, "reduce_scatter"), _only_list(inputs, "reduce_scatter")
+        tensors.same_sizes([*parts, output], "reduce_scatter")
+        start, finish = self._scattering(output, tensors.flat_source(parts), reduction)
+        return self._run(opts, start, [output], finish)
+
+    def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
+        """Reduce a tensor over all ranks; keep my part."""
+        start, finish = self._scattering(output, data, Reduction.of(opts))
+        return self._run(opts, start, [output], finish)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Reduce several tensors; keep my part of each."""
+        reduction = Reduction.of(opts)
+        pairs = zip(outputs, inputs, strict=True)
+        calls = [self._scattering(output, data, reduction) for output, data in pairs]
+        return self._run_all(opts, calls, list(outputs))
+
+    def _scattering(
+        self, output: Tensor, data: Tensor, reduction: Reduction
+    ) -> tuple[Start, Finish | None]:
+        group, x = self._on(data.device.type), tensors.source(data)
+        out, finish = tensors.target(output)
+        op = reduction.on(x)
+
+        def start(is_async: bool) -> Work | None:
+            numbers = x if reduction.factor is None else x * reduction.factor
+            numbers, result = reduction.real(numbers), reduction.real(out)
+            return group.reduce_scatter(result, numbers, op, async_op=is_async)
+
+        return start, finish
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """Collect every rank's tensor into the root's list."""
+        data, root = _only(inputs, "gather"), opts.rootRank
+        group, x = self._on(data.device.type), tensors.source(data)
+        outs: Sequence[Tensor] = ()
+        out: Tensor | None = None
+        finish: Finish | None = None
+        if root == self._maker.rank:
+            outs = _only_list(outputs, "gather")
+            tensors.same_sizes([*outs, x], "gather")
+            out, finish = tensors.flat_target(outs)
+        return self._run(
+            opts, lambda later: group.gather(out, x, root, async_op=later), list(outs), finish
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        """Give each rank its tensor of the root's list."""
+        output, root = _only(outputs, "scatter"), opts.rootRank
+        group, (out, finish) = self._on(output.device.type), tensors.target(output)
+        x: Tensor | None = None
+        if root == self._maker.rank:
+            parts = _only_list(inputs, "scatter")
+            tensors.same_sizes([*parts, out], "scatter")
+            x = tensors.flat_source(parts)
+        return self._run(
+            opts, lambda later: group.scatter(out, x, root, async_op=later), [output], finish
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        data: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> TorchWork:
+        """Send rows to each rank and put the rows that each sends into the output."""
+        group, x = self._on(data.device.type), tensors.source(data)
+        out, finish = tensors.target(output)
+        splits = list(output_splits) or None, list(input_splits) or None
+        return self._run(
+            opts, lambda later: group.all_to_all(out, x, *splits, async_op=later), [output], finish
+        )
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> TorchWork:
+        """Send a tensor to each rank and receive one from each."""
+        group, x = self._on(inputs[0].device.type), tensors.flat_source(inputs)
+        out, finish = tensors.flat_target(outputs)
+        splits = [one.numel() for one in outputs], [one.numel() for one in inputs]
+        return self._run(
+            opts, lambda later: group.all_to_all(out, x, *splits, async_op=later), list(outputs),
+            finish,
+        )  # fmt: skip
+
+    # The names by which older torch calls the same.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- messages and barriers ----
+
+    def send(self, data: Sequence[Tensor], to: int, tag: int = 0) -> TorchWork:
+        """Send a tensor to a rank."""
+        tensor = _only(data, "send")
+        group, x = self._on(tensor.device.type), tensors.source(tensor)
+        part = group.send(x, to, tag, async_op=True)
+        return self._started([part], [tensor], None, f"send to {to}")
+
+    def recv(self, data: Sequence[Tensor], source: int, tag: int = 0) -> TorchWork:
+        """Receive a tensor from a rank."""
+        tensor = _only(data, "recv")
+        group, (x, finish) = self._on(tensor.device.type), tensors.target(tensor)
+        part = group.recv(x, source, tag, async_op=True)
+        return self._started([part], [tensor], finish, f"recv from {source}", source)
+
+    def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
+        """Refuse: a message's sender has to be named."""
+        raise ValueError(
+            f"recv of {_only(data, 'recv')} with tag {tag} from any rank: backend 'echelon' "
+            "receives from a named rank only; pass src"
+        )
+
+    def barrier(self, opts: Any = None) -> TorchWork:
+        """Block until every rank has come."""
+        group = self._on("cpu")
+        limit_s = -1.0 if opts is None else opts.timeout.total_seconds()
+        if limit_s > 0:
+            group.monitored_barrier(limit_s)
+            return self._done([])
+        return self._run(opts, lambda later: group.barrier(async_op=later), [], None)
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Block until all have come; after `timeout` raise an error that names all who have not."""
+        self._on("cpu").monitored_barrier(None if timeout is None else timeout.total_seconds())
+
+    # ---- several at once ----
+
+    def _start_coalescing(self, device: Any) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> TorchWork:  # noqa: ARG002
+        works, self._coalesced = self._coalesced or [], None
+        return joined(works, lambda job: self._lane("coalesced").submit(job))
+
+    # ---- settings and the end ----
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long the group's operations may take from now on."""
+        self._maker.timeout_s = timeout.total_seconds()
+        for group in self._groups.values():
+            group.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the group numbers its operations from the start."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._on("cpu").num_collectives
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        """End the group from any thread: what waits raises, here and on the other ranks."""
+        for group in list(self._groups.values()):
+            group.abort()
+
+    def shutdown(self) -> None:
+        """End the group on this rank and join its threads. Safe to call twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        for group in list(self._groups.values()):
+            group.close()
+        for lane in list(self._futures.values()):
+            lane.close()
+        _open_groups.discard(self)
+
+    # ---- the way of every operation ----
+
+    def _on(self, device: str) -> ProcessGroup:
+        """Return our group for a kind of device; all members make it at their first use of it."""
+        group = self._groups.get(device)
+        if group is None:
+            with self._making:
+                group = self._groups.get(device)
+                if group is None:
+                    if self._closed:
+                        raise ValueError(f"group {self._description!r} is shut down")
+                    group = self._maker.make(device, self._description)
+                    self._groups[device] = group
+        return group
+
+    def _run(
+        self, opts: Any, start: Start, result: list[Tensor], finish: Finish | None
+    ) -> TorchWork:
+        return self._run_all(opts, [(start, finish)], result)
+
+    def _run_all(
+        self, opts: Any, calls: Sequence[tuple[Start, Finish | None]], result: list[Tensor]
+    ) -> TorchWork:
+        is_async = self._coalesced is not None or getattr(opts, "asyncOp", True)
+        parts = [start(is_async) for start, _ in calls]
+        finish = tensors.both([finish for _, finish in calls])
+        if not is_async:
+            if finish is not None:
+                finish()
+            return self._done(result)
+        return self._started(parts, result, finish, "collectives")
+
+    def _started(
+        self,
+        parts: Sequence[Work | None],
+        result: list[Tensor],
+        finish: Finish | None,
+        lane: str,
+        source: int = -1,
+    ) -> TorchWork:
+        works = [part for part in parts if part is not None]
+        work = TorchWork(works, result, finish, lambda job: self._lane(lane).submit(job), source)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _done(self, result: list[Tensor]) -> TorchWork:
+        return TorchWork((), result, None, _now)
+
+    def _lane(self, name: str) -> Lane:
+        """Return a thread that completes futures, in the order of their operations."""
+        return self._futures.setdefault(name, Lane(f"echelon-torch-{name}"))
+
+
+def _now(job: Callable[[], None]) -> None:
+    job()
+
+
+def _only(data: Any, call: str) -> Tensor:
+    """Return the one tensor of torch's list, or the tensor itself."""
+    if isinstance(data, torch.Tensor):
+        return data
+    if len(data) != 1:
+        raise ValueError(f"{call}: one tensor a rank is supported, got {len(data)}")
+    return data[0]
+
+
+def _only_list(data: Any, call: str) -> Sequence[Tensor]:
+    """Return the one list of torch's list of lists, or the list itself."""
+    if data and isinstance(data[0], torch.Tensor):
+        return list(data)
+    if len(data) != 1:
+        raise ValueError(f"{call}: one list of tensors a rank is supported, got {len(data)}")
+    return list(data[0])
+
+
+def _close_all() -> None:
+    """End what the program left open: a thread that still waits would abort the exiting process."""
+    for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
+        group.shutdown()
+
+
+atexit.register(_close_all)

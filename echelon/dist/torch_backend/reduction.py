@@ -1,0 +1,68 @@
+"""Torch's reduce operations as ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+_OPS: dict[Any, str] = {
+    torch_dist.ReduceOp.SUM: "sum",
+    torch_dist.ReduceOp.AVG: "avg",
+    torch_dist.ReduceOp.MIN: "min",
+    torch_dist.ReduceOp.MAX: "max",
+    torch_dist.ReduceOp.PRODUCT: "prod",
+    torch_dist.ReduceOp.BAND: "band",
+    torch_dist.ReduceOp.BOR: "bor",
+    torch_dist.ReduceOp.BXOR: "bxor",
+}
+# On booleans torch's other backends mean these.
+_BOOL_OPS = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
+_LINEAR = ("sum", "avg")
+
+
+class Reduction:
+    """A reduce operation, read out of torch's options while they are alive.
+
+    `opts.reduceOp` refers into a C++ struct that is gone once the call returns.
+
+    Attributes:
+        factor: what every rank's data is multiplied by first (PREMUL_SUM); None: nothing.
+    """
+
+    __slots__ = ("factor", "name")
+
+    def __init__(self, name: str, factor: Any = None) -> None:
+        self.name = name
+        self.factor = factor
+
+    @classmethod
+    def of(cls, options: Any) -> Reduction:
+        """Read the operation of torch's options, of a bare operation, or the default, a sum."""
+        if options is None:
+            return _PLAIN[torch_dist.ReduceOp.SUM]
+        kind = getattr(options, "reduceOp", options)
+        factor = None
+        if isinstance(kind, torch_dist.ReduceOp):
+            kind, factor = kind.__getstate__()
+        if kind == torch_dist.ReduceOp.PREMUL_SUM:
+            return cls("sum", factor)
+        if kind not in _PLAIN:
+            raise ValueError(f"reduce operation {kind} is not known to backend 'echelon'")
+        return _PLAIN[kind]
+
+    def on(self, tensor: Any) -> str:
+        """Return our name for the operation on such a tensor."""
+        return _BOOL_OPS.get(self.name, self.name) if tensor.dtype == torch.bool else self.name
+
+    def real(self, tensor: Any) -> Any:
+        """Return the tensor as real numbers, which a sum of complex ones may be done on."""
+        if not tensor.is_complex():
+            return tensor
+        if self.name not in _LINEAR:
+            raise ValueError(f"op {self.name!r} is not defined on {tensor.dtype}")
+        return torch.view_as_real(tensor)
+
+
+_PLAIN = {kind: Reduction(name) for kind, name in _OPS.items()}

@@ -1,0 +1,56 @@
+"""Sums of sparse tensors: every rank's non-zeros go to all, and are added in rank order.
+
+Embeddings with sparse gradients use this under DDP. Three gathers: how many non-zeros each rank
+has, their places, their values, padded to the longest. Blocks until done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.torch_backend.reduction import Reduction
+
+
+def all_reduce(group: ProcessGroup, tensor: Any, reduction: Reduction) -> None:
+    """Sum a sparse COO tensor over all ranks, in place.
+
+    Raises:
+        ValueError: the operation is no sum.
+    """
+    if reduction.name not in ("sum", "avg") or reduction.factor is not None:
+        raise ValueError(
+            f"all_reduce of sparse tensors: 'sum' and 'avg' only, not {reduction.name}"
+        )
+    with torch.no_grad():
+        mine = tensor.detach().coalesce()
+        parts = _gather(group, mine)
+        total = parts[0]
+        for part in parts[1:]:
+            total = (total + part).coalesce()
+        tensor.copy_(total / group.size if reduction.name == "avg" else total)
+
+
+def _gather(group: ProcessGroup, mine: Any) -> list[Any]:
+    num = mine._nnz()
+    nums = torch.empty(group.size, dtype=torch.int64)
+    group.all_gather(nums, torch.tensor([num]))
+    longest = int(nums.max())
+    places = _padded(mine.indices().t(), longest)
+    values = _padded(mine.values(), longest)
+    all_places = torch.empty((group.size, *places.shape), dtype=places.dtype)
+    all_values = torch.empty((group.size, *values.shape), dtype=values.dtype)
+    group.all_gather(all_places, places)
+    group.all_gather(all_values, values)
+    return [
+        torch.sparse_coo_tensor(all_places[r, :n].t(), all_values[r, :n], mine.shape).coalesce()
+        for r, n in enumerate(nums.tolist())
+    ]
+
+
+def _padded(rows: Any, length: int) -> Any:
+    out = torch.zeros((length, *rows.shape[1:]), dtype=rows.dtype)
+    out[: len(rows)] = rows
+    return out

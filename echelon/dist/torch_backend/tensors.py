@@ -1,0 +1,97 @@
+"""Torch's tensors in the shape that our groups take: one contiguous array each way.
+
+Torch passes lists of tensors, tensors with gaps, and complex ones. What lies in memory as one piece
+already is used as it is; anything else goes through a buffer, and `finish` brings the result back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Tensor = Any
+Finish = Callable[[], None]
+
+
+def flat_source(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors, one after the other, as one: in place if they lie so, else a copy."""
+    whole = _as_one_piece(tensors)
+    if whole is not None:
+        return whole
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
+    """Return one tensor for results that belong into several, and what brings them there."""
+    whole = _as_one_piece(tensors)
+    if whole is not None:
+        return whole, None
+    first = tensors[0]
+    numels = [tensor.numel() for tensor in tensors]
+    buffer = torch.empty(sum(numels), dtype=first.dtype, device=first.device)
+
+    def finish() -> None:
+        _copy_all(tensors, torch.split(buffer, numels))
+
+    return buffer, finish
+
+
+def source(tensor: Tensor) -> Tensor:
+    """Return a tensor's data in one piece: itself, or a copy."""
+    return tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
+    """Return where a result goes, in one piece, and what brings it into the tensor."""
+    if tensor.is_contiguous():
+        return tensor.detach(), None
+    buffer = tensor.detach().contiguous()
+    return buffer, lambda: _copy_all([tensor], [buffer])
+
+
+def both(finishes: Sequence[Finish | None]) -> Finish | None:
+    """Return one finish for several."""
+    some = [finish for finish in finishes if finish is not None]
+    if not some:
+        return None
+
+    def finish() -> None:
+        for one in some:
+            one()
+
+    return finish
+
+
+def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
+    """Check that all tensors of a list hold equally many elements.
+
+    Raises:
+        ValueError: they do not.
+    """
+    numels = {tensor.numel() for tensor in tensors}
+    if len(numels) > 1:
+        raise ValueError(f"{what}: tensors of equal size are needed, got {sorted(numels)} elements")
+
+
+def _copy_all(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+    # Inference mode may write into tensors of either kind, and records nothing for autograd.
+    with torch.inference_mode():
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def _as_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.detach().reshape(-1) if first.is_contiguous() else None
+    place = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.dtype != first.dtype or tensor.data_ptr() != place:
+            return None
+        if tensor.untyped_storage().data_ptr() != storage:
+            return None
+        place += tensor.numel() * tensor.element_size()
+    return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

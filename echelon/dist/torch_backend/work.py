@@ -1,0 +1,157 @@
+"""Our works as torch's: what `async_op=True` returns, and what DDP waits for.
+
+[Note: errors and futures] A torch future made of a work is completed by a thread that waits for it.
+Torch turns an exception of Python into a wrong result in one place (`_create_work_from_future`) and
+into a crash in another (`Future.set_exception` under DDP). So a work is a class of its own, whose
+`wait()` raises the error itself; and a future is always a child made by `then`, whose callback
+raises: C++ then sees a RuntimeError that carries the error's name and text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from echelon.dist.torch_backend.tensors import Finish, both
+from echelon.dist.work import Work
+
+_core: Any = torch._C._distributed_c10d
+
+CompleteLater = Callable[[Callable[[], None]], object]
+
+
+class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
+    """One or several of our operations as one of torch's.
+
+    Args:
+        parts: our works; empty if all is done.
+        result: the tensors that the operation fills.
+        finish: brings results from a buffer of ours into the caller's tensors; run once, by the
+            first thread that sees the operation done.
+        complete_later: hands a job to the thread that completes futures.
+        source: group rank that a received message came from.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Work],
+        result: list[Any],
+        finish: Finish | None,
+        complete_later: CompleteLater,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._tensors = result
+        self._finish = finish
+        self._complete_later = complete_later
+        self._source = source
+        self._future: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def parts(self) -> Sequence[Work]:
+        """Our works."""
+        return self._parts
+
+    def take_finish(self) -> Finish | None:
+        """Hand over what brings the results in place; this work then does it no more."""
+        with self._lock:
+            finish, self._finish = self._finish, None
+        return finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is done; raise what it ended with.
+
+        Raises:
+            CollectiveTimeoutError: not within `timeout`; it goes on. (Without one, the operation's
+                own bounds the wait.)
+            CollectiveError: what the operation itself ended with.
+        """
+        limit_s = None if timeout is None else timeout.total_seconds()
+        if limit_s is not None and limit_s <= 0:  # torch's 0 and -1 ms stand for none
+            limit_s = None
+        for part in self._parts:
+            part.wait(limit_s)
+        if self._finish is not None:
+            with self._lock:
+                finish, self._finish = self._finish, None
+                if finish is not None:
+                    finish()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Order the current stream behind the operation; on the host that is to wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether the operation has ended, well or badly."""
+        if not all(part.done for part in self._parts):
+            return False
+        if self.is_success():
+            self.wait()  # who polls reads the result without waiting
+        return True
+
+    def is_success(self) -> bool:
+        """Tell whether the operation has ended well."""
+        return self.exception() is None and all(part.done for part in self._parts)
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation ended with; None if well or not yet."""
+        errors = (part.error or part.pending.error for part in self._parts if part.done)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> list[Any]:
+        """Return the tensors that the operation fills."""
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Return the group rank that a received message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a torch future of the tensors; see the note above for its errors."""
+        with self._lock:
+            if self._future is None:
+                devices = sorted(
+                    {t.device for t in self._tensors if t.device.type != "cpu"}, key=str
+                )
+                self._future = self._make_future(devices)
+            return self._future
+
+    def _make_future(self, devices: list[Any]) -> Any:
+        started: Any = torch.futures.Future(devices=devices or None)
+
+        def tensors(_: Any) -> list[Any]:
+            self.wait()
+            return self._tensors
+
+        future = started.then(tensors)
+        if devices or all(part.done for part in self._parts):
+            started.set_result(None)  # on a device `wait` orders streams and blocks nobody
+        else:
+            self._complete_later(lambda: self._complete(started))
+        return future
+
+    def _complete(self, started: Any) -> None:
+        torch.set_grad_enabled(False)  # thread-local, and on where a thread starts
+        for part in self._parts:
+            part.pending.wait(None)
+        started.set_result(None)
+
+
+def joined(works: Sequence[TorchWork], complete_later: CompleteLater) -> TorchWork:
+    """Return one work for several."""
+    parts = [part for work in works for part in work.parts]
+    result = [tensor for work in works for tensor in work.result()]
+    return TorchWork(parts, result, both([work.take_finish() for work in works]), complete_later)
