@@ -95,7 +95,7 @@ class NativeEngine:
     engine = "native"
 
     def __init__(
-        self, members: Members, plan: Plan, memory: SharedMemory, peers: Peers, yields: bool
+        self, members: Members, plan: Plan, memory: SharedMemory, peers: Peers, spins: bool
     ) -> None:
         assert _native is not None
         self._members = members
@@ -109,7 +109,7 @@ class NativeEngine:
             members.size,
             plan.slot_bytes,
             plan.ring_bytes,
-            yields,
+            spins,
             peers.table(members.size),
         )
 

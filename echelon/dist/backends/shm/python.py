@@ -13,8 +13,8 @@ Slots are used in turns (even and odd chunks): a rank that writes chunk k+2 has 
 announce chunk k+1, so everybody is done reading chunk k. That is why no third phase is needed.
 
 Waiting follows the machine: with more ranks than usable cores it sleeps on the futex at once, else
-it first yields for up to 300 us, and stops yielding when one yield takes over 30 us, because then
-somebody else needs the core (measured: sleeping at once wins only when oversubscribed).
+it first yields for up to 300 us. A yield that takes over 30 us gave the core to somebody who needed
+it, for a whole time slice: then it sleeps at once for a while (measured beside busy neighbours).
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ SMALL_BYTES = 16 << 10
 _SLICE_S = 0.1  # longest sleep before looking after abort, deadline and the peers' lives
 _YIELD_S = 300e-6
 _SLOW_YIELD_S = 30e-6
+_NO_YIELD_S = 0.2  # after a slow one
 _WORDS = CONTROL_BYTES // 4
 _HALF = 1 << 31
 _U32 = 0xFFFFFFFF
@@ -88,6 +89,7 @@ class PythonEngine(LaneBackend):
         self._aborted = False
         self._closed = False
         self._yields = yields
+        self._yields_from_s = 0.0
         self._run: dict[str, Callable[[Operation, float], None]] = {
             "all_reduce": self._all_reduce,
             "reduce": self._reduce,
@@ -304,15 +306,16 @@ class PythonEngine(LaneBackend):
         return [r for r in self._others if not self._has_announced(r)]
 
     def _wait(self, operation: Operation, deadline_s: float, rank: int) -> None:
-        if self._yields:
-            stop = time.perf_counter() + _YIELD_S
-            now = time.perf_counter()
+        now = time.perf_counter()
+        if self._yields and now >= self._yields_from_s:
+            stop = now + _YIELD_S
             while now < stop:
                 os.sched_yield()
                 if self._has_announced(rank):
                     return
                 before, now = now, time.perf_counter()
                 if now - before > _SLOW_YIELD_S:
+                    self._yields_from_s = now + _NO_YIELD_S
                     break
         while not self._has_announced(rank):
             seen = self._words[rank * _WORDS]

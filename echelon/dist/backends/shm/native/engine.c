@@ -44,13 +44,13 @@ static void init_sync(struct ec_engine *engine)
 
 /* Join the group in zeroed memory that all its members map. 0, or -1 if memory is short. */
 int ec_open(struct ec_engine *engine, void *memory, int rank, int size, size_t slot_bytes,
-            size_t ring_bytes, bool yields, const struct ec_peer *peers)
+            size_t ring_bytes, bool spins, const struct ec_peer *peers)
 {
     _Static_assert(sizeof(struct ec_control) <= EC_CONTROL_BYTES, "a control block is one page");
     memset(engine, 0, sizeof *engine);
     engine->rank = rank;
     engine->size = size;
-    engine->yields = yields;
+    engine->spins = spins;
     engine->slot_bytes = slot_bytes;
     engine->ring_bytes = ring_bytes;
     engine->controls = memory;

@@ -188,7 +188,7 @@ struct ec_peer {
 
 struct ec_engine {
     int rank, size;
-    bool yields;
+    bool spins; /* a core for each rank: wait a moment before sleeping */
     size_t slot_bytes, ring_bytes;
     struct ec_control *controls;
     uint8_t *slots;
@@ -198,6 +198,7 @@ struct ec_engine {
     /* The driver's. */
     uint64_t position; /* chunks of all finished collectives: equal on all ranks between them */
     int64_t looked_ns;
+    int64_t spin_ns; /* how long to spin before the next sleep */
     struct ec_inbox *inboxes;
 
     /* Under `lock`. */
@@ -220,7 +221,7 @@ typedef int (*ec_check)(void *argument);
 /* engine.c */
 size_t ec_segment_bytes(int size, size_t slot_bytes, size_t ring_bytes);
 int ec_open(struct ec_engine *engine, void *memory, int rank, int size, size_t slot_bytes,
-            size_t ring_bytes, bool yields, const struct ec_peer *peers);
+            size_t ring_bytes, bool spins, const struct ec_peer *peers);
 void ec_close(struct ec_engine *engine);
 int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread);
 int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until_ns, ec_check check,

@@ -319,17 +319,17 @@ static int take_peers(PyObject *list, int size, struct ec_peer *peers)
 static int Engine_init(EngineObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"memory",     "offset", "rank",  "size", "slot_bytes",
-                            "ring_bytes", "yields", "peers", NULL};
+                            "ring_bytes", "spins", "peers", NULL};
     PyObject *memory, *list;
     Py_ssize_t offset, slot_bytes, ring_bytes;
-    int rank, size, yields;
+    int rank, size, spins;
     struct ec_peer peers[EC_MAX_RANKS];
     if (self->open) {
         PyErr_SetString(PyExc_ValueError, "the engine is open already");
         return -1;
     }
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OniinnpO", names, &memory, &offset, &rank,
-                                     &size, &slot_bytes, &ring_bytes, &yields, &list))
+                                     &size, &slot_bytes, &ring_bytes, &spins, &list))
         return -1;
     if (size < 1 || size > EC_MAX_RANKS || rank < 0 || rank >= size || offset < 0 ||
         offset % EC_LINE || slot_bytes < EC_LINE * size || slot_bytes % EC_LINE ||
@@ -343,7 +343,7 @@ static int Engine_init(EngineObject *self, PyObject *args, PyObject *kwargs)
     size_t needed = ec_segment_bytes(size, (size_t)slot_bytes, (size_t)ring_bytes);
     if ((size_t)self->memory.len < (size_t)offset + needed ||
         ec_open(&self->engine, (char *)self->memory.buf + offset, rank, size, (size_t)slot_bytes,
-                (size_t)ring_bytes, yields != 0, peers) < 0) {
+                (size_t)ring_bytes, spins != 0, peers) < 0) {
         PyBuffer_Release(&self->memory);
         PyErr_SetString(PyExc_ValueError, "the memory is too small");
         return -1;

@@ -4,7 +4,6 @@
 
 #include <linux/futex.h>
 #include <poll.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +17,11 @@
 #define EC_PUBLISH memory_order_seq_cst /* a release, and the first half of Dekker's pattern */
 #endif
 
-/* Measured on two cores: yielding beats sleeping while cores are free, and a yield that takes
- * longer than this gave the core to somebody who needed it. */
-enum { EC_YIELD_NS = 300000, EC_SLOW_YIELD_NS = 30000, EC_PAUSES = 64 };
+/* How long to spin before sleeping follows what spinning brought: doubled when the peer came in
+ * time, cut to a quarter when it did not. Measured on two cores beside busy neighbours: a yield
+ * there costs a whole time slice of the neighbour (ms), and a fixed spin costs all of itself
+ * whenever the peer is the one whom it keeps off the core. */
+enum { EC_LEAST_SPIN_NS = 4000, EC_MOST_SPIN_NS = 100000, EC_PAUSES = 64 };
 
 int64_t ec_now_ns(void)
 {
@@ -76,28 +77,33 @@ static bool has_moved(struct ec_engine *engine, struct ec_op *const *blocked, in
     return false;
 }
 
-static bool moves_while_yielding(struct ec_engine *engine, struct ec_op *const *blocked, int num)
+static void set_spin(struct ec_engine *engine, int64_t spin_ns)
 {
-    int64_t now = ec_now_ns(), stop = now + EC_YIELD_NS;
-    while (now < stop) {
+    engine->spin_ns = spin_ns < EC_LEAST_SPIN_NS  ? EC_LEAST_SPIN_NS
+                      : spin_ns > EC_MOST_SPIN_NS ? EC_MOST_SPIN_NS
+                                                  : spin_ns;
+}
+
+static bool moves_while_spinning(struct ec_engine *engine, struct ec_op *const *blocked, int num)
+{
+    int64_t stop = ec_now_ns() + engine->spin_ns;
+    do {
         for (int i = 0; i < EC_PAUSES; i++) {
-            if (has_moved(engine, blocked, num))
+            if (has_moved(engine, blocked, num)) {
+                set_spin(engine, 2 * engine->spin_ns);
                 return true;
+            }
             relax();
         }
-        int64_t before = ec_now_ns();
-        sched_yield();
-        now = ec_now_ns();
-        if (now - before > EC_SLOW_YIELD_NS)
-            break;
-    }
-    return has_moved(engine, blocked, num);
+    } while (ec_now_ns() < stop);
+    set_spin(engine, engine->spin_ns / 4);
+    return false;
 }
 
 /* Wait until one of the blocked operations can move, at most `slice_ns`. */
 void ec_sleep(struct ec_engine *engine, struct ec_op *const *blocked, int num, int64_t slice_ns)
 {
-    if (engine->yields && moves_while_yielding(engine, blocked, num))
+    if (engine->spins && moves_while_spinning(engine, blocked, num))
         return;
     struct ec_control *mine = &engine->controls[engine->rank];
     uint32_t bell = atomic_load(&mine->bell);
