@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.background import Node
+from tests.launcher.cluster import Cluster
 from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
@@ -33,61 +31,17 @@ signal.pause()
 """
 
 
-class _Cluster:
-    """A folder, an endpoint, and the nodes started with them."""
-
-    def __init__(self, folder: Path, *args: str) -> None:
-        self.folder = folder
-        self.args = args
-        self.mark = f"{os.getpid()}-{folder.name}"
-        self.script = folder / "train.py"
-        self.script.write_text(textwrap.dedent(_SCRIPT))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.nodes: list[Node] = []
-
-    def start(self, *options: str, rank: int | None = None, secret: str = "s3cret") -> Node:
-        place = [] if rank is None else ["--node-rank", str(rank)]
-        meeting = ["--rdzv-endpoint", self.endpoint, "--nproc-per-node", "2"]
-        node = Node(
-            self.folder / f"node_{len(self.nodes)}",
-            [*meeting, *place, *options, str(self.script), *self.args],
-            environ={"ECHELON_SECRET": secret, "ECHELON_TEST_MARK": self.mark},
-        )
-        self.nodes.append(node)
-        return node
-
-    def left(self) -> list[int]:
-        """Return processes of the cluster that live on, once those that are ending have ended."""
-        deadline = time.monotonic() + 10
-        while (pids := self._marked()) and time.monotonic() < deadline:
-            select.select([], [], [], 0.05)
-        return pids
-
-    def _marked(self) -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if f"ECHELON_TEST_MARK={self.mark}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
-
-
 @pytest.fixture
 def cluster(tmp_path):
     made = []
 
-    def make(*args: str) -> _Cluster:
-        made.append(_Cluster(tmp_path, *args))
+    def make(*args: str) -> Cluster:
+        made.append(Cluster(tmp_path, _SCRIPT, *args))
         return made[-1]
 
     yield make
     for one in made:
-        for node in one.nodes:
-            node.close()
+        one.close()
         assert one.left() == []
 
 
@@ -194,7 +148,7 @@ def test_a_node_that_comes_late_joins_at_the_next_start(cluster):
     first.wait_for("place 0 0 0 2 0")
     second = job.start("--nnodes", "1:2", rank=1)
     first.wait_for("it joins at the next start")
-    workers = [pid for pid in job._marked() if _parent_is_guard_of(pid, first)]
+    workers = [pid for pid in job.marked() if _parent_is_guard_of(pid, first)]
     os.kill(workers[0], signal.SIGKILL)
     assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
     assert any("place 1 2 0 4 1" in line for line in second.lines), second.lines

@@ -1,0 +1,101 @@
+"""Several `echelon run`s that make one job, on loopback or on hosts of their own."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.launcher.background import Node
+
+
+class Cluster:
+    """A folder, an endpoint, and the nodes started with them.
+
+    Args:
+        script: what every rank runs: the text of a Python script, or the path of one.
+        args: the script's arguments.
+        endpoint: where the nodes meet; None: a free port of loopback.
+    """
+
+    def __init__(
+        self, folder: Path, script: str | Path, *args: str, endpoint: str | None = None
+    ) -> None:
+        self.folder = folder
+        self.args = args
+        self.mark = f"{os.getpid()}-{folder.name}"
+        if isinstance(script, Path):
+            self.script = script
+        else:
+            self.script = folder / "train.py"
+            self.script.write_text(textwrap.dedent(script))
+        self.endpoint = endpoint or f"127.0.0.1:{free_port()}"
+        self.nodes: list[Node] = []
+
+    def start(
+        self,
+        *options: str,
+        rank: int | None = None,
+        nproc: int = 2,
+        secret: str = "s3cret",
+        before: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> Node:
+        """Start the next node."""
+        place = [] if rank is None else ["--node-rank", str(rank)]
+        meeting = ["--rdzv-endpoint", self.endpoint, "--nproc-per-node", str(nproc)]
+        node = Node(
+            self.folder / f"node_{len(self.nodes)}",
+            [*meeting, *place, *options, str(self.script), *self.args],
+            before=before,
+            environ={
+                "ECHELON_SECRET": secret,
+                "ECHELON_TEST_MARK": f"{self.mark}-{len(self.nodes)}-",
+                **(environ or {}),
+            },
+        )
+        self.nodes.append(node)
+        return node
+
+    def marked(self, node: int | None = None) -> list[int]:
+        """Return the living processes of one node, or of all."""
+        mark = f"ECHELON_TEST_MARK={self.mark}-{'' if node is None else f'{node}-'}"
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def left(self, node: int | None = None) -> list[int]:
+        """Return processes that live on, once those that are ending have ended."""
+        deadline = time.monotonic() + 10
+        while (pids := self.marked(node)) and time.monotonic() < deadline:
+            select.select([], [], [], 0.05)
+        return pids
+
+    def told(self) -> str:
+        """Return all that the nodes printed, for a failed assertion."""
+        return "\n".join(
+            f"node {number}: {line}"
+            for number, node in enumerate(self.nodes)
+            for line in node.lines
+        )
+
+    def close(self) -> None:
+        """End what has not ended."""
+        for node in self.nodes:
+            node.close()
+
+
+def free_port() -> int:
+    """Return a port of loopback that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
