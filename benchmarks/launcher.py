@@ -164,7 +164,7 @@ def traceback_shown(made: Job) -> float:
 
 
 def clocks_apart(made: Job) -> float:
-    library = _shifted_clock(made.folder)
+    library = shifted_clock(made.folder)
     shift = {"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": str(-CLOCK_OFF_S)}
     agents = [
         made.start("end", nproc=1, nodes="2"),
@@ -197,7 +197,7 @@ int gettimeofday(struct timeval *t, void *zone) {
 """
 
 
-def _shifted_clock(folder: Path) -> Path:
+def shifted_clock(folder: Path) -> Path:
     """Build a library that shifts the wall clock of a process and of all that it starts."""
     source, library = folder / "clock.c", folder / "clock.so"
     source.write_text(_CLOCK)
@@ -219,6 +219,7 @@ def hostile_peer(made: Job) -> float:
             _try_to_write_key(store_port, data)
         else:
             _try_to_write_key(made.port, data)
+        seconds_until(marker.exists, 3.0)  # who waits looks at the key about once a second
     second = made.start("end", nproc=1, nodes="2")
     codes = [first.end(30.0).code, second.end(30.0).code]
     return EXECUTED if marker.exists() else float(codes == [0, 0])

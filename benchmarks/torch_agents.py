@@ -36,7 +36,7 @@ class MakeFolder:
 def hostile_bytes(path: Path) -> list[bytes]:
     """Return what a stranger may write: a pickle that makes the folder `path`, and garbage."""
     pickled = pickle.dumps(MakeFolder(path))
-    return [pickled, base64.b64encode(pickled), b"\x80\x04garbage", bytes(range(256)) * 8]
+    return [base64.b64encode(pickled), pickled, b"\x80\x04garbage", bytes(range(256)) * 8]
 
 
 def write_key(port: int, key: str, value: bytes) -> None:
