@@ -9,6 +9,7 @@
     │   ├── CollectiveMismatchError ... ranks called different things under one sequence number
     │   ├── CollectiveTimeoutError  ... ranks did not come in time (also a TimeoutError)
     │   └── PeerLostError           ... a rank died or left
+    ├── CheckpointError             a checkpoint cannot be saved or loaded; carries `.path`
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as asked
 
@@ -113,6 +114,18 @@ class DumpFormatError(EchelonError):
     """
 
     def __init__(self, message: str, *, path: str | Path) -> None:
+        super().__init__(message)
+        self.path = str(path)
+
+
+class CheckpointError(EchelonError):
+    """Say that a checkpoint cannot be saved, or cannot be loaded.
+
+    Attributes:
+        path: the file or folder; empty if it is about none.
+    """
+
+    def __init__(self, message: str, *, path: str | Path = "") -> None:
         super().__init__(message)
         self.path = str(path)
 

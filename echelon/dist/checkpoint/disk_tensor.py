@@ -1,0 +1,34 @@
+"""A tensor's elements as plain bytes, without a copy where they lie in order on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of that name.
+
+    Raises:
+        ValueError: this torch has none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name}")
+    return dtype
+
+
+def is_plain(data: Tensor) -> bool:
+    """Say whether the elements can be read and written in place as bytes."""
+    return (
+        data.device.type == "cpu"
+        and data.is_contiguous()
+        and not data.is_conj()
+        and not data.is_neg()
+    )
+
+
+def as_bytes(data: Tensor) -> memoryview:
+    """Return the elements as bytes in row-major order: a view if `is_plain`, else a copy."""
+    flat = data.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

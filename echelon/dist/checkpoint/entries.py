@@ -1,0 +1,103 @@
+"""The entries of a state: what each is, and the names of the parameters in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint.random_state import RandomState
+from echelon.dist.checkpoint.shards import owner
+
+MODULE, OPTIMIZER, RANDOM, OBJECT, VALUE = "module", "optimizer", "random", "object", "value"
+_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def kind_of(value: Any) -> str:
+    """Return what an entry is."""
+    if isinstance(value, torch.nn.Module):
+        return MODULE
+    if isinstance(value, torch.optim.Optimizer):
+        return OPTIMIZER
+    if isinstance(value, RandomState):
+        return RANDOM
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return OBJECT if has_state and not isinstance(value, type) else VALUE
+
+
+def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Return path, kind and value of each entry; a dict that holds more than values is entered.
+
+    Raises:
+        TypeError: a key is no text, or no dict was given.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a state is a dict, not {type(state).__qualname__}")
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or "/" in key:
+            raise TypeError(f"{prefix}{key!r}: a state's keys are texts without a slash")
+        path = f"{prefix}{key}"
+        kind = kind_of(value)
+        if kind == VALUE and isinstance(value, dict) and _holds_more(value):
+            yield from entries(value, f"{path}/")
+        else:
+            yield path, kind, value
+
+
+def _holds_more(tree: dict[Any, Any]) -> bool:
+    return any(
+        kind_of(value) != VALUE or (isinstance(value, dict) and _holds_more(value))
+        for value in tree.values()
+    )
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's parameters, persistent buffers and extra states by name.
+
+    The names are those of the plain module, whatever wraps it or its parts:
+    DistributedDataParallel, torch.compile, activation checkpointing.
+    """
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    return {plain_name(name): value for name, value in module.state_dict(keep_vars=True).items()}
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what wrappers added to it."""
+    return _WRAPPERS.sub("", name)
+
+
+def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
+    """Return the path of each parameter of the modules among some entries, by identity."""
+    names: dict[int, str] = {}
+    for path, kind, module in found:
+        if kind == MODULE:
+            for name, value in module_state(module).items():
+                if isinstance(value, Tensor):
+                    names.setdefault(id(owner(value)), f"{path}/{name}")
+    return names
+
+
+def optimizer_names(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> Iterator[tuple[Tensor, str, int, int]]:
+    """Return each parameter of an optimizer, its name, its group and its position there."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter), f"{group_index}.{position}")
+            yield parameter, name, group_index, position
+
+
+def only_module(state: Mapping[str, Any], path: Any) -> str:
+    """Return the path of the one module in a state, which a file of weights alone is for.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    modules = [name for name, kind, _ in entries(state) if kind == MODULE]
+    if len(modules) != 1:
+        raise ValueError(f"{path}: holds the weights of one module, the state has {len(modules)}")
+    return modules[0]

@@ -1,0 +1,160 @@
+"""From a checkpoint to one plain file that other programs read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint import safetensors_file
+from echelon.dist.checkpoint.disk_tensor import dtype_named
+from echelon.dist.checkpoint.entries import MODULE, OPTIMIZER, RANDOM
+from echelon.dist.checkpoint.files import NewFile, sync_folder
+from echelon.dist.checkpoint.plain import TensorAt, unpack
+from echelon.dist.checkpoint.source import Version
+
+
+def export(
+    path: str | os.PathLike[str], file: str | os.PathLike[str], key: str | None = None
+) -> None:
+    """Write what a checkpoint holds to one file; needs no other ranks.
+
+    A .safetensors file gets the tensors of one module. Any other name gets what `torch.save` writes
+    and `torch.load(..., weights_only=True)` reads: a module's state_dict if `key` names a module,
+    else a dict of all entries in torch's own forms, random states left out. The file appears whole
+    or not at all.
+
+    Args:
+        path: the checkpoint, or one version of it.
+        file: what to write; replaced if it is there.
+        key: the entry to write; None: the only module (safetensors), or everything.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ValueError: no such entry, or several modules for a file that holds one.
+    """
+    source, target = Version(Path(path)), Path(file)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if target.suffix == ".safetensors":
+            _write_safetensors(source, unfinished, key or _only_module(source))
+        else:
+            content = _everything(source) if key is None else _entry(source, key)
+            torch.save(content, unfinished)
+            _sync(unfinished)
+        unfinished.replace(target)
+        sync_folder(target.absolute().parent)
+    finally:
+        source.close()
+        unfinished.unlink(missing_ok=True)
+
+
+def _only_module(source: Version) -> str:
+    modules = [path for path, kind in source.manifest.kinds.items() if kind == MODULE]
+    if len(modules) != 1:
+        names = ", ".join(modules) or "none"
+        raise ValueError(f"{source.path}: name the module to export (key): {names}")
+    return modules[0]
+
+
+def _write_safetensors(source: Version, path: Path, key: str) -> None:
+    if source.manifest.kinds.get(key) != MODULE:
+        raise ValueError(f"{source.path}: {key} is no module in it")
+    prefix = f"{key}/"
+    tensors = {
+        name.removeprefix(prefix): stored
+        for name, stored in source.manifest.tensors.items()
+        if name.startswith(prefix)
+    }  # tied weights once, as the format's own writer wants it
+    file = NewFile(path)
+    try:
+        safetensors_file.write(file, tensors, lambda name: _tensor(source, prefix + name))
+        file.sync()
+    finally:
+        file.close()
+
+
+def _everything(source: Version) -> dict[str, Any]:
+    kinds = source.manifest.kinds
+    return {key: _entry(source, key) for key, kind in kinds.items() if kind != RANDOM}
+
+
+def _entry(source: Version, key: str) -> Any:
+    kind = source.manifest.kinds.get(key)
+    if kind is None or kind == RANDOM:
+        raise ValueError(f"{source.path}: there is no {key} to export")
+    if kind == MODULE:
+        return _module(source, f"{key}/")
+    if kind == OPTIMIZER:
+        return _optimizer(source, f"{key}/")
+    return _resolve(source, unpack(source.manifest.values[key]))
+
+
+def _module(source: Version, prefix: str) -> dict[str, Any]:
+    aliases = source.manifest.aliases
+    content: dict[str, Any] = {}
+    for path in [*source.manifest.tensors, *aliases]:
+        if path.startswith(prefix) and path not in content:
+            content[path] = _tensor(source, path)
+    for path, target in aliases.items():
+        if path in content and target in content:
+            content[path] = content[target]  # torch.save then keeps them tied
+    content |= {
+        path: _resolve(source, unpack(value))
+        for path, value in source.manifest.values.items()
+        if path.startswith(prefix)
+    }
+    return {path.removeprefix(prefix): value for path, value in content.items()}
+
+
+def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
+    """Return an optimizer's state with its parameters numbered, as torch has it."""
+    values = {
+        path.removeprefix(prefix): _resolve(source, unpack(value))
+        for path, value in source.manifest.values.items()
+        if path.startswith(prefix)
+    }
+    places = {
+        path.removeprefix("parameter/"): tuple(value)
+        for path, value in values.items()
+        if path.startswith("parameter/")
+    }
+    order = sorted(places, key=lambda name: places[name])
+    states: dict[int, dict[str, Any]] = {}
+    for path, value in values.items():
+        if path.startswith("state/"):
+            name, _, entry = path.removeprefix("state/").rpartition("/")
+            states.setdefault(order.index(name), {})[entry] = value
+    groups: list[dict[str, Any]] = []
+    while f"group/{len(groups)}" in values:
+        number = len(groups)
+        members = [index for index, name in enumerate(order) if places[name][0] == number]
+        groups.append({**values[f"group/{number}"], "params": members})
+    return {"state": states, "param_groups": groups}
+
+
+def _resolve(source: Version, value: Any) -> Any:
+    if isinstance(value, TensorAt):
+        return _tensor(source, value.path)
+    if isinstance(value, dict):
+        return {key: _resolve(source, child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_resolve(source, child) for child in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def _tensor(source: Version, path: str) -> Tensor:
+    stored = source.manifest.tensor(path)
+    assert stored is not None, path
+    flat = torch.empty(stored.numel, dtype=dtype_named(stored.dtype))
+    source.read(path, 0, flat)
+    return flat.reshape(stored.shape)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())

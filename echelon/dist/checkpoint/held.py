@@ -1,0 +1,85 @@
+"""What of each tensor this rank holds: whole tensors, or flat ranges of sharded ones."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint.manifest import dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Elements `start` to `start + data.numel()` of a tensor, in row-major order.
+
+    Attributes:
+        path: the tensor's name in the checkpoint.
+        shape: of the whole tensor.
+        data: the elements; of any shape, read and written in row-major order.
+        sharded: other ranks hold other ranges of it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    data: Tensor
+    start: int = 0
+    sharded: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name without "torch."."""
+        return dtype_name(self.data.dtype)
+
+    @property
+    def length(self) -> int:
+        """The number of elements held."""
+        return self.data.numel()
+
+    def part(self, start: int, length: int) -> Held:
+        """Return some of the elements, counted from the first one held, as a range of one axis."""
+        flat = self.data.reshape(-1)
+        return Held(self.path, self.shape, flat[start : start + length], self.start + start, True)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def digest(held: Iterable[Held]) -> int:
+    """Return a number that ranks have in common only if they hold the same ranges."""
+    crc = 0
+    for one in held:
+        line = f"{one.path} {one.shape} {one.dtype} {one.start} {one.length}\n"
+        crc = zlib.crc32(line.encode(), crc)
+    return crc
+
+
+def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
+    """Return what copy number `index` of `count` equal ones writes: an even share of the bytes.
+
+    The tensors lie one after the other on one line of bytes, which is cut into `count` parts at
+    elements' edges; so a share is a few whole tensors and a piece of one at each end.
+    """
+    total = sum(one.length * dtype_bytes(one.dtype) for one in held)
+    first_byte, last_byte = total * index // count, total * (index + 1) // count
+    position = 0
+    for one in held:
+        size = dtype_bytes(one.dtype)
+        first = _elements_before(first_byte - position, size, one.length)
+        last = _elements_before(last_byte - position, size, one.length)
+        if last > first:
+            yield one if last - first == one.length else one.part(first, last - first)
+        elif index == 0 and not math.prod(one.shape):
+            yield one  # an empty tensor has no bytes, but a shape
+        position += one.length * size
+
+
+def _elements_before(num_bytes: int, size: int, length: int) -> int:
+    """Count the elements that begin before a byte, at most `length`."""
+    return min(length, max(0, -(-num_bytes // size)))

@@ -1,0 +1,73 @@
+"""Load a state into any number of ranks, whatever number saved it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from echelon.dist.checkpoint import pending
+from echelon.dist.checkpoint.folder import newest
+from echelon.dist.checkpoint.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.restore import Restore
+from echelon.dist.checkpoint.safetensors_file import SafetensorsFile
+from echelon.dist.checkpoint.source import Source, Version, require
+from echelon.dist.checkpoint.torch_file import TorchFile
+from echelon.recorder import span
+
+
+def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
+    """Fill `state` in place with what was saved under `path`, and return it. Collective.
+
+    Modules, optimizers, `RandomState`s, objects and tensors in `state` take the saved state over;
+    plain values are replaced, and plain values that `state` does not mention are added. Each rank
+    reads only what it holds, and checks every block that it reads. An error found while reading
+    leaves the state partly filled; what does not fit is found before anything is changed.
+
+    Args:
+        path: what `save` was given, or one version in it; a file of `torch.save` with a state_dict,
+            alone or in a dict (read without unpickling objects); or a .safetensors file.
+        state: as it was saved, or a part of it.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or a file of it is damaged; names it. Also
+            if another rank failed.
+        ValueError: the checkpoint does not fit the state.
+        TypeError: `state` is no dict of entries.
+    """
+    chosen = Path(path)
+    peers = find()
+    with span("checkpoint", f"load {chosen}"), contextlib.ExitStack() as stack:
+        agree(peers, pending.finish(), f"{chosen}: the save before")
+        doing = f"{chosen}: not loaded"
+        version = together(peers, doing, lambda: _choose(chosen) if peers.rank == 0 else "")
+        where = Path(peers.all_gather(version)[0])  # one choice: somebody may be saving
+        source = together(peers, doing, lambda: _open(where, state))
+        stack.callback(source.close)
+        restore = together(peers, doing, lambda: Restore(source, state, peers.rank))
+        _require_use(restore, source, peers)
+        together(peers, doing, restore.read)
+        together(peers, doing, restore.hand_over)
+    return state
+
+
+def _choose(path: Path) -> str:
+    return str((path if path.is_file() else newest(path)).absolute())
+
+
+def _open(path: Path, state: dict[str, Any]) -> Source:
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path, state)
+    return TorchFile(path, state) if path.is_file() else Version(path)
+
+
+def _require_use(restore: Restore, source: Source, peers: Peers) -> None:
+    """Check that what is stored of the modules is wanted by some rank.
+
+    Raises:
+        ValueError: a tensor is wanted by none: the model is another one.
+    """
+    everyones = [set(unused) for unused in peers.all_gather(restore.unused)]
+    left = sorted(set.intersection(*everyones))
+    require([f"{path} is in it, and not in the module here" for path in left], source.path)

@@ -1,0 +1,286 @@
+"""The manifest: where every element of every tensor lies, and all plain values.
+
+A tensor is a line of elements in row-major order. Each rank wrote some intervals of some lines, one
+after the other, into a file of its own; `Range` says which. Loading into any number of ranks is the
+intersection of the intervals a rank wants with these.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgpack
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+FORMAT = 1
+BLOCK_BYTES = 1 << 20  # a file has a checksum for each block, so that a part can be read alone
+_SEAL_BYTES = 4
+_DTYPE_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Return the bytes of an element.
+
+    Raises:
+        ValueError: a checkpoint does not hold this dtype.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"a checkpoint holds no tensors of dtype {dtype}")
+    return _DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements `start` to `start + length` of a tensor, at byte `offset` of a file."""
+
+    file: int
+    offset: int
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The first element after it."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's shape and dtype, and its ranges by `start`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    ranges: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file's size, and the CRC-32 of each of its blocks."""
+
+    name: str
+    num_bytes: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds; also what one rank wrote of it.
+
+    Attributes:
+        world_size: ranks that saved it.
+        kinds: what each entry of the state is: module, optimizer, object, random or value.
+        tensors: by path, such as "model/blocks.0.weight".
+        aliases: further paths of tensors that are stored once: tied weights.
+        values: packed plain values by path.
+        files: by number; a rank's manifest has its own alone.
+    """
+
+    world_size: int
+    kinds: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+    files: dict[int, StoredFile] = field(default_factory=dict)
+
+    def tensor(self, path: str) -> StoredTensor | None:
+        """Return what is stored under a path or an alias."""
+        return self.tensors.get(self.aliases.get(path, path))
+
+    def paths(self) -> set[str]:
+        """Return the paths and aliases of all tensors."""
+        return {*self.tensors, *self.aliases}
+
+
+# ---- bytes ----
+
+
+def seal(data: bytes) -> bytes:
+    """Append a checksum."""
+    return data + zlib.crc32(data).to_bytes(_SEAL_BYTES, "little")
+
+
+def unseal(data: bytes) -> bytes:
+    """Check and take off what `seal` appended.
+
+    Raises:
+        ValueError: the content is not what was sealed.
+    """
+    content, checksum = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if len(checksum) < _SEAL_BYTES or zlib.crc32(content).to_bytes(4, "little") != checksum:
+        raise ValueError("its checksum is wrong")
+    return content
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Turn a manifest into sealed bytes."""
+    content = {
+        "format": FORMAT,
+        "block_bytes": BLOCK_BYTES,
+        "world_size": manifest.world_size,
+        "kinds": manifest.kinds,
+        "tensors": {
+            path: [
+                list(tensor.shape),
+                tensor.dtype,
+                [[r.file, r.offset, r.start, r.length] for r in tensor.ranges],
+            ]
+            for path, tensor in manifest.tensors.items()
+        },
+        "aliases": manifest.aliases,
+        "values": manifest.values,
+        "files": {
+            number: [file.name, file.num_bytes, list(file.checksums)]
+            for number, file in manifest.files.items()
+        },
+    }
+    packed: bytes = msgpack.packb(content, use_bin_type=True)
+    return seal(packed)
+
+
+def decode(data: bytes) -> Manifest:
+    """Read what `encode` wrote; trust nothing in it.
+
+    Raises:
+        ValueError: it is damaged, of another format, or makes no sense.
+    """
+    content = unseal(data)
+    try:
+        plain = msgpack.unpackb(content, raw=False, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError(f"it is no manifest ({error})") from None
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+        found = plain.get("format") if isinstance(plain, dict) else None
+        raise ValueError(f"format {found}, this version reads {FORMAT}")
+    try:
+        manifest = _read(plain)
+        _check(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no manifest ({type(error).__name__}: {error})") from None
+    return manifest
+
+
+def _read(plain: dict[str, Any]) -> Manifest:
+    if plain["block_bytes"] != BLOCK_BYTES:
+        raise ValueError(f"blocks of {plain['block_bytes']} bytes")
+    return Manifest(
+        world_size=_whole(plain["world_size"]),
+        kinds={_text(path): _text(kind) for path, kind in plain["kinds"].items()},
+        tensors={
+            _text(path): StoredTensor(
+                shape=tuple(_whole(length) for length in shape),
+                dtype=_text(dtype),
+                ranges=tuple(Range(*(_whole(number) for number in numbers)) for numbers in ranges),
+            )
+            for path, (shape, dtype, ranges) in plain["tensors"].items()
+        },
+        aliases={_text(path): _text(target) for path, target in plain["aliases"].items()},
+        values={_text(path): bytes(value) for path, value in plain["values"].items()},
+        files={
+            _whole(number): StoredFile(
+                _text(name), _whole(num_bytes), tuple(_whole(crc) for crc in checksums)
+            )
+            for number, (name, num_bytes, checksums) in plain["files"].items()
+        },
+    )
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise TypeError(f"{number!r} is no count")
+    return number
+
+
+def _text(text: Any) -> str:
+    if type(text) is not str:
+        raise TypeError(f"{text!r} is no text")
+    return text
+
+
+def _check(manifest: Manifest) -> None:
+    for file in manifest.files.values():
+        num_blocks = -(-file.num_bytes // BLOCK_BYTES)
+        if "/" in file.name or file.name.startswith(".") or len(file.checksums) != num_blocks:
+            raise ValueError(f"file {file.name!r} makes no sense")
+    for path, tensor in manifest.tensors.items():
+        size = dtype_bytes(tensor.dtype)
+        for one in tensor.ranges:
+            limit = manifest.files[one.file].num_bytes
+            if one.offset + one.length * size > limit or one.stop > tensor.numel:
+                raise ValueError(f"{path}: a range lies outside")
+    if any(target not in manifest.tensors for target in manifest.aliases.values()):
+        raise ValueError("an alias of nothing")
+
+
+# ---- several ranks' into one ----
+
+
+def merge(parts: Sequence[Manifest]) -> Manifest:
+    """Join what the ranks wrote; where two wrote the same elements, or a value, the lower counts.
+
+    Raises:
+        ValueError: ranks disagree on a tensor's shape or dtype, or nobody held some elements.
+    """
+    whole = Manifest(world_size=len(parts))
+    ranges: dict[str, list[Range]] = {}
+    for rank, part in enumerate(parts):
+        _add(whole.kinds, part.kinds)
+        _add(whole.aliases, part.aliases)
+        _add(whole.values, part.values)
+        _add(whole.files, part.files)
+        for path, tensor in part.tensors.items():
+            known = whole.tensors.setdefault(path, tensor)
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                raise ValueError(
+                    f"{path}: {tensor.dtype}{list(tensor.shape)} on rank {rank}, "
+                    f"{known.dtype}{list(known.shape)} on a lower one"
+                )
+            ranges.setdefault(path, []).extend(tensor.ranges)
+    for path, tensor in whole.tensors.items():
+        covering = cover(path, tensor, ranges[path])
+        whole.tensors[path] = StoredTensor(tensor.shape, tensor.dtype, covering)
+    return whole
+
+
+def _add(ours: dict[_Key, _Value], theirs: dict[_Key, _Value]) -> None:
+    for key, value in theirs.items():
+        ours.setdefault(key, value)
+
+
+def cover(path: str, tensor: StoredTensor, ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Choose ranges that hold every element of a tensor exactly once.
+
+    Raises:
+        ValueError: some elements are in none.
+    """
+    chosen: list[Range] = []
+    position = 0
+    size = dtype_bytes(tensor.dtype)
+    for one in sorted(ranges, key=lambda one: (one.start, one.file)):
+        skip = position - one.start
+        if skip < 0:
+            break
+        if skip >= one.length:
+            continue
+        chosen.append(Range(one.file, one.offset + skip * size, position, one.length - skip))
+        position = one.stop
+    if position < tensor.numel:
+        raise ValueError(f"{path}: no rank holds element {position} of {tensor.numel}")
+    return tuple(chosen)

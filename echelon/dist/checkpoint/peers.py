@@ -1,0 +1,133 @@
+"""The ranks that save and load together: the world, torch.distributed's, or this process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+import torch
+import torch.distributed as torch_dist
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.world import world
+from echelon.errors import CheckpointError
+
+_DEFAULT_TIMEOUT_S = 600.0
+_Result = TypeVar("_Result")
+
+
+class Peers(Protocol):
+    """Ranks that exchange small plain objects. Every call is collective."""
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    rank = 0
+    size = 1
+    timeout_s = _DEFAULT_TIMEOUT_S
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value."""
+        return [value]
+
+
+class World:
+    """The ranks of an echelon group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.timeout_s = group.timeout_s
+        self._group = group
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        return self._group.all_gather_object(value)
+
+
+class TorchWorld:
+    """The ranks of torch.distributed's default group. Values go as msgpack, not as pickles."""
+
+    def __init__(self) -> None:
+        self.rank = torch_dist.get_rank()
+        self.size = torch_dist.get_world_size()
+        self.timeout_s = _DEFAULT_TIMEOUT_S
+        on_gpu = torch_dist.get_backend() == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        data = torch.frombuffer(bytearray(msgpack.packb(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([data.numel()]))
+        longest = int(max(sizes))
+        padded = torch.nn.functional.pad(data, (0, longest - data.numel()))
+        return [
+            msgpack.unpackb(bytes(content[: int(size)].numpy()), strict_map_key=False)
+            for content, size in zip(self._gather(padded), sizes, strict=True)
+        ]
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        mine = mine.to(self._device)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        torch_dist.all_gather(everyones, mine)
+        return [theirs.cpu() for theirs in everyones]
+
+
+def find() -> Peers:
+    """Return the ranks of this job.
+
+    Raises:
+        ValueError: the environment says that there are several, and they have not met.
+    """
+    try:
+        return World(world())
+    except ValueError:
+        pass  # there is none; a forked child of one meets the check below
+    if torch_dist.is_available() and torch_dist.is_initialized():
+        return TorchWorld()
+    num_expected = os.environ.get("WORLD_SIZE", "1")
+    if num_expected != "1":
+        raise ValueError(
+            f"WORLD_SIZE is {num_expected}, and there is no world: call echelon.dist.init() first"
+        )
+    return Alone()
+
+
+def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:
+    """Do something on every rank; return its result, or raise on every rank if any failed.
+
+    Raises:
+        CheckpointError: another rank failed. What this rank raised itself comes through.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # noqa: BLE001 -- raised below, when the others know
+        error = raised
+    agree(peers, error, doing)
+    return result
+
+
+def agree(peers: Peers, error: Exception | None, doing: str) -> None:
+    """Raise on every rank if any had an error: its own there, one that names it on the others.
+
+    Raises:
+        CheckpointError: another rank failed.
+    """
+    reasons = peers.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise CheckpointError(f"{doing}: rank {rank} failed: {reason}")

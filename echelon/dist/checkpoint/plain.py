@@ -1,0 +1,93 @@
+"""Plain values as msgpack, so that nothing in a checkpoint is ever unpickled.
+
+Beyond msgpack's own types there are tuples, integers of any size, and references to tensors, which
+are stored elsewhere. What is none of these is refused when it is saved, not when it is needed.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+_TUPLE, _TENSOR, _ARRAY, _BIG_INT = 1, 2, 3, 4
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class TensorAt:
+    """Stand in a tree for a tensor, or for a NumPy array, that is stored under `path`."""
+
+    path: str
+    is_array: bool = False
+
+
+def pack(value: Any, where: str) -> bytes:
+    """Turn a tree of plain values and `TensorAt` into bytes.
+
+    Raises:
+        TypeError: it holds something else; the message names `where`.
+    """
+    try:
+        return _pack(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(
+            f"{where}: {error}; a checkpoint holds tensors, modules, optimizers, objects with "
+            "state_dict and load_state_dict, and plain values"
+        ) from None
+
+
+def unpack(data: bytes) -> Any:
+    """Read what `pack` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return _unpack(data, 0)
+
+
+def _pack(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, default=_encode, strict_types=True, use_bin_type=True)
+    return packed
+
+
+def _encode(value: Any) -> Any:
+    """Say what msgpack shall write for a value that it does not know."""
+    if isinstance(value, TensorAt):
+        code = _ARRAY if value.is_array else _TENSOR
+        return msgpack.ExtType(code, value.path.encode())
+    if isinstance(value, tuple):
+        return msgpack.ExtType(_TUPLE, _pack(list(value)))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, enum.Enum):
+        raise TypeError(f"cannot save {value!r}")
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list):
+        return list(value)
+    if type(value) is int:
+        return msgpack.ExtType(_BIG_INT, str(value).encode())
+    raise TypeError(f"cannot save an object of type {type(value).__qualname__}")
+
+
+def _unpack(data: bytes, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+
+    def decode(code: int, content: bytes) -> Any:
+        if code == _TUPLE:
+            return tuple(_unpack(content, depth + 1))
+        if code in (_TENSOR, _ARRAY):
+            return TensorAt(content.decode(), is_array=code == _ARRAY)
+        if code == _BIG_INT:
+            return int(content)
+        raise ValueError(f"unknown extension {code}")
+
+    try:
+        return msgpack.unpackb(data, ext_hook=decode, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ValueError(f"not plain data: {error}") from None

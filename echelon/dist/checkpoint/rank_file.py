@@ -1,0 +1,145 @@
+"""A rank's file: its ranges one after the other, with a checksum for every block of the file."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.dist.checkpoint import files
+from echelon.dist.checkpoint.disk_tensor import as_bytes
+from echelon.dist.checkpoint.manifest import BLOCK_BYTES, Range, StoredFile, StoredTensor
+from echelon.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from echelon.dist.checkpoint.held import Held
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}.bin"
+
+
+class RankFileWriter:
+    """Write ranges to a new file, and note where they lie.
+
+    Attributes:
+        tensors: what was written, by path.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self._rank = rank
+        self._file = files.NewFile(folder / file_name(rank))
+        self._num_bytes = 0
+        self._crc = 0
+        self._checksums: list[int] = []
+
+    def append(self, held: Held) -> None:
+        """Write what is held of a tensor."""
+        ranges: tuple[Range, ...] = ()
+        if held.length:
+            ranges = (Range(self._rank, self._num_bytes, held.start, held.length),)
+            self._write(as_bytes(held.data))
+        known = self.tensors.get(held.path)
+        self.tensors[held.path] = StoredTensor(
+            held.shape, held.dtype, (known.ranges if known else ()) + ranges
+        )
+
+    def finish(self) -> StoredFile:
+        """Block until the disk has the file; return what it is."""
+        if self._num_bytes % BLOCK_BYTES:
+            self._checksums.append(self._crc)
+        self._file.sync()
+        self._file.close()
+        return StoredFile(file_name(self._rank), self._num_bytes, tuple(self._checksums))
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        self._file.close()
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            room = BLOCK_BYTES - self._num_bytes % BLOCK_BYTES
+            piece, data = data[:room], data[room:]
+            self._file.write(piece)
+            self._crc = zlib.crc32(piece, self._crc)
+            self._num_bytes += len(piece)
+            if self._num_bytes % BLOCK_BYTES == 0:
+                self._checksums.append(self._crc)
+                self._crc = 0
+
+
+class RankFileReader:
+    """Read parts of a rank's file; every block that is touched is checked. One thread at a time.
+
+    Raises:
+        CheckpointError: from every call, naming the file: missing, cut short, or damaged.
+    """
+
+    def __init__(self, folder: Path, stored: StoredFile) -> None:
+        self.path = folder / stored.name
+        self._stored = stored
+        self._block = -1  # the number of the one that is kept
+        self._content = memoryview(b"")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}", path=self.path) from None
+        size = os.fstat(self._descriptor).st_size
+        if size != stored.num_bytes:
+            self.close()
+            raise self._error(f"{size} bytes, {stored.num_bytes} were saved")
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset` on."""
+        while target:
+            block, skip = divmod(offset, BLOCK_BYTES)
+            length = min(len(target), self._size_of(block) - skip)
+            piece, target = target[:length], target[length:]
+            if length == BLOCK_BYTES:
+                self._read(block, piece)  # no need to keep it: nobody else wants a part of it
+            else:
+                self._keep(block)
+                piece[:] = self._content[skip : skip + length]
+            offset += length
+
+    def verify(self) -> None:
+        """Read all blocks and compare their checksums."""
+        for block in range(len(self._stored.checksums)):
+            self._keep(block)
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _size_of(self, block: int) -> int:
+        return min(BLOCK_BYTES, self._stored.num_bytes - block * BLOCK_BYTES)
+
+    def _keep(self, block: int) -> None:
+        if block == self._block:
+            return
+        self._block = -1
+        content = memoryview(bytearray(self._size_of(block)))
+        self._read(block, content)
+        self._block, self._content = block, content
+
+    def _read(self, block: int, target: memoryview) -> None:
+        offset, rest = block * BLOCK_BYTES, target
+        while rest:
+            try:
+                count = os.preadv(self._descriptor, [rest], offset)
+            except OSError as error:
+                raise self._error(f"{error.strerror} at byte {offset}") from None
+            if count == 0:
+                raise self._error(f"it ends at byte {offset}")
+            offset, rest = offset + count, rest[count:]
+        if zlib.crc32(target) != self._stored.checksums[block]:
+            first = block * BLOCK_BYTES
+            raise self._error(f"damaged between bytes {first} and {first + len(target)} (CRC-32)")
+
+    def _error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {reason}", path=self.path)

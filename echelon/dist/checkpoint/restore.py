@@ -1,0 +1,261 @@
+"""From what is stored to a state: first see what has to be read, then read it, then hand it over.
+
+Nothing is changed before all of it is known to be there and to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint.collect import as_tensor
+from echelon.dist.checkpoint.disk_tensor import dtype_named
+from echelon.dist.checkpoint.entries import (
+    MODULE,
+    OBJECT,
+    OPTIMIZER,
+    RANDOM,
+    VALUE,
+    entries,
+    module_state,
+    optimizer_names,
+    parameter_names,
+    plain_name,
+)
+from echelon.dist.checkpoint.held import Held
+from echelon.dist.checkpoint.plain import TensorAt, unpack
+from echelon.dist.checkpoint.random_state import RandomState
+from echelon.dist.checkpoint.shards import local, wrap
+from echelon.dist.checkpoint.source import Source, check_fit, fill, require
+
+
+class Restore:
+    """How to fill one rank's state from a source.
+
+    Attributes:
+        unused: tensors of the state's modules that are stored and that this rank has no use for.
+
+    Raises:
+        ValueError: something is not there, or does not fit; names the first such things.
+        TypeError: the state is no dict of entries.
+    """
+
+    def __init__(self, source: Source, state: MutableMapping[str, Any], rank: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._state = state
+        self._problems: list[str] = []
+        self._wanted: list[tuple[Held, str]] = []
+        self._handovers: list[Callable[[], None]] = []
+        self._plain: dict[str, Any] = {}
+        self._modules: list[str] = []
+        self._used: set[str] = set()
+        found = list(entries(state))
+        names = parameter_names(found)
+        for path, kind, value in found:
+            self._plan(path, kind, value, names)
+        self._plan_absent({path for path, _, _ in found})
+        require(self._problems, source.path)
+        self.unused = self._find_unused()
+
+    def read(self) -> None:
+        """Fill all tensors.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or damaged; names it.
+        """
+        for held, path in self._wanted:
+            fill(self._source, held, path)
+
+    def hand_over(self) -> None:
+        """Give optimizers, objects and the state itself what was read."""
+        for action in self._handovers:
+            action()
+        for path, value in self._plain.items():
+            _put(self._state, path, value)
+
+    # ---- what to read ----
+
+    def _plan(self, path: str, kind: str, value: Any, names: dict[int, str]) -> None:
+        stored_kind = self._source.manifest.kinds.get(path)
+        if stored_kind is None:
+            has = ", ".join(sorted(self._source.manifest.kinds)) or "nothing"
+            self._problems.append(f"{path} is not in it; it has: {has}")
+        elif stored_kind != kind:
+            self._problems.append(f"{path} is of kind {stored_kind} in it, {kind} here")
+        elif kind == MODULE:
+            self._plan_module(path, value)
+        elif kind == OPTIMIZER:
+            self._plan_optimizer(path, value, names)
+        elif kind == RANDOM:
+            self._plan_random(path, value)
+        elif kind == OBJECT:
+            tree = self._tree(path, None)
+            self._handovers.append(lambda: value.load_state_dict(tree))
+        else:
+            self._plain[path] = self._tree(path, value)
+
+    def _plan_absent(self, present: set[str]) -> None:
+        """Plan to return plain values that the caller's dict does not mention."""
+        for path, kind in self._source.manifest.kinds.items():
+            if kind == VALUE and path not in present and "/" not in path:
+                tree = unpack(self._source.manifest.values[path])
+                if not _has_tensors(tree):
+                    self._plain[path] = tree
+
+    def _plan_module(self, path: str, module: torch.nn.Module) -> None:
+        self._modules.append(path)
+        state = module_state(module)
+        extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        stored = {
+            id(value)
+            for name, value in tensors.items()
+            if self._source.manifest.tensor(f"{path}/{name}")
+        }
+        for name, value in tensors.items():
+            where = f"{path}/{name}"
+            if id(value) in stored and self._source.manifest.tensor(where) is None:
+                continue  # tied to one that is there
+            data, shape, start, sharded = local(value)
+            self._want(Held(where, shape, data, start, sharded), where)
+        loaded = {name: self._tree(f"{path}/{name}", None) for name in extra}
+        if loaded:
+            self._handovers.append(lambda: _load_extra(module, loaded))
+
+    def _plan_optimizer(
+        self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+    ) -> None:
+        values = self._source.manifest.values
+        groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            settings = self._tree(f"{path}/group/{index}", None)
+            groups.append({**(settings or {}), "params": list(range(len(group["params"])))})
+        if f"{path}/group/{len(groups)}" in values:
+            self._problems.append(f"{path} has more than {len(groups)} parameter groups in it")
+        states: dict[str, list[str]] = {}
+        for key in values:
+            if key.startswith(f"{path}/state/"):
+                name, _, entry = key.removeprefix(f"{path}/state/").rpartition("/")
+                states.setdefault(name, []).append(entry)
+        restored: dict[int, dict[str, Any]] = {}
+        parameters = enumerate(optimizer_names(optimizer, names))
+        for number, (parameter, name, group_index, position) in parameters:
+            if f"{path}/parameter/{name}" not in values:
+                self._problems.append(f"{path} has no parameter {name} in it")
+            groups[group_index]["params"][position] = number
+            if name in states:
+                restored[number] = {
+                    entry: self._tree(f"{path}/state/{name}/{entry}", None, like=parameter)
+                    for entry in states[name]
+                }
+        content = {"state": restored, "param_groups": groups}
+        self._handovers.append(lambda: optimizer.load_state_dict(content))
+
+    def _plan_random(self, path: str, generators: RandomState) -> None:
+        values = self._source.manifest.values
+        own = values.get(f"{path}/{self._rank}")
+        if own is not None:
+            state = unpack(own)
+            self._handovers.append(lambda: generators.load_state_dict(state))
+        else:
+            first = self._tree(f"{path}/0", None)
+            self._handovers.append(lambda: generators.derive(first, self._rank))
+
+    # ---- trees of values ----
+
+    def _tree(self, path: str, here: Any, like: Tensor | None = None) -> Any:
+        """Return the values under a path, with tensors that `read` will fill.
+
+        Args:
+            path: of the value.
+            here: the caller's; tensors and arrays at the same place in it are filled.
+            like: tensors of the shape of this parameter are divided among the ranks as it is.
+        """
+        packed = self._source.manifest.values.get(path)
+        if packed is None:
+            self._problems.append(f"{path} is not in it")
+            return None
+        return self._resolve(unpack(packed), here, like)
+
+    def _resolve(self, value: Any, here: Any, like: Tensor | None) -> Any:
+        if isinstance(value, TensorAt):
+            return self._resolve_tensor(value, here, like)
+        if isinstance(value, dict):
+            there = here if isinstance(here, Mapping) else {}
+            return {key: self._resolve(v, there.get(key), like) for key, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            known = list(here) if isinstance(here, (list, tuple)) else []
+            known += [None] * (len(value) - len(known))
+            parts = [self._resolve(v, k, like) for v, k in zip(value, known, strict=False)]
+            return tuple(parts) if isinstance(value, tuple) else parts
+        return value
+
+    def _resolve_tensor(self, at: TensorAt, here: Any, like: Tensor | None) -> Any:
+        stored = self._source.manifest.tensor(at.path)
+        if stored is None:
+            self._problems.append(f"{at.path} is not in it")
+            return None
+        if isinstance(here, Tensor):
+            self._want(Held(at.path, tuple(here.shape), here.detach()), at.path)
+            return here
+        if isinstance(here, np.ndarray) and here.flags.writeable and here.flags.c_contiguous:
+            self._want(Held(at.path, here.shape, as_tensor(here, at.path)), at.path)
+            return here
+        dtype = dtype_named(stored.dtype)
+        if like is not None:
+            data, shape, start, sharded = local(like)
+            if sharded and shape == stored.shape:
+                new = torch.empty(data.shape, dtype=dtype)
+                self._want(Held(at.path, shape, new, start, sharded), at.path)
+                return wrap(new, like)
+        new = torch.empty(stored.shape, dtype=dtype)
+        self._want(Held(at.path, stored.shape, new), at.path)
+        return new.numpy() if at.is_array else new
+
+    def _want(self, held: Held, path: str) -> None:
+        self._used.add(path)
+        reason = check_fit(self._source, held, path)
+        if reason:
+            self._problems.append(reason)
+        else:
+            self._wanted.append((held, path))
+
+    def _find_unused(self) -> list[str]:
+        manifest = self._source.manifest
+        used = {manifest.aliases.get(path, path) for path in self._used}
+        prefixes = tuple(f"{path}/" for path in self._modules)
+        return sorted(
+            path for path in manifest.tensors if path.startswith(prefixes) and path not in used
+        )
+
+
+def _load_extra(module: torch.nn.Module, extra: dict[str, Any]) -> None:
+    """Hand a module what `get_extra_state` returned when it was saved."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    wrapped = {plain: name for name, plain in _extra_names(module)}
+    module.load_state_dict({wrapped[name]: value for name, value in extra.items()}, strict=False)
+
+
+def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
+    return [(name, plain_name(name)) for name in module.state_dict(keep_vars=True)]
+
+
+def _has_tensors(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(_has_tensors(value) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(_has_tensors(value) for value in tree)
+    return isinstance(tree, TensorAt)
+
+
+def _put(state: MutableMapping[str, Any], path: str, value: Any) -> None:
+    *folders, name = path.split("/")
+    for folder in folders:
+        state = state[folder]
+    state[name] = value

@@ -1,0 +1,228 @@
+"""Save a state: every rank writes its share, and the last step makes it count, for all or none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.dist.checkpoint import files, pending
+from echelon.dist.checkpoint.collect import Contents, collect
+from echelon.dist.checkpoint.folder import Unfinished, is_committed, versions
+from echelon.dist.checkpoint.held import Held, digest, share
+from echelon.dist.checkpoint.manifest import Manifest
+from echelon.dist.checkpoint.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.pending import PendingSave
+from echelon.dist.checkpoint.rank_file import RankFileWriter
+from echelon.errors import CheckpointError
+from echelon.recorder import span
+
+_LOOK_S = 0.05
+_SHARED_S = 10.0  # after this, a folder that another rank made is not on a shared file system
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    async_op: bool = False,
+    keep: int = 1,
+    timeout_s: float | None = None,
+) -> PendingSave | None:
+    """Save a state under `path`, a folder on a file system that all hosts share. Collective.
+
+    Modules, optimizers, `RandomState`s, objects with `state_dict` and `load_state_dict`, tensors
+    and plain values, in a dict that may hold further dicts. What is replicated is written once,
+    each rank a share; of sharded modules each rank writes its shards. Plain values are rank 0's,
+    random states each rank's own. Parameters of an optimizer are named after the modules beside it.
+
+    The checkpoint before stays loadable until this one is complete, whatever happens.
+
+    Args:
+        path: a folder, made if it is not there.
+        state: what to save.
+        async_op: copy the state, return at once and write in the background. Errors come from
+            `wait`, or from the next save on every rank.
+        keep: how many checkpoints to keep under `path`, this one among them.
+        timeout_s: how long the ranks wait for each other; None: as long as the world does.
+
+    Raises:
+        TypeError, ValueError: the state holds something that cannot be saved.
+        CheckpointError: another rank failed or did not come; nothing has changed.
+        OSError: this rank could not write; nothing has changed.
+    """
+    if keep < 1:
+        raise ValueError(f"keep {keep}: at least this checkpoint is kept")
+    root = Path(path)
+    if root.suffix in (".pt", ".pth", ".safetensors") or root.is_file():
+        raise ValueError(f"{root}: a checkpoint is a folder; `export` makes such a file of one")
+    peers = find()
+    limit_s = peers.timeout_s if timeout_s is None else timeout_s
+    with span("checkpoint", f"save {root}"):
+        job = _prepare(root, state, peers, keep=keep, timeout_s=limit_s)
+        if async_op:
+            job.snapshot()
+            return pending.start(str(root), job.run_apart, limit_s)
+        job.run_together()
+    return None
+
+
+def _prepare(
+    root: Path, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
+) -> _Job:
+    """Agree with the other ranks on what is saved, by whom and where."""
+    doing = f"{root}: not saved"
+    agree(peers, pending.finish(), f"{root}: the save before")
+    contents = together(peers, doing, lambda: collect(state, peers.rank))
+    mine = _my_shares(contents.held, peers)
+    made = together(peers, doing, lambda: _create(root) if peers.rank == 0 else "")
+    unfinished = Unfinished(Path(peers.all_gather(made)[0]))
+    together(peers, doing, lambda: _require_shared(unfinished.path))
+    return _Job(
+        unfinished=unfinished,
+        contents=contents,
+        mine=mine,
+        peers=peers,
+        keep=keep,
+        timeout_s=timeout_s,
+    )
+
+
+def _create(root: Path) -> str:
+    return str(Unfinished.create(root.absolute()).path)
+
+
+def _my_shares(held: list[Held], peers: Peers) -> list[Held]:
+    """Divide what several ranks hold alike among them.
+
+    Whole tensors and shards are divided separately: ranks with different shards often hold the same
+    whole tensors, and in a mesh some ranks hold the same shards.
+    """
+    parts = [[one for one in held if one.sharded is sharded] for sharded in (False, True)]
+    digests = [digest(part) for part in parts]
+    everyones = peers.all_gather(digests)
+    mine: list[Held] = []
+    for index, part in enumerate(parts):
+        alike = [rank for rank in range(peers.size) if everyones[rank][index] == digests[index]]
+        mine += share(part, alike.index(peers.rank), len(alike))
+    return mine
+
+
+def _require_shared(path: Path) -> None:
+    deadline_s = time.monotonic() + _SHARED_S
+    while not path.is_dir():
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"{path}: made by rank 0, not seen here: all hosts must share this file system",
+                path=path,
+            )
+        time.sleep(_LOOK_S)
+        versions(path.parent)  # makes NFS look again
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """One rank's part of one save."""
+
+    unfinished: Unfinished
+    contents: Contents
+    mine: list[Held]
+    peers: Peers
+    keep: int
+    timeout_s: float
+
+    def snapshot(self) -> None:
+        """Copy what this rank writes, so that training may go on and change it."""
+        held = self.mine
+        self.mine = [_copy(one) for one in held]
+        self.contents.held = []
+        if any(one.data.is_cuda for one in held):
+            torch.cuda.synchronize()
+
+    def run_together(self) -> None:
+        """Write and commit; the ranks tell each other how it went."""
+        doing = f"{self.unfinished.final.parent}: not saved"
+        is_first = self.peers.rank == 0
+        try:
+            together(self.peers, doing, self._write)
+            together(self.peers, doing, self._commit if is_first else _nothing)
+        except (CheckpointError, OSError, ValueError):
+            if is_first:  # all have stopped writing; a full disk should not stay full
+                with contextlib.suppress(OSError):
+                    files.remove_folder(self.unfinished.path)
+            raise
+
+    def run_apart(self) -> None:
+        """Write and commit with no communication: the ranks see each other's files appear.
+
+        A group's operations belong to the training that goes on meanwhile.
+        """
+        try:
+            self._write()
+            if self.peers.rank == 0:
+                self._wait_for(lambda: not self.unfinished.missing(self.peers.size))
+                self._commit()
+        except Exception as error:
+            if not isinstance(error, CheckpointError):  # else another rank has said it
+                reason = f"{type(error).__name__}: {error}"
+                with contextlib.suppress(OSError):  # the others then wait until their deadline
+                    self.unfinished.add_failure(self.peers.rank, reason)
+            raise
+        if self.peers.rank != 0:
+            self._wait_for(lambda: is_committed(self.unfinished.final))
+
+    def _write(self) -> None:
+        writer = RankFileWriter(self.unfinished.path, self.peers.rank)
+        try:
+            for one in self.mine:
+                writer.append(one)
+            stored = writer.finish()
+        finally:
+            writer.close()
+        part = Manifest(
+            world_size=self.peers.size,
+            kinds=self.contents.kinds,
+            tensors=writer.tensors,
+            aliases=self.contents.aliases,
+            values=self.contents.values,
+            files={self.peers.rank: stored},
+        )
+        self.unfinished.add_index(self.peers.rank, part)
+
+    def _commit(self) -> None:
+        self.unfinished.commit(self.peers.size, self.keep)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        root = self.unfinished.final.parent
+        deadline_s = time.monotonic() + self.timeout_s
+        while not is_there():
+            failure = self.unfinished.failure()
+            if failure is not None:
+                raise CheckpointError(f"{root}: not saved: {failure}", path=root)
+            if time.monotonic() > deadline_s:
+                missing = self.unfinished.missing(self.peers.size)
+                raise CheckpointError(
+                    f"{root}: not saved within {self.timeout_s:g} s; parts missing of ranks: "
+                    f"{', '.join(map(str, missing)) or 'none, but rank 0 did not finish'}",
+                    path=root,
+                )
+            time.sleep(_LOOK_S)
+
+
+def _copy(held: Held) -> Held:
+    data = held.data
+    if data.device.type == "cpu":
+        return Held(held.path, held.shape, data.clone(), held.start, held.sharded)
+    pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
+    copied = pinned.copy_(data, non_blocking=True)
+    return Held(held.path, held.shape, copied, held.start, held.sharded)
+
+
+def _nothing() -> None:
+    return None

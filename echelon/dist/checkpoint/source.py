@@ -1,0 +1,141 @@
+"""Where tensors are loaded from: a version of a checkpoint, or something that looks like one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint.disk_tensor import as_bytes, dtype_named, is_plain
+from echelon.dist.checkpoint.folder import newest, read_manifest
+from echelon.dist.checkpoint.held import Held
+from echelon.dist.checkpoint.manifest import Manifest, dtype_bytes
+from echelon.dist.checkpoint.rank_file import RankFileReader
+
+_MAX_OPEN = 64
+
+
+class Source(Protocol):
+    """Tensors and values by path.
+
+    Attributes:
+        path: what errors name.
+        manifest: what there is.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    def read(self, path: str, start: int, out: Tensor) -> None:
+        """Fill `out` (1-D, plain, of the stored dtype) with a tensor's elements from `start` on."""
+        ...
+
+    def close(self) -> None:
+        """Give back what reading took. Safe to call twice."""
+        ...
+
+
+class Version:
+    """A complete version of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none at `path`, or it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = newest(path)
+        self.manifest = read_manifest(self.path)
+        self._readers: OrderedDict[int, RankFileReader] = OrderedDict()
+
+    def read(self, path: str, start: int, out: Tensor) -> None:
+        """Fill `out` with elements from `start` on: from each range, what the two have in common.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or damaged; names it.
+        """
+        stored = self.manifest.tensor(path)
+        assert stored is not None, path
+        target = as_bytes(out)
+        size = dtype_bytes(stored.dtype)
+        stop = start + out.numel()
+        num_read = 0
+        for one in stored.ranges:
+            first, last = max(start, one.start), min(stop, one.stop)
+            if first >= last:
+                continue
+            piece = target[(first - start) * size : (last - start) * size]
+            self._reader(one.file).read_into(one.offset + (first - one.start) * size, piece)
+            num_read += last - first
+        assert num_read == out.numel(), (path, start, out.numel())
+
+    def verify(self) -> int:
+        """Read every byte and compare the checksums; return the number of bytes.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or damaged; names it.
+        """
+        for number in self.manifest.files:
+            self._reader(number).verify()
+        return sum(file.num_bytes for file in self.manifest.files.values())
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+    def _reader(self, number: int) -> RankFileReader:
+        reader = self._readers.pop(number, None)
+        if reader is None:
+            reader = RankFileReader(self.path, self.manifest.files[number])
+        self._readers[number] = reader  # the last is the one used last
+        if len(self._readers) > _MAX_OPEN:
+            self._readers.popitem(last=False)[1].close()
+        return reader
+
+
+def fill(source: Source, held: Held, path: str) -> None:
+    """Read what is stored under `path` into what this rank holds of a tensor.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    stored = source.manifest.tensor(path)
+    assert stored is not None, path
+    data = held.data
+    if stored.dtype == held.dtype and is_plain(data):
+        source.read(path, held.start, data.reshape(-1))
+        return
+    read = torch.empty(held.length, dtype=dtype_named(stored.dtype))
+    source.read(path, held.start, read)
+    with torch.no_grad():
+        data.copy_(read.reshape(data.shape))
+
+
+def check_fit(source: Source, held: Held, path: str) -> str | None:
+    """Return why what is stored under `path` cannot fill what is held, None if it can."""
+    stored = source.manifest.tensor(path)
+    if stored is None:
+        return f"{path} is not in it"
+    if stored.shape != held.shape:
+        return f"{path} has shape {list(stored.shape)} in it, {list(held.shape)} here"
+    if stored.dtype != held.dtype and not _converts(stored.dtype, held.data.dtype):
+        return f"{path} is {stored.dtype} in it, {held.dtype} here"
+    return None
+
+
+def _converts(stored: str, wanted: torch.dtype) -> bool:
+    return dtype_named(stored).is_floating_point and wanted.is_floating_point
+
+
+def require(problems: list[str], path: Path) -> None:
+    """Raise one line about the first problems, if there are any.
+
+    Raises:
+        ValueError: there are.
+    """
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"{path}: {'; '.join(problems[:3])}{more}")

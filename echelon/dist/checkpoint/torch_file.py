@@ -1,0 +1,126 @@
+"""A file of `torch.save`, as a source of tensors; read without running anything that is in it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint.collect import Contents
+from echelon.dist.checkpoint.entries import (
+    MODULE,
+    OPTIMIZER,
+    entries,
+    only_module,
+    optimizer_names,
+    parameter_names,
+    plain_name,
+)
+from echelon.dist.checkpoint.manifest import Manifest, StoredTensor
+from echelon.errors import CheckpointError
+
+
+class TorchFile:
+    """A state_dict, or a dict of states in torch's own form, read to fit a state.
+
+    Args:
+        path: the file.
+        state: what it is going to fill: a state_dict alone belongs to its only module, and
+            parameters of an optimizer, which torch numbers, get their names from here.
+
+    Raises:
+        CheckpointError: the file cannot be read without unpickling objects.
+        ValueError: a state_dict alone, and a state without exactly one module.
+    """
+
+    def __init__(self, path: Path, state: Mapping[str, Any]) -> None:
+        self.path = path
+        content = _read(path)
+        if any(isinstance(value, Tensor) for value in content.values()):
+            content = {only_module(state, path): content}
+        contents = _as_contents(content, state)
+        self._tensors = {one.path: one.data for one in contents.held}
+        self.manifest = Manifest(
+            world_size=1,
+            kinds=contents.kinds,
+            tensors={one.path: StoredTensor(one.shape, one.dtype, ()) for one in contents.held},
+            aliases=contents.aliases,
+            values=contents.values,
+        )
+
+    def read(self, path: str, start: int, out: Tensor) -> None:
+        """Fill `out` with a tensor's elements from `start` on."""
+        stored = self._tensors[self.manifest.aliases.get(path, path)]
+        out.copy_(stored.reshape(-1)[start : start + out.numel()])
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._tensors = {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # torch's older format cannot be mapped
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
+    except pickle.UnpicklingError:
+        reason = "no file of torch.save, or one with objects other than tensors and plain values"
+        raise CheckpointError(f"{path}: {reason}", path=path) from None
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: no file of torch.save ({reason})", path=path) from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise CheckpointError(f"{path}: holds no dict of states", path=path)
+    return content
+
+
+def _as_contents(content: dict[str, Any], state: Mapping[str, Any]) -> Contents:
+    """Arrange what a file holds as `collect` would have."""
+    contents = Contents()
+    found = list(entries(state))
+    names = parameter_names(found)
+    kinds = {path: (kind, value) for path, kind, value in found}
+    for path, value in content.items():
+        kind, wanted = kinds.get(path, ("value", None))
+        contents.kinds[path] = kind
+        if kind == MODULE:
+            for name, one in value.items():
+                _add(contents, f"{path}/{plain_name(name)}", one)
+        elif kind == OPTIMIZER:
+            _add_optimizer(contents, path, value, wanted, names)
+        else:
+            contents.add_value(path, value)
+    return contents
+
+
+def _add(contents: Contents, path: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        contents.add_tensor(path, value)
+    else:
+        contents.add_value(path, value)
+
+
+def _add_optimizer(
+    contents: Contents,
+    path: str,
+    content: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+) -> None:
+    """Give the numbered parameters of torch's form the names that they have here."""
+    known = {(group, place): name for _, name, group, place in optimizer_names(optimizer, names)}
+    for index, group in enumerate(content["param_groups"]):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        contents.add_value(f"{path}/group/{index}", settings)
+        for position, number in enumerate(group["params"]):
+            name = known.get((index, position), f"{index}.{position}")
+            contents.add_value(f"{path}/parameter/{name}", [index, position])
+            for key, value in content["state"].get(number, {}).items():
+                contents.add_value(f"{path}/state/{name}/{key}", value)
