@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -45,7 +45,7 @@ class Reduction:
         kind = getattr(options, "reduceOp", options)
         factor = None
         if isinstance(kind, torch_dist.ReduceOp):
-            kind, factor = kind.__getstate__()
+            kind, factor = cast("Any", kind).__getstate__()
         if kind == torch_dist.ReduceOp.PREMUL_SUM:
             return cls("sum", factor)
         if kind not in _PLAIN:

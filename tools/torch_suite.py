@@ -1,0 +1,186 @@
+"""Run torch's own distributed tests over a backend, and compare two backends.
+
+    python tools/torch_suite.py run echelon --out echelon.json      # about 25 min on two cores
+    python tools/torch_suite.py run gloo --out gloo.json
+    python tools/torch_suite.py compare echelon.json gloo.json
+
+The tests are `torch.testing._internal.distributed.distributed_test` of the installed wheel (they
+need `pip install expecttest`). Many of them skip every backend whose name they do not know. So the
+module is told that it runs over Gloo, which opens all that Gloo runs, and where it makes a group,
+the backend under test takes Gloo's place: what runs is what Gloo runs. Results are written after
+each test, and a run goes on where an earlier one with the same file stopped. Torch's harness
+compares exit codes with rank 0's alone; here every rank's counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import unittest
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_SETTLED = ("pass", "skip")
+_CHOSEN = ("TORCH_SUITE_BACKEND", "WORLD_SIZE")  # the tests read them while they load
+_ENVIRONMENT = {
+    "BACKEND": "gloo",
+    "MASTER_ADDR": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def _load() -> Any:
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("WORLD_SIZE", "4")
+    module: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
+    backend = os.environ.setdefault("TORCH_SUITE_BACKEND", "echelon")
+    for maker in ("init_process_group", "new_group"):
+        setattr(module.dist, maker, _renaming(getattr(module.dist, maker), backend))
+    return module
+
+
+def _renaming(make: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(backend if arg == "gloo" else arg for arg in args)
+        if kwargs.get("backend") == "gloo":
+            kwargs["backend"] = backend
+        return make(*args, **kwargs)
+
+    return renamed
+
+
+_tests = _load()
+
+
+class DistributedSuite(_tests.TestDistBackend, _tests.DistributedTest._DistTestBase):
+    """Torch's tests, each on processes of its own."""
+
+    def setUp(self) -> None:
+        """Start the ranks."""
+        super().setUp()
+        self._start_processes(_process)
+
+    def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
+        super()._check_return_codes(fn, elapsed_time)
+        codes = [process.exitcode for process in self.processes]
+        assert fn in self.skip_return_code_checks or set(codes) == {0}, f"exit codes {codes}"
+
+
+def _process(*, target: Callable[..., None], name: str, args: Any, kwargs: Any) -> Any:
+    """Make a process of the fork server that starts with this one's environment of now."""
+    return _CONTEXT.Process(target=_enter, name=name, args=(dict(os.environ), target, args, kwargs))
+
+
+def _enter(environ: dict[str, str], target: Callable[..., None], args: Any, kwargs: Any) -> None:
+    os.setsid()
+    os.environ.update(environ)
+    target(*args, **kwargs)
+
+
+def _run_one(name: str) -> dict[str, Any]:
+    test = DistributedSuite(name)
+    result = unittest.TestResult()
+    began = time.monotonic()
+    test.run(result)
+    _end(test)
+    seconds = round(time.monotonic() - began, 1)
+    if result.skipped:
+        return {"result": "skip", "why": result.skipped[0][1], "seconds": seconds}
+    bad = result.errors + result.failures
+    if bad:
+        return {"result": "fail", "why": _tail(bad[0][1]), "seconds": seconds}
+    return {"result": "pass", "why": "", "seconds": seconds}
+
+
+def _end(test: DistributedSuite) -> None:
+    """Leave no rank behind: a test may have been given up in the middle."""
+    for process in getattr(test, "processes", ()):  # none if it was skipped before
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def _tail(text: str) -> str:
+    said = [
+        line for line in text.splitlines() if re.match(r"^(\w+\.)*\w*(Error|Exception)\b", line)
+    ]
+    said = [line for line in said if not line.startswith("RuntimeError: Process ")]
+    return "\n".join([*dict.fromkeys(said), "----", text[-3000:]])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the tests that have no result yet."""
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(options.timeout)
+    _CONTEXT.set_forkserver_preload(["torch", _tests.__name__])
+    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    names = unittest.TestLoader().getTestCaseNames(DistributedSuite)
+    chosen = [name for name in names if re.search(options.match, name)]
+    for name in chosen:
+        if name in results and (results[name]["result"] in _SETTLED or not options.again):
+            continue
+        results[name] = _run_one(name)
+        options.out.write_text(json.dumps(results, indent=1))
+        first = results[name]["why"].splitlines()[:1]
+        print(
+            f"{results[name]['result']:5} {results[name]['seconds']:6} s  {name}  {first}",
+            flush=True,
+        )
+    print(Counter(one["result"] for one in results.values()))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Print which tests are applicable (not skipped on the second backend), and how they ended."""
+    ours, other = (json.loads(path.read_text()) for path in (options.results, options.reference))
+    applicable = [name for name in ours if other[name]["result"] != "skip"]
+    for name in sorted(ours):
+        mine, theirs = ours[name], other[name]
+        state = mine["result"] if name in applicable else "n/a"
+        why = theirs["why"] if state == "n/a" else mine["why"]
+        print(
+            f"| `{name}` | {state} | {theirs['result']} | {(why.splitlines() or [''])[0][:120]} |"
+        )
+    passed = sum(ours[name]["result"] == "pass" for name in applicable)
+    print(f"\n{len(ours)} tests, {len(applicable)} applicable, {passed} of these pass")
+    return 0 if passed >= 0.9 * len(applicable) else 1
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("run")
+    one.add_argument("backend")
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--world-size", default="4")
+    one.add_argument("--match", default="", help="only tests whose name has this pattern")
+    one.add_argument("--again", action="store_true", help="run failed tests again")
+    one.add_argument("--timeout", type=int, default=60, help="seconds that one test may take")
+    one.set_defaults(act=run)
+    two = commands.add_parser("compare")
+    two.add_argument("results", type=Path)
+    two.add_argument("reference", type=Path)
+    two.set_defaults(act=compare)
+    options = parser.parse_args()
+    if options.act is run:
+        wanted = dict(zip(_CHOSEN, (options.backend, options.world_size), strict=True))
+        if {name: os.environ[name] for name in _CHOSEN} != wanted:
+            os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
+    return int(options.act(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
