@@ -18,7 +18,6 @@ from echelon.store.deadline import Deadline
 
 _SLICE_S = 1.0  # a signal's handler runs between two slices, and other threads get their turn
 _torch: Any = torch.distributed
-_Timeout: Any = getattr(_torch, "DistStoreError", RuntimeError)
 
 
 class TorchStore(Store):
@@ -66,13 +65,13 @@ class TorchStore(Store):
             slice_s = max(0.001, min(_SLICE_S, deadline.left_s))
             try:
                 self._store.wait(_names(keys), timedelta(seconds=slice_s))
-            except _Timeout as err:
-                if deadline.left_s > 0 and "timeout" in str(err).lower():
+            except RuntimeError as err:  # of several classes, by kind of store
+                if "timeout" not in str(err).lower():
+                    raise self._lost("wait", keys[0], err) from err
+                if deadline.left_s > 0:
                     continue
                 missing = [key for key in keys if not self._do_check([key])]
                 self._raise_wait_timeout("wait", keys, missing, deadline)
-            except RuntimeError as err:
-                raise self._lost("wait", keys[0], err) from err
             return
 
     def _do_num_keys(self) -> int:

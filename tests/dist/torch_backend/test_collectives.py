@@ -86,7 +86,9 @@ def _gathers(rank: int) -> None:
     if collected is not None:
         _same(torch.stack(collected), [[0.0] * 2, [1.0] * 2, [2.0] * 2])
     part = torch.empty(2)
-    dist.scatter(part, [torch.full((2,), float(r)) for r in range(_N)] if rank == 2 else None, src=2)
+    dist.scatter(
+        part, [torch.full((2,), float(r)) for r in range(_N)] if rank == 2 else None, src=2
+    )
     _same(part, [float(rank)] * 2)
     with pytest.raises(ValueError, match="equal size"):
         dist.all_gather([torch.empty(n + 1) for n in range(_N)], torch.empty(1))
