@@ -23,6 +23,7 @@ is killed.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -49,6 +50,7 @@ class Guard:
         self._input = b""
         self._descriptors: list[int] = []
         self._rings: dict[str, str] = {}  # rank's folder -> folder in memory that has its ring
+        self._held: set[str] = set()  # such folders, locked until this process ends
 
     def run(self) -> None:
         """Obey the agent; when it is gone, kill everything and return."""
@@ -114,8 +116,19 @@ class Guard:
         self._workers[pid] = int(str(message["index"]))
         env = message["env"]
         if isinstance(env, dict) and "ECHELON_RING_DIR" in env:
-            self._rings[str(env["ECHELON_RANK_DIR"])] = str(env["ECHELON_RING_DIR"])
+            self._hold(str(env["ECHELON_RANK_DIR"]), str(env["ECHELON_RING_DIR"]))
         self._say(event="started", index=message["index"], pid=pid)
+
+    def _hold(self, rank_dir: str, folder: str) -> None:
+        """Note whose ring lies where; no other launcher clears up there while the guard lives."""
+        self._rings[rank_dir] = folder
+        if folder not in self._held:
+            self._held.add(folder)
+            try:
+                fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return  # the user's own folder, not one that a launcher made
+            fcntl.flock(fd, fcntl.LOCK_SH)  # held by the open descriptor
 
     def _become_worker(
         self, message: dict[str, object], streams: list[int], write_end: int
@@ -205,6 +218,8 @@ def _bring_home(rank_dir: str, folder: str) -> None:
 
 def _remove_if_empty(folder: str) -> None:
     try:
+        if os.listdir(folder) == ["home"]:
+            os.unlink(folder + "/home")
         os.rmdir(folder)
     except OSError:
         return  # the agent did it; or the disk could not take a ring, which stays

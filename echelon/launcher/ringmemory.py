@@ -7,6 +7,9 @@ memory. So the launcher gives the rings a folder in /dev/shm: it belongs to the 
 the ranks, and never waits. Once the workers have ended, each ring is moved to its place in the run
 directory; the guard does the same if the agent is killed, so that nothing stays in memory.
 
+If agent and guard are killed together, the next launcher on the node does it: a folder says in
+`home` which run it belongs to, and agent and guard hold a lock on that file as long as they live.
+
 Where /dev/shm is no tmpfs, or too small (containers often give it 64 MB), the rings stay where the
 recorder puts them.
 """
@@ -14,6 +17,7 @@ recorder puts them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import sys
@@ -25,14 +29,17 @@ from echelon.recorder.place import bring_home, file_system
 from echelon.recorder.schema import DEFAULT_NUM_SPANS
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 -- a private folder is made in it
+_PREFIX = "echelon-"
+_HOME = "home"  # a file in the folder; guard.py knows the name too
 _SHARE = 4  # take at most this part of what is free
 
 
 class RingMemory:
     """A private folder in memory for this node's rings, or none."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, lock: int = -1) -> None:
         self._folder = folder
+        self._lock = lock
 
     @classmethod
     def for_run(cls, run_dir: Path, options: Options) -> RingMemory:
@@ -42,15 +49,17 @@ class RingMemory:
         if file_system(_MEMORY) != "tmpfs" or file_system(run_dir) == "tmpfs":
             return cls(None)
         ring_bytes = Layout(options.recorder_size, DEFAULT_NUM_SPANS).file_bytes
-        folder = _MEMORY / f"echelon-{os.getuid()}-{secrets.token_hex(8)}"
+        _clear_up_after_the_killed()
+        folder = _MEMORY / f"{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"
         try:
             status = os.statvfs(_MEMORY)
             if status.f_bavail * status.f_frsize < _SHARE * ring_bytes * options.nproc_per_node:
                 return cls(None)
             folder.mkdir(mode=0o700)
+            (folder / _HOME).write_text(str(run_dir))
+            return cls(folder, _lock(folder, fcntl.LOCK_SH))
         except OSError:
             return cls(None)
-        return cls(folder)
 
     def __str__(self) -> str:
         """Say where the rings lie while the job runs."""
@@ -70,5 +79,60 @@ class RingMemory:
     def close(self) -> None:
         """Remove the folder; what could not be brought home stays, and was said."""
         if self._folder is not None:
-            with contextlib.suppress(OSError):
-                self._folder.rmdir()
+            _remove_if_empty(self._folder)
+            os.close(self._lock)
+            self._folder = None
+
+
+def _clear_up_after_the_killed() -> None:
+    """Bring home the rings of launchers of ours that were killed together with their guard."""
+    for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            lock = _lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                _bring_all_home(folder)
+                _remove_if_empty(folder)
+            finally:
+                os.close(lock)
+
+
+def _bring_all_home(folder: Path) -> None:
+    """Put each ring in place of its link; one whose run is gone belongs to nobody.
+
+    Raises:
+        OSError: a run directory cannot hold its rings; they stay.
+    """
+    run_dir = Path((folder / _HOME).read_text())
+    for link in run_dir.glob("rank_*/attempt_*/ring"):
+        if link.is_symlink() and link.resolve().parents[1] == folder:
+            bring_home(link.parent)
+    for orphan in folder.glob("*/ring"):
+        orphan.unlink()
+        orphan.parent.rmdir()
+
+
+def _lock(folder: Path, how: int) -> int:
+    """Return a descriptor that locks a folder until it is closed.
+
+    Raises:
+        OSError: somebody else's lock is in the way, or the folder has just been removed.
+    """
+    fd = os.open(folder / _HOME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, how)
+        if os.fstat(fd).st_nlink == 0:
+            raise FileNotFoundError(folder)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder with no ring left in it."""
+    with contextlib.suppress(OSError):
+        if all(path.name == _HOME for path in folder.iterdir()):
+            (folder / _HOME).unlink()
+            folder.rmdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.launcher.guard import descendants
 from echelon.recorder.read import read
 from echelon.recorder.schema import Live
 from tests.ranks import read_json, run_echelon
@@ -425,3 +426,42 @@ def test_a_stopped_worker_is_named_and_ended(script, run_dir):
     assert done.returncode == 3, done.stderr
     verdict = read_json(run_dir / "dump/latest/verdict.json")["verdict"]
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("frozen_process", [2])
+
+
+def test_after_agent_and_guard_were_killed_together_the_next_launcher_clears_up(script, run_dir):
+    job = _Job(
+        "--nproc-per-node", "1", "--run-dir", str(run_dir),
+        script("from echelon import recorder; recorder.step()\n" + _WAITING),
+    )  # fmt: skip
+    job.read_until("ready", 1)
+    link = run_dir / "rank_0/attempt_0/ring"
+    if not link.is_symlink():
+        job.process.terminate()
+        job.end()
+        pytest.skip("rings do not lie in memory here")
+    memory = link.resolve().parents[1]
+    everything = descendants(job.process.pid)
+    job.process.send_signal(signal.SIGSTOP)  # it must not clear up either
+    for pid in [*everything, job.process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    job.end()
+    assert link.is_symlink()
+    other = run_dir.with_name("other")
+    assert run_echelon("run", "--run-dir", str(other), script("")).returncode == 0
+    assert read(link).live[Live.STEP] == 1
+    assert not link.is_symlink()
+    assert not memory.exists()
+
+
+def test_a_launcher_does_not_clear_up_where_another_works(script, run_dir):
+    job = _Job(
+        "--nproc-per-node", "1", "--run-dir", str(run_dir),
+        script("from echelon import recorder; recorder.step()\n" + _WAITING),
+    )  # fmt: skip
+    job.read_until("ready", 1)
+    memory = (run_dir / "rank_0/attempt_0/ring").resolve()
+    other = run_dir.with_name("other")
+    assert run_echelon("run", "--run-dir", str(other), script("")).returncode == 0
+    assert memory.exists()
+    job.process.terminate()
+    job.end()
