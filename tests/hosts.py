@@ -11,9 +11,12 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
+
+from tests import wire
+from tests.wire import Wire
 
 _numbers = itertools.count()
 
@@ -44,6 +47,10 @@ needs_hosts = pytest.mark.skipif(
 )
 
 
+needs_wire = pytest.mark.skipif(bool(wire.may_be_made()), reason=wire.may_be_made())
+needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft, to lose packets")
+
+
 class Host:
     """One namespace with an address of its own."""
 
@@ -51,6 +58,7 @@ class Host:
         self._network = network
         self.name = name
         self.address = address
+        self.wire: Wire | None = None
 
     def command(self, *argv: str) -> list[str]:
         """Return the command line that runs `argv` on this host."""
@@ -75,13 +83,48 @@ class Host:
         """Bring the link up again."""
         _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "up")
 
+    def lose(self, percent: int) -> None:
+        """Drop so many of a hundred packets that come here, at random. Needs nft."""
+        rules = (
+            "add table inet lossy",
+            "add chain inet lossy input { type filter hook input priority 0; }",
+            f"add rule inet lossy input iif eth0 numgen random mod 100 < {percent} counter drop",
+        )
+        subprocess.run(
+            self.command("nft", "; ".join(rules)), check=True, capture_output=True, timeout=20
+        )
+
+    def num_dropped(self) -> int:
+        """Return how many packets were dropped since `lose`."""
+        listed = subprocess.run(
+            self.command("nft", "list", "table", "inet", "lossy"),
+            check=True, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        return int(listed.stdout.partition("counter packets ")[2].split()[0])
+
+    def sockets(self) -> list[str]:
+        """Return this host's sockets that some process still has (the kernel keeps others)."""
+        script = "cat /proc/net/tcp /proc/net/tcp6; tail -n +2 /proc/net/unix"
+        listed = subprocess.run(
+            self.command("sh", "-c", script),
+            check=False, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        rows = [line.split() for line in listed.stdout.splitlines()]
+        return [
+            " ".join(row) for row in rows if row[0] != "sl" and (len(row) < 10 or row[9] != "0")
+        ]
+
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """Make `count` hosts on one network, 10.77.x.1 and so on, and remove them at the end."""
+def hosts(count: int, *, wired: Collection[int] = ()) -> Iterator[list[Host]]:
+    """Make `count` hosts on one network, 10.77.x.1 and so on, and remove them at the end.
+
+    Those in `wired` hang on a `wire` that the test can slow down.
+    """
     number = next(_numbers)
     network = f"ech{os.getpid()}net{number}"
     made = []
+    wires: list[Wire] = []
     try:
         _ip("netns", "add", network)
         made.append(network)
@@ -95,8 +138,12 @@ def hosts(count: int) -> Iterator[list[Host]]:
             port = f"to-{host.name[-6:]}"
             _ip("netns", "add", host.name)
             made.append(host.name)
-            _ip("-n", network, "link", "add", port, "type", "veth", "peer", "name", "eth0",
-                "netns", host.name)  # fmt: skip
+            if index in wired:
+                host.wire = Wire((host.name, "eth0"), (network, port))
+                wires.append(host.wire)
+            else:
+                _ip("-n", network, "link", "add", port, "type", "veth", "peer", "name", "eth0",
+                    "netns", host.name)  # fmt: skip
             _ip("-n", network, "link", "set", port, "master", "bridge0")
             _ip("-n", network, "link", "set", port, "up")
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
@@ -105,5 +152,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             result.append(host)
         yield result
     finally:
+        for one in wires:
+            one.close()
         for name in reversed(made):
             _ip("netns", "delete", name)
