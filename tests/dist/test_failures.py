@@ -171,15 +171,17 @@ def test_init_names_the_ranks_that_never_come(engine):
     run_ranks(_wait_for_missing, 4, "shm", ranks=[0, 2], environ=engine)
 
 
-def _stay_away(rank: int, world_size: int) -> None:
+def _stay_away(rank: int, world_size: int, backend: str, in_message: bool) -> None:
     """Rank 0 waits and is interrupted; rank 1 comes afterwards and hears about it."""
-    world = dist.init(timeout_s=600)
+    world = dist.init(backend, timeout_s=600)
     world.barrier()
     if rank == 0:
         timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
         timer.start()
+        begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            world.all_reduce(np.ones(3))
+            world.recv(np.ones(3), 1) if in_message else world.all_reduce(np.ones(3))
+        assert time.monotonic() - begun < 20, "10 minutes were allowed, 0.1 s are meant"
         timer.join()
         dist_store().set("interrupted", "1")
     else:
@@ -190,12 +192,19 @@ def _stay_away(rank: int, world_size: int) -> None:
     dist.shutdown()
 
 
-def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(engine):
-    run_ranks(_stay_away, 2, environ=engine)
+@pytest.mark.parametrize("in_message", [False, True])
+def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(engine, in_message):
+    run_ranks(_stay_away, 2, "shm", in_message, environ=engine)
 
 
-def _abort(rank: int, world_size: int) -> None:
-    world = dist.init(timeout_s=600)
+@pytest.mark.parametrize("in_message", [False, True])
+def test_ctrl_c_ends_a_wait_on_a_connection_too(in_message):
+    pytest.importorskip("torch")
+    run_ranks(_stay_away, 2, "gloo", in_message)
+
+
+def _abort(rank: int, world_size: int, backend: str) -> None:
+    world = dist.init(backend, timeout_s=600)
     world.barrier()
     if rank == 0:
         timer = threading.Timer(0.2, world.abort)
@@ -215,7 +224,12 @@ def _abort(rank: int, world_size: int) -> None:
 
 
 def test_a_group_is_aborted_from_another_thread_on_all_ranks(engine):
-    run_ranks(_abort, 2, environ=engine)
+    run_ranks(_abort, 2, "shm", environ=engine)
+
+
+def test_a_group_on_connections_is_aborted_while_messages_wait():
+    pytest.importorskip("torch")
+    run_ranks(_abort, 2, "gloo")
 
 
 def _shut_down_in_flight(rank: int, world_size: int) -> None:

@@ -12,10 +12,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 
 from echelon.dist.backends.operation import Operation
+from echelon.errors import CollectiveError
 
 _CLOSE_S = 5.0
 
@@ -48,6 +49,13 @@ class LanePending:
     def wait(self, timeout_s: float | None) -> bool:
         """Block until it has ended or the time is up."""
         return self._finished.wait(timeout_s)
+
+    def join(self) -> None:
+        """Block until it has ended; raise what it ended with."""
+        while not self._finished.wait(0.1):
+            pass  # in slices: a signal's handler runs between them
+        if self._error is not None:
+            raise self._error
 
     def run(self, job: Callable[[], None]) -> None:
         """Carry it out on this thread."""
@@ -93,11 +101,7 @@ class Lane:
             inline = not self._busy and not self._jobs
             self._busy = self._busy or inline
         if not inline:
-            pending = self.submit(job)
-            while not pending.wait(0.1):
-                pass  # in slices: a signal's handler runs between them
-            if pending.error is not None:
-                raise pending.error
+            self.submit(job).join()
             return
         try:
             job()
@@ -150,7 +154,28 @@ class LaneBackend(ABC):
 
     def execute(self, operation: Operation) -> None:
         """Carry out one operation in its lane's turn."""
-        self._lane(operation).run(lambda: self._carry_out(operation))
+        with self._ends_when_interrupted():
+            self._lane(operation).run(lambda: self._carry_out(operation))
+
+    def execute_on_lane(self, operation: Operation) -> None:
+        """Carry out one operation on its lane's thread, where no signal's handler has to run."""
+        with self._ends_when_interrupted():
+            self.submit(operation).join()
+
+    @contextlib.contextmanager
+    def _ends_when_interrupted(self) -> Iterator[None]:
+        """End the group if a signal's handler raises: the others must not wait for us."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except BaseException:
+            self.abort()
+            raise
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the group on this rank, from any thread: what runs raises, on the others too."""
 
     def submit(self, operation: Operation) -> LanePending:
         """Queue one operation."""

@@ -94,7 +94,7 @@ class Survivors:
                 dead = self._peers.dead(self._others) or left
             if dead:
                 return failures.peer_lost(self._members, operation, dead)
-            missing = self._call_roll(operation)
+            missing = self._call_roll()
             dead = self._peers.dead(self._others)
             said = self._verdict(operation, _NOW_S)
             if said is not None:
@@ -121,12 +121,11 @@ class Survivors:
         error.ranks = tuple(said["ranks"])  # some may be outside this group: they broke another
         return error
 
-    def _call_roll(self, operation: Operation) -> list[int]:
+    def _call_roll(self) -> list[int]:
         """Return the others that do not come to the store within a moment."""
-        key = f"after/{operation.kind}/{operation.sequence}"
         try:
             self._store.gather(
-                key, self._members.rank, self._members.size, b"", timeout=_ROLL_CALL_S
+                "roll", self._members.rank, self._members.size, b"", timeout=_ROLL_CALL_S
             )
         except StoreTimeoutError as err:
             return [int(rank) for rank in err.missing if int(rank) != self._members.rank]

@@ -104,17 +104,32 @@ class GlooBackend(LaneBackend):
             "barrier": lambda operation, deadline_s: None,  # noqa: ARG005
         }
 
+    def execute(self, operation: Operation) -> None:
+        """Carry out one operation; a message of the main thread on its lane's.
+
+        Gloo waits for messages in C, where no signal's handler would run.
+        """
+        if operation.is_message and threading.current_thread() is threading.main_thread():
+            self.execute_on_lane(operation)
+        else:
+            super().execute(operation)
+
     def abort(self) -> None:
-        """End the group on this rank; what waits here notices within a slice."""
+        """End the group on this rank: what waits here and at the others raises."""
         self._aborted = True
         self.survivors.leave()
+        if self._transport is not None:
+            self._transport.break_off()
 
     def close(self) -> None:
         """Close the connections and forget the peers."""
         if self._closed:
             return
         self._closed = True
-        self.abort()
+        if not self.is_idle():
+            self.abort()
+        self._aborted = True
+        self.survivors.leave()
         self.close_lanes()
         if self._transport is not None:
             self._transport.close()
@@ -150,7 +165,6 @@ class GlooBackend(LaneBackend):
             raise
         except RuntimeError as err:
             found = self._find_lost(operation, deadline_s)
-            self._give_up(found)
             raise found from err
         except BaseException:  # a signal's handler raised: the others must not wait for us
             self.abort()
@@ -170,9 +184,17 @@ class GlooBackend(LaneBackend):
         self.survivors.look(operation)
 
     def _find_lost(self, operation: Operation, deadline_s: float) -> CollectiveError:
-        if self._transport is not None:
-            self._transport.close()
-        return self.survivors.find(operation, time.monotonic() >= deadline_s)
+        """Say who is gone, once for the group: every lane comes here when the connections break."""
+        with self._lost_lock:
+            if self._lost is not None:
+                return failures.broken_since(self._members, operation, self._lost)
+            if self._aborted:
+                return failures.aborted(self._members, operation)
+            if self._transport is not None:
+                self._transport.break_off()
+            self._lost = self.survivors.find(operation, time.monotonic() >= deadline_s)
+            self.survivors.tell(self._lost)
+            return self._lost
 
     def _give_up(self, error: CollectiveError) -> None:
         with self._lost_lock:
@@ -181,7 +203,7 @@ class GlooBackend(LaneBackend):
             self._lost = error
         self.survivors.tell(error)
         if self._transport is not None:
-            self._transport.close()
+            self._transport.break_off()
 
     def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
         if self._size == 1 or not self._compares:
@@ -306,33 +328,33 @@ class GlooBackend(LaneBackend):
         rows = None if source is None else list(source.reshape(self._size, len(target)))
         self._wait(operation, deadline_s, self._transport.scatter(target, rows, operation.root))
 
-    # ---- messages: a head with dtype and size, then the data, under two tags ----
+    # ---- messages: a head with dtype and size, then the data, in this order under one tag ----
 
     def _message(self, operation: Operation, deadline_s: float) -> None:
-        tags = (2 * operation.tag, 2 * operation.tag + 1)
+        tag = operation.tag
         if operation.kind == "send":
             source = _array(operation.source)
             head = np.frombuffer(
                 _MESSAGE.pack(operation.dtype.encode(), source.nbytes), np.uint8
             ).copy()
-            works = [(self._transport.send(head, operation.peer, tags[0]), head)]
+            works = [(self._transport.send(head, operation.peer, tag), head)]
             if source.nbytes:
-                works.append((self._transport.send(source, operation.peer, tags[1]), source))
+                works.append((self._transport.send(source, operation.peer, tag), source))
             for work, _ in works:
                 self._wait_message(deadline_s, work)
             return
         target = _array(operation.target)
         head = np.empty(_MESSAGE.size, np.uint8)
-        self._wait_message(deadline_s, self._transport.receive(head, operation.peer, tags[0]))
+        self._wait_message(deadline_s, self._transport.receive(head, operation.peer, tag))
         dtype, num_bytes = _MESSAGE.unpack(head.tobytes())
         if dtype.rstrip(b"\0").decode() != operation.dtype or num_bytes != target.nbytes:
             raise message_error(self._members, operation, sorted((self._rank, operation.peer)))
         if target.nbytes:
-            work = self._transport.receive(target, operation.peer, tags[1])
+            work = self._transport.receive(target, operation.peer, tag)
             self._wait_message(deadline_s, work)
 
     def _wait_message(self, deadline_s: float, work: Any) -> None:
-        """Gloo's messages cannot be waited for in slices: a wait that times out breaks the pair."""
+        """Not in slices: a wait that times out closes the connections. `break_off` ends it."""
         left_s = max(0.001, deadline_s - time.monotonic())
         work.wait(timedelta(seconds=left_s))
 

@@ -5,6 +5,7 @@ Imported only where Gloo is used, since it imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
 import time
@@ -20,6 +21,7 @@ from echelon.dist.arrays import Flat
 from echelon.store import PrefixStore
 
 _SLICE_S = 0.1
+_NEVER_SENT = (1 << 31) - 1  # a tag under which nobody sends
 _core: Any = torch._C._distributed_c10d
 _REDUCE_OPS = {
     "sum": torch_dist.ReduceOp.SUM,
@@ -64,11 +66,30 @@ class Transport:
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 2
         self._store = _Bridge(store, timeout_s)  # Gloo keeps no reference of its own
-        self._group: Any = _core.ProcessGroupGloo(self._store, rank, size, options)
+        self._made: Any = _core.ProcessGroupGloo(self._store, rank, size, options)
+        self._peer = (rank + 1) % size
+
+    @property
+    def _group(self) -> Any:
+        made = self._made
+        if made is None:
+            raise RuntimeError("the connections are closed")
+        return made
 
     def close(self) -> None:
-        """Close the connections: peers that wait on them notice at once."""
-        self._group = None
+        """Let go of the connections: they close once nothing waits on them."""
+        self._made = None
+
+    def break_off(self) -> None:
+        """Close the connections under whatever waits on them, here and at the peers.
+
+        Gloo has no call for that; but a receive that is not answered in time closes them all.
+        """
+        made, self._made = self._made, None
+        if made is not None:
+            nothing = torch.empty(1, dtype=torch.uint8)
+            with contextlib.suppress(RuntimeError):
+                made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def all_gather(self, out: Flat, data: Flat) -> Any:
         """Start collecting everyone's bytes."""
@@ -141,7 +162,8 @@ def wait(work: Any, deadline_s: float, look: Callable[[], None]) -> bool:
             work.wait(timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
         except RuntimeError:
             if work.is_completed():
-                raise
+                work.wait()  # raises what it ended with; nothing if it ended just after the slice
+                return True
             look()
         else:
             return True
