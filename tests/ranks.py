@@ -37,7 +37,8 @@ _STACKS_TIMEOUT_S = 2.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["numpy", "echelon.dist", "echelon.dist.backends.shm.backend"]
-    + (["torch"] if importlib.util.find_spec("torch") else [])
+    # torch._dynamo: the first optimizer of a process loads it, which takes seconds
+    + (["torch", "torch._dynamo"] if importlib.util.find_spec("torch") else [])
 )
 
 

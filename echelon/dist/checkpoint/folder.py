@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.dist.checkpoint import files
-from echelon.dist.checkpoint.manifest import Manifest, decode, encode, merge
+from echelon.dist.checkpoint.manifest import Manifest, check_complete, decode, encode, merge
 from echelon.errors import CheckpointError
 
 MANIFEST = "manifest"
@@ -135,7 +135,9 @@ def read_manifest(version: Path) -> Manifest:
     """
     path = version / MANIFEST
     try:
-        return decode(path.read_bytes())
+        manifest = decode(path.read_bytes())
+        check_complete(manifest)
+        return manifest
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
     except ValueError as error:

@@ -225,8 +225,20 @@ def _check(manifest: Manifest) -> None:
             limit = manifest.files[one.file].num_bytes
             if one.offset + one.length * size > limit or one.stop > tensor.numel:
                 raise ValueError(f"{path}: a range lies outside")
-    if any(target not in manifest.tensors for target in manifest.aliases.values()):
-        raise ValueError("an alias of nothing")
+
+
+def check_complete(manifest: Manifest) -> None:
+    """Check that every tensor is there as a whole.
+
+    Raises:
+        ValueError: elements, or an alias's tensor, are in none of the files.
+    """
+    for path, tensor in manifest.tensors.items():
+        if cover(path, tensor, tensor.ranges) != tensor.ranges:
+            raise ValueError(f"{path}: ranges overlap")
+    for path, target in manifest.aliases.items():
+        if target not in manifest.tensors:
+            raise ValueError(f"{path} is an alias of nothing")
 
 
 # ---- several ranks' into one ----
