@@ -31,6 +31,8 @@ class EvidenceBuilder:
         self.ranks: dict[int, RankEvidence] = {}
         self.groups: list[Group] = []
         self.warnings: list[str] = []
+        self.vague_groups: set[int] = set()
+        self.foreign = ""
         self._group_index: dict[tuple[object, ...], list[int]] = {}
 
     def group(self, group: Group) -> int:
@@ -151,6 +153,8 @@ class EvidenceBuilder:
             tables=self.tables,
             incident=incident,
             origin=origin,
+            foreign=self.foreign,
+            vague_groups=frozenset(self.vague_groups),
             unreadable=tuple(sorted(unreadable)),
             warnings=tuple(self.warnings),
         )

@@ -22,6 +22,7 @@ from echelon.errors import DumpFormatError
 from echelon.recorder.read import read
 
 _RANK_FILE = re.compile(r"rank_(\d{1,7})\Z")
+_TORCH_FILE = re.compile(r"torch_rank_(\d{1,7})\Z")
 _INCIDENT = re.compile(r"incident_(\d{1,9})\Z")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})\Z")
 _MAX_INCIDENT_BYTES = 1 << 20
@@ -29,11 +30,15 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What was chosen to be read: our files by rank, the incident they belong to, and words."""
+    """What was chosen to be read: our files by rank, the incident they belong to, and words.
+
+    Beside our files may lie what torch's own recorder wrote on the same ranks.
+    """
 
     files: tuple[tuple[int, Path], ...]
     words: str
     incident: Incident = field(default_factory=Incident)
+    torch: tuple[tuple[int, Path], ...] = ()
 
 
 def load(path: Path) -> Evidence:
@@ -83,6 +88,10 @@ def load_place(place: Place) -> Evidence:
                 builder.warnings.append(str(err))
     if not builder.ranks and failure is not None:
         raise failure
+    if place.torch:
+        from echelon.analysis.torch_beside import add_torch
+
+        add_torch(builder, place.torch, place.incident.world_size)
     return builder.build(incident=place.incident, origin=place.words, unreadable=unreadable)
 
 
@@ -95,7 +104,9 @@ def _incident(folder: Path) -> Place | None:
     files = tuple(sorted(pair for pair in _numbered(folder, _RANK_FILE) if pair[1].is_file()))
     if not files or all(_looks_foreign(file) for _, file in files):
         return None
-    return Place(files, f"incident {folder}", read_incident(folder / "incident.json"))
+    torch = tuple(sorted(pair for pair in _numbered(folder, _TORCH_FILE) if pair[1].is_file()))
+    incident = read_incident(folder / "incident.json")
+    return Place(files, f"incident {folder}", incident, torch)
 
 
 def _rings(folder: Path) -> Place | None:

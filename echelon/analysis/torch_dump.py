@@ -42,7 +42,7 @@ def load_torch(path: Path) -> Evidence:
     chosen, doubles = _choose(path)
     if not chosen:
         raise ValueError(f"{path}: holds no dump of a known kind")
-    loader = _Loader()
+    loader = TorchLoader()
     with collector_off():
         for rank, file in sorted(chosen.items()):
             loader.read(rank, file)
@@ -103,16 +103,16 @@ def _looks_like_dump(file: Path) -> bool:
     return head in (b"", b"\x80", b"{")
 
 
-class _Loader:
+class TorchLoader:
     """Reads one file after the other and keeps of each no more than its rows."""
 
-    def __init__(self) -> None:
-        self.tables = Tables()
-        self.files: dict[int, _Read] = {}
+    def __init__(self, tables: Tables | None = None) -> None:
+        self.tables = Tables() if tables is None else tables
+        self.files: dict[int, TorchRank] = {}
         self.failure: DumpFormatError | None = None
         self._rows = TorchRows(self.tables)
         self._unreadable: list[int] = []
-        self._warnings: list[str] = []
+        self.warnings: list[str] = []
 
     def read(self, rank: int, path: Path) -> None:
         """Read a rank's file; one that cannot be read is a warning."""
@@ -122,17 +122,23 @@ class _Loader:
         except DumpFormatError as err:
             self.failure = err
             self._unreadable.append(rank)
-            self._warnings.append(str(err))
+            self.warnings.append(str(err))
             return
-        self._warnings += file.warnings
-        self.files[rank] = _Read(rank, file.members, rows)
+        self.warnings += file.warnings
+        self.files[rank] = TorchRank(rank, file.members, rows)
+
+    def settle(self, world_size: int = 0) -> TorchGroups:
+        """Say who is in which group: rows then point to groups, and peers are global ranks."""
+        groups = TorchGroups(self.files, self._rows.pairs, world_size)
+        for read in self.files.values():
+            groups.settle(read)
+        return groups
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
         """Say who is in which group, and put everything together."""
-        groups = _Groups(self.files, self._rows.pairs)
+        groups = self.settle()
         ranks: dict[int, RankEvidence] = {}
         for rank, read in self.files.items():
-            groups.settle(read)
             ranks[rank] = RankEvidence(
                 rank=rank,
                 rows=read.rows,
@@ -147,12 +153,12 @@ class _Loader:
             foreign="torch",
             vague_groups=frozenset(groups.vague),
             unreadable=tuple(sorted(self._unreadable)),
-            warnings=(*warnings, *self._warnings),
+            warnings=(*warnings, *self.warnings),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class TorchRank:
     """What is kept of a file."""
 
     rank: int
@@ -160,10 +166,12 @@ class _Read:
     rows: npt.NDArray[Any]
 
 
-class _Groups:
+class TorchGroups:
     """All groups of all files; a group is its name, its description and its members."""
 
-    def __init__(self, files: Mapping[int, _Read], pairs: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0
+    ) -> None:
         self.groups: list[Group] = []
         self.vague: set[int] = set()
         self._pairs = pairs
@@ -178,9 +186,9 @@ class _Groups:
                 world.update(ranks)
                 if ranks and ranks not in self._configs.setdefault(name, []):
                     self._configs[name].append(ranks)
-        self.world_size = max(world, default=-1) + 1
+        self.world_size = max(max(world, default=-1) + 1, world_size)
 
-    def settle(self, read: _Read) -> None:
+    def settle(self, read: TorchRank) -> None:
         """Replace a rank's pairs by groups, and ranks within groups by global ones."""
         rows = read.rows
         for pair in np.unique(rows["group"]).tolist():
@@ -193,7 +201,7 @@ class _Groups:
             rows["group"][mine] = -2 - number  # marked, so that it is not taken for a pair
         rows["group"] = -2 - rows["group"]
 
-    def _number(self, read: _Read, pair: int) -> int:
+    def _number(self, read: TorchRank, pair: int) -> int:
         name, desc = self._pairs[pair]
         members, vague = self._members(read, pair)
         key = (name, desc, members)
@@ -205,7 +213,7 @@ class _Groups:
                 self.vague.add(known)
         return known
 
-    def _members(self, read: _Read, pair: int) -> tuple[tuple[int, ...], bool]:
+    def _members(self, read: TorchRank, pair: int) -> tuple[tuple[int, ...], bool]:
         name, desc = self._pairs[pair]
         own = read.members.get(name, ())
         if own:

@@ -30,7 +30,7 @@ from echelon.launcher.roster import Node, Roster
 from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.recorder.watchdog import Sight, StallRule
 
-_COLLECT_S = 10.0  # a node that has not sent its dumps by then is left out
+_COLLECT_S = 20.0  # a node that has not sent its dumps by then is left out
 _CLEAR_S = 8.0
 _IDLE_S = 3600.0
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
@@ -47,7 +47,8 @@ class _Collection:
     incident: Incident
     waiting: set[str]
     deadline_s: float
-    files: dict[int, IO[bytes]] = field(default_factory=dict)
+    files: dict[str, IO[bytes]] = field(default_factory=dict)  # by name
+    present: set[int] = field(default_factory=set)  # ranks whose black box has come
 
 
 @dataclass(slots=True)
@@ -214,7 +215,7 @@ class Coordinator:
 
     def _note_sights(self, world: _World, event: m.Sights) -> None:
         now = time.monotonic_ns()
-        for rank, initialised, progress_ms, pending_ms, num_ended in event.ranks:
+        for rank, initialised, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
             if rank in world.ended:
                 continue
             world.sights[rank] = Sight(
@@ -223,6 +224,8 @@ class Coordinator:
                 progress_mono_ns=0 if progress_ms < 0 else now - progress_ms * 1_000_000,
                 pending_mono_ns=0 if pending_ms < 0 else now - pending_ms * 1_000_000,
                 num_ended=num_ended,
+                records=bool(records),
+                num_dumps=dumps,
             )
         was_stalled = world.rule.is_stalled
         stall = world.rule.look(list(world.sights.values()), now)
@@ -332,11 +335,13 @@ class Coordinator:
         collection = self._collection
         if collection is None or part.incident != collection.number:
             return
-        file = collection.files.get(part.rank)
+        name = f"torch_rank_{part.rank:d}" if part.is_torchs else f"rank_{part.rank:d}"
+        file = collection.files.get(name)
         if file is None:
-            path = collection.folder / f"rank_{int(part.rank)}"
-            file = collection.files[part.rank] = path.open("wb")
+            file = collection.files[name] = (collection.folder / name).open("wb")
         file.write(part.data)
+        if not part.is_torchs:
+            collection.present.add(part.rank)
 
     def _note_harvested(self, node: str, event: m.Harvested) -> None:
         if self._collection is not None and event.incident == self._collection.number:
@@ -353,7 +358,7 @@ class Coordinator:
             file.close()
         incident = collection.incident
         world_size = sum(map(len, world.nodes.values()))
-        absent = sorted(set(range(world_size)) - collection.files.keys())
+        absent = sorted(set(range(world_size)) - collection.present)
         write_json(
             collection.folder / "incident.json",
             {
@@ -364,7 +369,7 @@ class Coordinator:
                 "world_size": world_size,
                 "job_id": self._report.job_id,
                 "reason": incident.reason,
-                "ranks_present": sorted(collection.files),
+                "ranks_present": sorted(collection.present),
                 "ranks_absent": {
                     str(rank): self._why_absent(world, rank, collection) for rank in absent
                 },

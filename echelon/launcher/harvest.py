@@ -5,7 +5,8 @@
     3. look again (the difference is their share of a core), read every ring
     4. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
 
-A rank that never opened a ring still gets a dump: its exit, its stderr and its stacks speak.
+A rank that never opened a ring still gets a dump: its exit, its stderr, its stacks and what its
+threads wait for speak. If it is a torch program, torch's own recorder is asked for its dump.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import DumpFormatError
+from echelon.launcher.torch_dumps import TorchDump
 from echelon.recorder import signals
 from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
 from echelon.recorder.spy import spy_stacks
+from echelon.recorder.threads import program_of, threads
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
+_TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
 _SETTLED_S = 0.06
 _SECOND_LOOK_S = 2.0
 _STDERR_TAIL_BYTES = 16 << 10
@@ -44,6 +48,7 @@ class Worker:
     exit_order: int = -1
     stopped_by_agent: bool = False
     start_error: str = ""
+    torch: TorchDump | None = None
 
     @property
     def alive(self) -> bool:
@@ -98,7 +103,11 @@ class _Witness:
         self._occasion = occasion
         record = _read(worker)
         self._identity = record.identity
-        self._pid = record.identity.pid or worker.pid  # the script may run below the program
+        # The script may run below the program.
+        self._pid = record.identity.pid or (program_of(worker.pid) if worker.alive else worker.pid)
+        self._waits_for_torch = (
+            worker.alive and not record.has_ring and worker.torch is not None and worker.torch.ask()
+        )
         self._before = signals.sample(self._pid) if worker.alive else signals.Sample()
         self._surroundings = signals.Surroundings(self._pid) if worker.alive else None
         self._sampled_s = time.monotonic()
@@ -114,6 +123,11 @@ class _Witness:
         """Whether there is nothing more to wait for."""
         return self._stacks is None or self._stacks.are_there()
 
+    def has_torch_answered(self) -> bool:
+        """Whether torch's dump has come, or will never come."""
+        torch = self.worker.torch
+        return not self._waits_for_torch or torch is None or torch.has_come()
+
     def testify(self) -> None:
         """Put together all that is known now."""
         record = self.record
@@ -127,7 +141,9 @@ class _Witness:
                 world_size=self._occasion.world_size,
                 attempt=self._occasion.attempt,
                 job_id=self._occasion.job_id,
-                pid=self.worker.pid,
+                pid=self._pid,
+                mono_ns=time.monotonic_ns(),
+                wall_ns=time.time_ns(),
             )
         self.record = replace(
             record, identity=identity, host=self._facts(), dumped_mono_ns=time.monotonic_ns()
@@ -169,7 +185,13 @@ class _Witness:
             snapshot_mono_ns=time.monotonic_ns(),
             not_permitted=after.not_permitted,
         )
-        return facts if self._surroundings is None else self._surroundings.add_to(facts)
+        if self._surroundings is None:
+            return facts
+        if not self.record.has_ring:
+            denied = list(facts.not_permitted)
+            seen = threads(self._pid, denied)
+            facts = replace(facts, threads=seen, not_permitted=tuple(denied))
+        return self._surroundings.add_to(facts)
 
     def _was_killed_for_memory(self) -> bool | None:
         """A SIGKILL that was not ours, while the cgroup counted a kill for memory."""
@@ -185,11 +207,17 @@ def harvest(
 ) -> list[Record]:
     """Collect the black boxes of this node's workers, in their order.
 
-    Takes about a second at most, and two more for a stall, which is looked at twice: what has moved
-    in between is slow, what has not is stuck. `idle(seconds)` is called while ranks answer.
+    Takes about a second at most, twelve where torch is asked for dumps, and two more for a stall,
+    which is looked at twice: what has moved in between is slow, what has not is stuck.
+    `idle(seconds)` is called while ranks answer.
     """
     witnesses = [_Witness(worker, occasion) for worker in workers]
+    asked_s = time.monotonic()
     _wait_for_answers(witnesses, idle)
+    while time.monotonic() < asked_s + _TORCH_S and not all(
+        witness.has_torch_answered() for witness in witnesses
+    ):
+        idle(0.02)
     first_look_s = time.monotonic()
     for witness in witnesses:
         witness.testify()

@@ -16,12 +16,14 @@ from pathlib import Path
 
 from echelon.errors import DumpFormatError
 from echelon.launcher import environment
+from echelon.launcher.activity import Activity
 from echelon.launcher.control import messages as m
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from echelon.launcher.options import Options
 from echelon.launcher.output import Source, Stream, Terminal
 from echelon.launcher.ringmemory import RingMemory
 from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.dump import pack_dump, write_dump
 from echelon.recorder.read import LiveRing
@@ -58,6 +60,7 @@ class NodeAgent:
         self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
         self._streams: dict[int, Stream] = {}
         self._rings: dict[int, LiveRing] = {}
+        self._activities: dict[int, Activity] = {}  # of ranks without a ring
         self._workers: list[Worker] = []
         self._start: m.Start | None = None
         self._num_ended = 0
@@ -89,13 +92,17 @@ class NodeAgent:
         """Start this node's workers."""
         self._start = command
         self._num_ended = 0
+        self._activities.clear()
         attempt = self._attempt(command)
         self._workers = []
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
             env = environment.worker_environment(os.environ, attempt, rank, folder)
             env.update(self._memory.environment())
-            self._workers.append(Worker(rank=rank, local_rank=local_rank, folder=folder))
+            env.update(torch_environment(env, folder))
+            self._workers.append(
+                Worker(rank=rank, local_rank=local_rank, folder=folder, torch=TorchDump(env, rank))
+            )
             pipes = self._guard.spawn(local_rank, self._options.program, env, str(Path.cwd()))
             source = Source(rank, command.node_rank, command.num_nodes > 1)
             logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
@@ -120,11 +127,19 @@ class NodeAgent:
         """Snapshot this node's ranks and send their dumps."""
         records = harvest(self._workers, self._occasion(command.kind), self._pump)
         for worker, record in zip(self._workers, records, strict=True):
-            data = pack_dump(record)
-            for start in range(0, len(data), m.DUMP_PART_BYTES):
-                piece = data[start : start + m.DUMP_PART_BYTES]
-                self._tell(m.DumpPart(incident=command.incident, rank=worker.rank, data=piece))
+            self._send_dump(command.incident, worker.rank, pack_dump(record), is_torchs=False)
+            if worker.torch is not None:
+                dump = worker.torch.read()
+                self._send_dump(command.incident, worker.rank, dump, is_torchs=True)
+        for rank, activity in self._activities.items():  # what we asked for is no sign of life
+            activity.rest(self._num_printed(rank), time.monotonic_ns())
         self._tell(m.Harvested(incident=command.incident, exit_codes=self._exit_codes()))
+
+    def _send_dump(self, incident: int, rank: int, data: bytes, *, is_torchs: bool) -> None:
+        for start in range(0, len(data), m.DUMP_PART_BYTES):
+            piece = data[start : start + m.DUMP_PART_BYTES]
+            part = m.DumpPart(incident=incident, rank=rank, data=piece, is_torchs=is_torchs)
+            self._tell(part)
 
     def collect_alone(self, reason: str) -> Path:
         """Keep an incident of this node's own, when nobody is there to send it to.
@@ -133,8 +148,12 @@ class NodeAgent:
             OSError: it cannot be written.
         """
         number, folder = self._directory.open_incident()
-        for record in harvest(self._workers, self._occasion("failure"), self._pump):
-            write_dump(record, folder / f"rank_{record.identity.rank}")
+        records = harvest(self._workers, self._occasion("failure"), self._pump)
+        for worker, record in zip(self._workers, records, strict=True):
+            write_dump(record, folder / f"rank_{worker.rank}")
+            dump = b"" if worker.torch is None else worker.torch.read()
+            if dump:
+                (folder / f"torch_rank_{worker.rank}").write_bytes(dump)
         about = {"format": 1, "kind": "failure", "number": number, "reason": reason}
         start = self._start
         if start is not None:
@@ -160,6 +179,9 @@ class NodeAgent:
         self._terminal.end_live()
         self._close_rings()
         self._bring_rings_home()
+        for worker in self._workers:
+            if worker.torch is not None:
+                worker.torch.clear_up()
         if self._start is not None:
             stopped = [worker.rank for worker in self._workers if worker.stopped_by_agent]
             self._tell(
@@ -182,7 +204,11 @@ class NodeAgent:
         if start is None:
             return
         now = time.monotonic_ns()
-        sights = [self._sight(worker, now) for worker in self._workers if worker.alive]
+        sights = [
+            [worker.rank, *self._sight(worker, now), *_torch_sight(worker)]
+            for worker in self._workers
+            if worker.alive
+        ]
         if sights:
             self._tell(m.Sights(attempt=start.attempt, ranks=sights))
 
@@ -192,15 +218,30 @@ class NodeAgent:
             try:
                 ring = self._rings[worker.rank] = LiveRing(worker.folder / "ring")
             except DumpFormatError:
-                return [worker.rank, 0, -1, -1, 0]  # it has not opened one yet
+                return self._sight_from_outside(worker, now)
         sight = ring.sight(worker.rank)
         return [
-            worker.rank,
             int(sight.initialised),
             _age_ms(now, sight.progress_mono_ns),
             _age_ms(now, sight.pending_mono_ns),
             sight.num_ended,
+            1,
         ]
+
+    def _sight_from_outside(self, worker: Worker, now: int) -> list[int]:
+        """Look at a rank that has no ring: it has not opened one yet, or never will."""
+        activity = self._activities.get(worker.rank)
+        if activity is None:
+            assert self._start is not None
+            quiet_s = self._options.stall_timeout_s / 2
+            activity = Activity(worker.pid, self._start.master_port, quiet_s, now)
+            self._activities[worker.rank] = activity
+        activity.look(self._num_printed(worker.rank), now)
+        age_ms = _age_ms(now, activity.last_mono_ns)
+        return [int(activity.has_met), age_ms, -1, activity.num_signs, 0]
+
+    def _num_printed(self, rank: int) -> int:
+        return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
     # ---- the guard's news, and output ----
 
@@ -295,6 +336,13 @@ class NodeAgent:
     def _close_rings(self) -> None:
         while self._rings:
             self._rings.popitem()[1].close()
+
+
+def _torch_sight(worker: Worker) -> list[int]:
+    if worker.torch is None:
+        return [0]
+    worker.torch.look()
+    return [worker.torch.num_own]
 
 
 def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:

@@ -135,6 +135,7 @@ class Stream:
     Attributes:
         terminal: None if it is not shown.
         filters: a line with one of these in it goes to `filtered` as well.
+        num_bytes: how much has come.
     """
 
     pipe: int
@@ -144,6 +145,7 @@ class Stream:
     terminal: Terminal | None
     filters: tuple[bytes, ...] = ()
     filtered: BinaryIO | None = None
+    num_bytes: int = 0
     _rest: bytes = field(default=b"", repr=False)
 
     def pump(self) -> bool:
@@ -152,6 +154,7 @@ class Stream:
         if not data:
             self.flush()
             return False
+        self.num_bytes += len(data)
         self.log.write(data)
         self.log.flush()
         if self.terminal is not None or self.filtered is not None:

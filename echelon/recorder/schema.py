@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
@@ -300,6 +300,15 @@ class Socket:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostThread:
+    """A thread of a rank that records nothing, as its host sees it."""
+
+    name: str = ""
+    call: str = ""  # the kernel call it waits in; "": it runs, or that is not known
+    timed: bool = False  # it waits in a futex with a timeout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
     """What the agent saw of a rank from outside. None or "": not known, or not permitted."""
 
@@ -327,6 +336,7 @@ class HostFacts:
     memory_limit_bytes: int | None = None
     pressure: Mapping[str, float] = field(default_factory=dict)  # cpu, io, memory: see limits.py
     sockets: tuple[Socket, ...] = ()
+    threads: tuple[HostThread, ...] = ()  # of ranks without a ring; the first one is the main one
     not_permitted: tuple[str, ...] = ()
 
 

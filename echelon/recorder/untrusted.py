@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.errors import DumpFormatError
-from echelon.recorder.schema import FORMAT_MAJOR, FORMAT_MINOR, Socket
+from echelon.recorder.schema import FORMAT_MAJOR, FORMAT_MINOR, HostThread, Socket
 
 _T = TypeVar("_T")
+_NESTED: dict[str, type[Any]] = {"tuple[Socket": Socket, "tuple[HostThread": HostThread}
 
 
 def check_version(path: Path, version: object) -> tuple[int, int]:
@@ -46,12 +47,16 @@ def build(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
         if not _fits(str(known[name].type), value):
             raise DumpFormatError(f"{path}: field {name!r} is {value!r:.100}", path=path)
         if isinstance(value, (list, tuple)):
-            of_sockets = str(known[name].type).startswith("tuple[Socket")
-            taken[name] = tuple(build(path, Socket, v) if of_sockets else v for v in value)
+            nested = _nested(str(known[name].type))
+            taken[name] = tuple(build(path, nested, v) if nested else v for v in value)
     try:
         return kind(**taken)
     except TypeError as err:
         raise DumpFormatError(f"{path}: {kind.__name__} is incomplete", path=path) from err
+
+
+def _nested(annotation: str) -> type[Any] | None:
+    return next((kind for start, kind in _NESTED.items() if annotation.startswith(start)), None)
 
 
 def _fits(annotation: str, value: object) -> bool:
@@ -67,7 +72,7 @@ def _fits(annotation: str, value: object) -> bool:
     if base in plain:
         return isinstance(value, plain[base]) and (base == "bool" or not isinstance(value, bool))
     if base.startswith("tuple["):
-        kind = dict if base.startswith("tuple[Socket") else str
+        kind = dict if _nested(base) else str
         return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
     if base == "Mapping[str, float]":
         return isinstance(value, dict) and all(_fits("float", v) for v in value.values())

@@ -4,6 +4,10 @@ A job is stalled once an operation has been pending longer than the limit on a l
 no living rank has recorded an operation, span or step for that long. Before the world group stands,
 loading libraries and data may take its time: five times the limit.
 
+A rank that records nothing is seen from outside: what it uses, prints and sends is its progress,
+and it has passed init once it has met the others at the store. A flight recorder dump that torch
+writes of itself says that an operation has timed out there.
+
 One stall is reported once. The next one counts only after progress: the number of ended operations,
 spans and steps of some rank must have moved.
 """
@@ -18,13 +22,15 @@ START_FACTOR = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """What one living rank's ring shows; all stamps are monotonic ns, 0: none."""
+    """What one living rank shows; all stamps are monotonic ns, 0: none."""
 
     rank: int
     initialised: bool = False
     progress_mono_ns: int = 0
     pending_mono_ns: int = 0  # when the oldest operation that has not ended was called
-    num_ended: int = 0  # operations and spans that ended, and steps
+    num_ended: int = 0  # operations and spans that ended, and steps; else signs of activity
+    records: bool = True  # it has a ring
+    num_dumps: int = 0  # that torch's own recorder has written
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class StallRule:
         self._limit_s = stall_timeout_s
         self._started_mono_ns = started_mono_ns
         self._reported: dict[int, int] | None = None
+        self._dumps: dict[int, int] = {}
 
     @property
     def is_stalled(self) -> bool:
@@ -53,14 +60,22 @@ class StallRule:
         if not sights:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
+        dumped = self._dumped(sights, now_mono_ns)
         if self._reported is not None:
             if all(ended[rank] <= self._reported.get(rank, -1) for rank in ended):
                 return None
             self._reported = None
-        stall = self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
+        stall = dumped or self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
         if stall is not None:
             self._reported = ended
         return stall
+
+    def _dumped(self, sights: Sequence[Sight], now: int) -> Stall | None:
+        new = [sight for sight in sights if sight.num_dumps > self._dumps.get(sight.rank, 0)]
+        self._dumps.update({sight.rank: sight.num_dumps for sight in new})
+        if not new:
+            return None
+        return Stall(f"rank {new[0].rank} wrote a dump of torch's flight recorder", now)
 
     def _pending(self, sights: Sequence[Sight], now: int) -> Stall | None:
         waiting = [sight for sight in sights if sight.pending_mono_ns]
@@ -75,10 +90,14 @@ class StallRule:
         )
 
     def _silent(self, sights: Sequence[Sight], now: int) -> Stall | None:
+        # Once one rank records, all are to: what the others use or print is then no progress.
+        telling = [sight for sight in sights if sight.records] or sights
         started = any(sight.initialised for sight in sights)
         limit_s = self._limit_s if started else self._limit_s * START_FACTOR
-        latest = max([self._started_mono_ns, *(sight.progress_mono_ns for sight in sights)])
+        latest = max([self._started_mono_ns, *(sight.progress_mono_ns for sight in telling)])
         if now - latest < limit_s * 1e9:
             return None
         what = "no rank recorded anything" if started else "no rank reached init"
+        if started and not telling[0].records:
+            what = "no rank computed, printed or sent anything"
         return Stall(f"{what} for {limit_s:g} s", latest)

@@ -159,7 +159,7 @@ class Hub:
         address = trust.plain_address(ends[0])
         if address in self.admitted_addresses:
             self.loop.call_soon(connection.settle, True)
-        elif not trust.is_loopback(address):
+        elif not trust.is_loopback(address) and address != trust.plain_address(ends[2]):
             self.loop.call_soon(connection.settle, False)
         else:
             self._asked[connection] = ends

@@ -200,8 +200,9 @@ class Rank:
 
     def record(self, end_ns: int) -> Record:
         live = [0] * Live.NUM_WORDS
-        live[Live.HEARTBEAT_MONO_NS] = end_ns - int(self.heartbeat_age_s * 1e9)
-        live[Live.PROGRESS_MONO_NS] = self.now_ns
+        if self.has_ring:
+            live[Live.HEARTBEAT_MONO_NS] = end_ns - int(self.heartbeat_age_s * 1e9)
+            live[Live.PROGRESS_MONO_NS] = self.now_ns
         live[Live.STEP] = self.step_number + 1
         live[Live.CLOSED] = int(self.closed)
         spans = _table(SPAN, self.span_rows)

@@ -19,7 +19,7 @@ DTYPES = (
     schema.SPAN_FIXED,
     schema.SPAN,
 )
-CLASSES = (schema.Identity, schema.LastWords, schema.HostFacts, schema.Socket)
+CLASSES = (schema.Identity, schema.LastWords, schema.HostFacts, schema.Socket, schema.HostThread)
 
 
 @pytest.mark.parametrize(

@@ -109,3 +109,45 @@ def test_a_rank_that_comes_during_a_stall_is_progress():
     looks = [sight(0, initialised=False), sight(1, initialised=False, progress=151)]
     assert watch.look(looks, 152 * S) is None
     assert not watch.is_stalled
+
+
+def foreign(rank=0, *, met=True, progress=0.0, signs=0, dumps=0):
+    """What is seen of a rank that records nothing."""
+    return Sight(
+        rank=rank,
+        initialised=met,
+        progress_mono_ns=int(progress * S),
+        num_ended=signs,
+        records=False,
+        num_dumps=dumps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sights", "now", "reason"),
+    [
+        ([foreign(0, progress=105), foreign(1)], 114, None),
+        ([foreign(0, progress=105), foreign(1)], 115, "no rank computed, printed or sent anything"),
+        ([foreign(met=False, progress=130)], 179, None),
+        ([foreign(met=False, progress=130)], 180, "no rank reached init for 50 s"),
+        ([foreign(0, progress=199), sight(1, progress=100)], 200, "no rank recorded anything"),
+        (
+            [foreign(0, progress=109, dumps=1)],
+            109,
+            "rank 0 wrote a dump of torch's flight recorder",
+        ),
+    ],
+    ids=["active", "silent", "before it met the others", "never met", "others record", "a dump"],
+)
+def test_a_rank_that_records_nothing_is_judged_by_what_it_does(sights, now, reason):
+    stall = rule().look(sights, now * S)
+    assert (stall is None) if reason is None else (reason in stall.reason)
+
+
+def test_a_dump_of_torchs_counts_once():
+    watched = rule()
+    assert watched.look([foreign(progress=101, dumps=1)], 101 * S) is not None
+    assert watched.look([foreign(progress=101, dumps=1)], 102 * S) is None
+    assert watched.look([foreign(progress=103, signs=1, dumps=1)], 103 * S) is None
+    assert not watched.is_stalled
+    assert watched.look([foreign(progress=104, signs=2, dumps=2)], 104 * S) is not None

@@ -23,8 +23,12 @@ PATIENCE_S = 20.0
 class Raw:
     """A raw connection: sends bytes, takes exact replies."""
 
-    def __init__(self, port: int, *, opening: bytes = OPENING, host: str = "127.0.0.1") -> None:
-        self.socket = socket.create_connection((host, port), timeout=PATIENCE_S)
+    def __init__(
+        self, port: int, *, opening: bytes = OPENING, host: str = "127.0.0.1", source: str = ""
+    ) -> None:
+        self.socket = socket.create_connection(
+            (host, port), timeout=PATIENCE_S, source_address=(source, 0) if source else None
+        )
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if opening:
             self.send(opening)

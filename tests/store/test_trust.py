@@ -140,11 +140,19 @@ def test_the_kernel_tells_another_users_connection(guarded):
 
 def test_a_torch_client_from_elsewhere_needs_its_address_admitted(guarded, closing, monkeypatch):
     monkeypatch.setattr(trust, "is_loopback", lambda _: False)
-    stranger = closing(Raw(guarded.port, opening=OPENING + SYNC))
+    stranger = closing(Raw(guarded.port, opening=OPENING + SYNC, source="127.0.0.2"))
     assert stranger.is_closed_by_server()
-    guarded.admit("::ffff:127.0.0.1")
-    admitted = closing(Raw(guarded.port, opening=OPENING + SYNC))
+    guarded.admit("::ffff:127.0.0.2")
+    admitted = closing(Raw(guarded.port, opening=OPENING + SYNC, source="127.0.0.2"))
     assert admitted.take(4) == SYNCED
+
+
+def test_a_torch_client_of_our_own_user_is_let_in_on_the_hosts_own_address(
+    guarded, closing, monkeypatch
+):
+    """A job that several nodes dial is reached from its own host by that address, not loopback."""
+    monkeypatch.setattr(trust, "is_loopback", lambda _: False)
+    assert closing(Raw(guarded.port, opening=OPENING + SYNC)).take(4) == SYNCED
 
 
 def test_addresses_have_one_spelling():

@@ -14,6 +14,7 @@ from echelon.analysis.evidence import RankEvidence, Span
 from echelon.analysis.finding import Cause, Confidence, rank_list, seconds
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.ended import ending_of, exit_words
+from echelon.analysis.rules.outside import keeps_waiting, outside_lines, outside_words
 from echelon.analysis.rules.signals import (
     STALE_HEARTBEAT_S,
     heartbeat_age_s,
@@ -254,14 +255,10 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
         call = picture.evidence.call(row)
         number = int(row["sequence"] if row["sequence"] >= 0 else row["p2p_sequence"])
         lines.append(f"rank {facts.rank} last called {call.operation} #{number}")
+    if not facts.has_ring:
+        lines += outside_lines(facts)
     if frame is None and span is None and row is None and not facts.has_ring:
-        return Reading(
-            cause=Cause.UNKNOWN,
-            confidence=Confidence.POSSIBLE,
-            words="recorded nothing and showed no stack",
-            evidence=tuple(lines) or (f"rank {facts.rank} left nothing",),
-            would_settle=(f"rank {facts.rank}'s black box: it never opened one",),
-        )
+        return _unrecorded(picture, facts, lines)
     return Reading(
         cause=Cause.HOST_HANG,
         confidence=Confidence.CERTAIN if frame and host.alive else Confidence.LIKELY,
@@ -272,9 +269,34 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
     )
 
 
+def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
+    """No ring, no stack: what is left is what the kernel shows of its threads."""
+    rank = facts.rank
+    stack = f"rank {rank}'s stack (py-spy reads it, where it is installed and may)"
+    if rank in keeps_waiting(picture):
+        return Reading(
+            cause=Cause.HOST_HANG,
+            confidence=Confidence.LIKELY,
+            words=f"{outside_words(facts) or 'is'}, in no collective, while the others wait in one",
+            evidence=tuple(lines),
+            would_settle=(stack,),
+        )
+    return Reading(
+        cause=Cause.UNKNOWN,
+        confidence=Confidence.POSSIBLE,
+        words="recorded nothing and showed no stack",
+        evidence=tuple(lines) or (f"rank {rank} left nothing",),
+        would_settle=(
+            f"rank {rank}'s black box: it never opened one",
+            stack,
+            "torch's flight recorder: its Gloo backend writes no dump of itself",
+        ),
+    )
+
+
 def _unsettled(picture: Picture, facts: RankEvidence, frame: Frame | None) -> tuple[str, ...]:
     rank = facts.rank
-    if picture.evidence.foreign:
+    if picture.evidence.foreign and facts.host.alive is None:
         return (
             f"rank {rank}'s main thread's stack (host_hang, or data_starvation, storage_stall)",
             f"rank {rank}'s open store request (store_wait)",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.finding import Cause, Finding, rank_list, seconds
 from echelon.analysis.picture import Picture, is_inside
+from echelon.analysis.rules.outside import keeps_waiting
 from echelon.analysis.rules.reading import Reading, read_rank
 from echelon.analysis.rules.signals import innermost_span
 from echelon.analysis.waits import Wait
@@ -74,6 +75,9 @@ def suspects(picture: Picture) -> tuple[int, ...]:
         for rank, facts in picture.evidence.ranks.items()
         if facts.host.alive is not False and not is_inside(facts)
     ]
+    apart = keeps_waiting(picture)
+    if apart:
+        return apart
     elsewhere = [rank for rank in running if not _is_at_store(picture.evidence.ranks[rank])]
     return tuple(elsewhere or running)
 

@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -43,8 +43,9 @@ class WorkerEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sights:
-    """What a node's rings show: per living rank [rank, initialised, progress age in ms (-1: none),
-    pending age in ms (-1: none), number of ended operations, spans and steps].
+    """What a node sees of each living rank: [rank, initialised, progress age in ms (-1: none),
+    pending age in ms (-1: none), number of ended operations, spans and steps (or of signs of
+    activity), whether it has a ring, number of dumps that torch wrote of itself].
     """
 
     attempt: int
@@ -58,6 +59,7 @@ class DumpPart:
     incident: int
     rank: int
     data: bytes
+    is_torchs: bool = False  # of torch's own recorder's dump
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +189,10 @@ def unpack(data: bytes) -> Event | Command:
 
 
 def _check(annotation: object, value: object) -> None:
-    plain = {"int": int, "str": str, "bytes": bytes}
+    plain = {"int": int, "str": str, "bytes": bytes, "bool": bool}
     name = str(annotation)
     if name in plain:
-        right = isinstance(value, plain[name]) and not isinstance(value, bool)
+        right = isinstance(value, plain[name]) and isinstance(value, bool) == (name == "bool")
     elif name == "list[int]":
         right = isinstance(value, list) and all(isinstance(v, int) for v in value)
     else:

@@ -1,0 +1,104 @@
+"""Ranks that record nothing, seen from outside: which of them wait for their peers?
+
+torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; a
+backend that has nothing to do waits without one. So the kernel shows who is inside a collective,
+and the rank that is not keeps the others waiting. Before there is a group, ranks sit in a call on a
+connection until all have come to the store.
+
+What this cannot tell: which collective, and where in the code a rank stands. That takes its stacks.
+"""
+
+from __future__ import annotations
+
+from echelon.analysis.evidence import RankEvidence
+from echelon.analysis.picture import Picture
+from echelon.analysis.stacks import main_thread
+
+_GLOO_THREAD = "pt_gloo_runloop"
+_NETWORK_CALLS = frozenset(
+    {
+        "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "epoll_pwait2",
+        "recvfrom", "recvmsg", "read", "connect",
+    }
+)  # fmt: skip
+_SLEEPS = frozenset({"nanosleep", "clock_nanosleep", "pause", "rt_sigsuspend", "rt_sigtimedwait"})
+_COLLECTIVES = "distributed_c10d.py"  # torch's own Python around every collective
+_WORDS = {
+    "futex": "waits for another thread",
+    "wait4": "waits for a child process",
+    "waitid": "waits for a child process",
+    "flock": "waits for a file's lock",
+    "fcntl": "waits for a file's lock",
+    "fsync": "waits for a disk",
+    "fdatasync": "waits for a disk",
+}
+
+
+def waits_for_peers(facts: RankEvidence) -> bool:
+    """Tell whether a rank is seen inside a collective, or at the rendezvous."""
+    return is_in_collective(facts) or _is_at_rendezvous(facts)
+
+
+def is_in_collective(facts: RankEvidence) -> bool:
+    """Tell whether its stack, or one of its Gloo threads, is inside a collective."""
+    if facts.host.process_state in ("T", "t"):
+        return False
+    stack = main_thread(facts.host.stacks)
+    if stack is not None:
+        return any(frame.file.endswith(_COLLECTIVES) for frame in stack.frames)
+    return any(
+        thread.name == _GLOO_THREAD and thread.call == "futex" and thread.timed
+        for thread in facts.host.threads
+    )
+
+
+def outside_words(facts: RankEvidence) -> str:
+    """Say what the main thread does, after "rank R "; "" if that is not known."""
+    if not facts.host.threads:
+        return ""
+    call = facts.host.threads[0].call
+    if not call:
+        return "runs" if facts.host.process_state == "R" else ""
+    if call in _SLEEPS:
+        return f"sleeps ({call})"
+    if call in _NETWORK_CALLS:
+        return f"waits for data ({call})"
+    return f"{_WORDS.get(call, 'is in the kernel')} ({call})"
+
+
+def outside_lines(facts: RankEvidence) -> list[str]:
+    """Say what the kernel shows of a rank's threads."""
+    words = outside_words(facts)
+    lines = [f"rank {facts.rank}: its main thread {words}"] if words else []
+    gloo = [thread for thread in facts.host.threads if thread.name == _GLOO_THREAD]
+    if gloo:
+        inside = is_in_collective(facts)
+        what = "one waits for a peer" if inside else "none is in a collective"
+        lines.append(f"rank {facts.rank}: of its {len(gloo)} Gloo threads {what}")
+    return lines
+
+
+def keeps_waiting(picture: Picture) -> tuple[int, ...]:
+    """Return who, of living ranks without any record, is where none of the waiting ones is.
+
+    () where that says nothing: somebody recorded, nobody is seen waiting, or everybody is.
+    """
+    ranks = [facts for facts in picture.evidence.ranks.values() if facts.host.alive]
+    if any(facts.has_ring or len(facts.rows) for facts in ranks):
+        return ()
+    for waits in (is_in_collective, waits_for_peers):
+        if any(waits(facts) for facts in ranks):
+            return tuple(facts.rank for facts in ranks if not waits(facts))
+    return ()
+
+
+def _is_at_rendezvous(facts: RankEvidence) -> bool:
+    """Before there is a group: the main thread itself waits on an open connection."""
+    host = facts.host
+    connected = any(one.state == "ESTABLISHED" for one in host.sockets)
+    return bool(
+        connected
+        and host.threads
+        and host.threads[0].call in _NETWORK_CALLS
+        and not any(thread.name == _GLOO_THREAD for thread in host.threads)
+    )

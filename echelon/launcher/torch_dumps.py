@@ -1,0 +1,113 @@
+"""torch's own flight recorder, in the workers of unmodified torch programs.
+
+torch writes a rank's dump to `<prefix><rank>` when its watchdog gives an operation up, and whenever
+something is written to the pipe `<prefix><rank>.pipe` that its NCCL backend serves. We choose both
+prefixes, unless the user has, so that dumps are found and can be asked for. The Gloo backend
+records too, but neither dumps of itself nor serves a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+MAX_DUMP_BYTES = 64 << 20
+_DUMP_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the older one last
+_PIPE_NAME = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_SETTLED_S = 0.2  # a dump that has not grown for so long is complete
+
+
+def torch_environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return what to set for a worker whose folder this is; what the user has set stays."""
+    chosen = {_ON_TIMEOUT: "1", _PIPE_NAME: f"{folder}/torch_pipe_"}
+    if not any(name in environ for name in _DUMP_NAMES):
+        chosen[_DUMP_NAMES[0]] = f"{folder}/torch_dump_"
+    if not _takes_pipes(folder):
+        del chosen[_PIPE_NAME]  # torch would not start: some network file systems have no pipes
+    return {name: value for name, value in chosen.items() if name not in environ}
+
+
+class TorchDump:
+    """The dump of one worker: whether it is there, and how to get one."""
+
+    def __init__(self, environ: Mapping[str, str], rank: int) -> None:
+        prefix = next((environ[name] for name in _DUMP_NAMES if name in environ), "")
+        pipe = environ.get(_PIPE_NAME, "")
+        self._path = Path(f"{prefix}{rank}") if prefix else None
+        self._pipe = Path(f"{pipe}{rank}.pipe") if pipe else None
+        self._first = self._version()  # another job's, where the user chose the place
+        self._noted = self._growing = self._asked = self._first
+        self._seen = (self._first, time.monotonic())
+        self.num_own = 0  # how many were written without our asking
+
+    def look(self) -> None:
+        """Count a dump that has appeared, once it looks the same twice."""
+        version = self._version()
+        if version[1] > 0 and version != self._noted and version == self._growing:
+            self._noted = version
+            self.num_own += 1
+        self._growing = version
+
+    def ask(self) -> bool:
+        """Ask for a dump; return whether anybody listens."""
+        self._asked = self._noted = self._version()
+        self._seen = (self._asked, time.monotonic())
+        if self._pipe is None:
+            return False
+        try:
+            fd = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            return False  # no pipe, or nobody has it open
+        try:
+            return stat.S_ISFIFO(os.fstat(fd).st_mode) and os.write(fd, b"1") == 1
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+
+    def has_come(self) -> bool:
+        """Whether the dump that was asked for is there, and no longer grows."""
+        version, now_s = self._version(), time.monotonic()
+        if version != self._seen[0]:
+            self._seen = (version, now_s)
+        self._noted = version  # ours, not the watchdog's
+        is_new = version[1] > 0 and version != self._asked
+        return is_new and now_s - self._seen[1] > _SETTLED_S
+
+    def read(self) -> bytes:
+        """Return the newest dump of this worker, b"" if there is none, or an absurd one."""
+        version = self._version()
+        if self._path is None or version == self._first or version[1] > MAX_DUMP_BYTES:
+            return b""
+        with contextlib.suppress(OSError):
+            return self._path.read_bytes()
+        return b""
+
+    def clear_up(self) -> None:
+        """Remove the pipe that torch has left."""
+        if self._pipe is not None and self._pipe.is_fifo():
+            with contextlib.suppress(OSError):
+                self._pipe.unlink()
+
+    def _version(self) -> tuple[int, int]:
+        """Return what changes with every dump; (0, 0) if there is none."""
+        try:
+            status = self._path.stat() if self._path is not None else None
+        except OSError:
+            status = None
+        return (status.st_mtime_ns, status.st_size) if status is not None else (0, 0)
+
+
+def _takes_pipes(folder: Path) -> bool:
+    probe = folder / ".pipe"
+    try:
+        os.mkfifo(probe, 0o600)
+        probe.unlink()
+    except OSError:
+        return False
+    return True

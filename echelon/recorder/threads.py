@@ -1,0 +1,98 @@
+"""The threads of another process: their names, and which kernel call each of them waits in.
+
+Where a process neither records nor may be traced, this is what tells a rank that waits for its
+peers from one that sleeps: the kernel shows a blocked thread's call and its arguments to whoever
+may trace the process (the user's own launcher, mostly), and its wait channel to more.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+
+from echelon.recorder.proc import read_text
+from echelon.recorder.schema import HostThread
+
+MAX_THREADS = 64
+_FUTEX_TIMEOUT = 3  # index among a futex's arguments
+_X86_64 = {
+    0: "read", 1: "write", 7: "poll", 16: "ioctl", 17: "pread64", 19: "readv", 20: "writev",
+    23: "select", 34: "pause", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto",
+    45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 65: "semop", 70: "msgrcv",
+    72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 128: "rt_sigtimedwait",
+    130: "rt_sigsuspend", 202: "futex", 220: "semtimedop", 230: "clock_nanosleep",
+    232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll",
+    281: "epoll_pwait", 288: "accept4", 441: "epoll_pwait2",
+}  # fmt: skip
+_GENERIC = {
+    22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "openat", 63: "read",
+    64: "write", 65: "readv", 66: "writev", 67: "pread64", 72: "pselect6", 73: "ppoll",
+    82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep",
+    115: "clock_nanosleep", 133: "rt_sigsuspend", 137: "rt_sigtimedwait", 188: "msgrcv",
+    192: "semtimedop", 193: "semop", 202: "accept", 203: "connect", 206: "sendto",
+    207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
+    441: "epoll_pwait2",
+}  # fmt: skip
+_BY_MACHINE = {"x86_64": _X86_64, "aarch64": _GENERIC, "riscv64": _GENERIC}
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "busybox"})
+_CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
+
+
+def threads(pid: int, denied: list[str]) -> tuple[HostThread, ...]:
+    """Return the threads of a process, the first of them first; what is denied goes to `denied`."""
+    others = sorted(number for number in _numbers(f"/proc/{pid}/task") if number != pid)
+    calls = _BY_MACHINE.get(platform.machine(), {})
+    return tuple(
+        _thread(f"/proc/{pid}/task/{thread}", calls, denied)
+        for thread in [pid, *others][:MAX_THREADS]
+    )
+
+
+def program_of(pid: int) -> int:
+    """Return the process that does the work: below a shell that waits for one child, that child."""
+    while read_text(f"/proc/{pid}/comm", "comm", []).strip() in _SHELLS:
+        below = children(pid)
+        if len(below) != 1:
+            break
+        (pid,) = below
+    return pid
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the living processes below a process; [] where the kernel does not list them."""
+    found = list(children(pid))
+    for child in found:
+        found += children(child)
+    return found
+
+
+def children(pid: int) -> tuple[int, ...]:
+    """Return the children of a process."""
+    below: list[int] = []
+    for thread in _numbers(f"/proc/{pid}/task"):
+        text = read_text(f"/proc/{pid}/task/{thread}/children", "children", [])
+        below += [int(word) for word in text.split()]
+    return tuple(below)
+
+
+def _thread(folder: str, calls: Mapping[int, str], denied: list[str]) -> HostThread:
+    name = read_text(f"{folder}/comm", "comm", denied).strip()
+    match = _CALL.match(read_text(f"{folder}/syscall", "syscall", denied))
+    if match is None:  # it runs, or may not be looked at
+        return HostThread(name=name)
+    number = int(match[1])
+    if number < 0:
+        return HostThread(name=name, call="a page fault or the scheduler")
+    call = calls.get(number, f"call {number}")
+    arguments = match[2].split()
+    timed = call == "futex" and len(arguments) > _FUTEX_TIMEOUT
+    return HostThread(name=name, call=call, timed=timed and int(arguments[_FUTEX_TIMEOUT], 16) != 0)
+
+
+def _numbers(folder: str) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(folder) if name.isdigit()]  # noqa: PTH208 -- names
+    except OSError:
+        return []

@@ -1,0 +1,93 @@
+"""Ranks that record nothing: what the kernel shows of their threads decides, or nothing does."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.recorder.schema import HostThread, Socket
+from tests.analysis.imagined_job import STACK, Job
+
+_GLOO = "pt_gloo_runloop"
+_INSIDE = (
+    HostThread(name="python", call="futex"),
+    HostThread(name=_GLOO, call="futex", timed=True),
+    HostThread(name=_GLOO, call="futex"),
+)
+_OUTSIDE = (HostThread(name=_GLOO, call="futex"),) * 2
+_AT_STORE = (HostThread(name="python", call="poll"),)
+_CONNECTED = (Socket(state="ESTABLISHED"),)
+
+
+def _main(call: str) -> HostThread:
+    return HostThread(name="python", call=call)
+
+
+def job(*threads: tuple[HostThread, ...], **facts: object) -> Job:
+    made = Job(len(threads))
+    for rank, its in zip(made.ranks, threads, strict=True):
+        rank.has_ring = False
+        rank.host.update(threads=its, sockets=_CONNECTED, **facts)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("its", "words"),
+    [
+        ((_main("clock_nanosleep"), *_OUTSIDE), "sleeps (clock_nanosleep)"),
+        ((_main("read"), *_OUTSIDE), "waits for data (read)"),
+        ((_main("futex"), *_OUTSIDE), "waits for another thread (futex)"),
+        ((_main("wait4"), *_OUTSIDE), "waits for a child process (wait4)"),
+        ((_main("flock"), *_OUTSIDE), "waits for a file's lock (flock)"),
+        ((_main("call 999"), *_OUTSIDE), "is in the kernel (call 999)"),
+    ],
+)
+def test_the_rank_that_is_in_no_collective_is_named(its, words):
+    verdict = job(_INSIDE, its, _INSIDE).report().verdict
+    assert (verdict.cause, verdict.culprit_ranks, verdict.confidence) == (
+        "host_hang", (1,), "likely",
+    )  # fmt: skip
+    assert f"rank 1 {words}, in no collective" in verdict.summary
+    assert any("stack" in line for line in verdict.would_settle)
+
+
+def test_a_busy_rank_is_named_too():
+    made = job(_INSIDE, (HostThread(name="python"), *_OUTSIDE))
+    made[1].host.update(process_state="R", cpu_share=0.99)
+    verdict = made.report().verdict
+    assert verdict.culprit_ranks == (1,)
+    assert "rank 1 runs, in no collective" in verdict.summary
+
+
+def test_before_there_is_a_group_the_rank_that_does_not_come_is_named():
+    verdict = job(_AT_STORE, (_main("clock_nanosleep"),), _AT_STORE).report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("host_hang", (1,))
+
+
+def test_a_stopped_rank_is_frozen_wherever_it_was_stopped():
+    made = job(_INSIDE, _INSIDE, _INSIDE)
+    made[2].host["process_state"] = "T"
+    verdict = made.report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("frozen_process", (2,))
+
+
+def test_a_rank_in_a_collective_by_its_stack_waits(tmp_path):
+    """py-spy's stacks say more than threads."""
+    made = job(_OUTSIDE, _OUTSIDE)
+    made[0].stands("distributed_c10d.py", 2900, "all_reduce")
+    made[1].host["stacks"] = STACK.format(file="load.py", line=7, function="next_batch")
+    verdict = made.report().verdict
+    assert (verdict.cause, verdict.culprit_ranks, verdict.confidence) == (
+        "host_hang", (1,), "certain",
+    )  # fmt: skip
+    assert "load.py:7 in next_batch" in verdict.summary
+
+
+@pytest.mark.parametrize(
+    "its", [_INSIDE, (_main("futex"), *_OUTSIDE), ()], ids=["all inside", "all outside", "denied"]
+)
+def test_where_all_are_alike_nobody_is_named_and_what_is_missing_is_said(its):
+    verdict = job(its, its, its).report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("unknown", ())
+    text = " ".join(verdict.would_settle)
+    assert "stack" in text
+    assert "torch's flight recorder" in text

@@ -1,0 +1,176 @@
+"""Unmodified torch programs: nothing of ours is imported, and yet the job is explained."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from echelon.launcher.torch_dumps import TorchDump, torch_environment
+from tests.hosts import hosts, needs_hosts
+from tests.launcher.background import Node
+from tests.ranks import read_json, run_echelon
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.ranks
+
+_TRAIN = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+
+def load_batch():
+    time.sleep(3600)
+
+def serve_dumps():
+    # What torch's NCCL backend does with these two variables, on what Gloo has recorded.
+    def dump():
+        content = torch._C._distributed_c10d._dump_fr_trace(True, True, False)
+        with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"], "wb") as file:
+            file.write(content)
+    def watch():
+        while True:
+            time.sleep(0.1)
+            if me == 0 and waiting.is_set():
+                dump()
+                return
+            if os.read(pipe, 128):
+                dump()
+    name = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
+    os.mkfifo(name)
+    pipe = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
+    threading.Thread(target=watch, daemon=True).start()
+
+fault = sys.argv[1]
+me = int(os.environ["RANK"])
+if fault == "never comes" and me == 1:
+    load_batch()
+dist.init_process_group("gloo")
+x = torch.ones(64)
+waiting = threading.Event()
+if fault == "dumps":
+    serve_dumps()
+for step in range(6):
+    if step == 4:
+        waiting.set()
+    dist.all_reduce(x)
+    if me == 1 and step == 3:
+        if fault in ("sleeps", "dumps"):
+            load_batch()
+        if fault == "raises":
+            raise ValueError("a bad batch")
+        if fault == "restarts" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(9)
+print("sum", int(x[0]) > 0, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(_TRAIN))
+    return str(path)
+
+
+@pytest.fixture
+def train(tmp_path, script):
+    def run(fault: str, *options: str):
+        done = run_echelon(
+            "run", "--nproc-per-node", "2", "--on-stall", "stop", "--stall-timeout", "5",
+            "--run-dir", str(tmp_path / "run"), *options, script, fault,
+        )  # fmt: skip
+        verdict = tmp_path / "run/dump/latest/verdict.json"
+        return done, read_json(verdict)["verdict"] if verdict.exists() else None
+
+    return run
+
+
+@pytest.mark.parametrize("fault", ["sleeps", "never comes"])
+def test_a_hung_program_names_the_rank_that_the_others_wait_for(train, fault):
+    done, verdict = train(fault)
+    assert done.returncode == 3, done.stderr
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), verdict
+    assert "sleeps (clock_nanosleep), in no collective" in verdict["summary"]
+    assert any("rank 1" in line for line in verdict["evidence"])
+    assert any("py-spy" in line for line in verdict["would_settle"])
+
+
+def test_a_crash_names_the_rank_and_not_its_victims(train):
+    done, verdict = train("raises")
+    assert done.returncode == 1, done.stderr
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("exception", [1]), verdict
+    assert "a bad batch" in verdict["summary"]
+
+
+def test_a_restart_meets_at_an_empty_store(train):
+    done, _ = train("restarts", "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum True") == 2
+
+
+def test_torchs_own_dumps_are_collected_and_analysed(train, tmp_path):
+    """Rank 0's appears, as if its watchdog had given up; the others are asked for theirs."""
+    done, verdict = train("dumps", "--nproc-per-node", "3", "--stall-timeout", "60")
+    assert done.returncode == 3, done.stderr
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), verdict
+    assert (verdict["operation"], verdict["group"]) == ("all_reduce", "default_pg")
+    incident = tmp_path / "run/dump/latest"
+    reason = read_json(incident / "incident.json")["reason"]
+    assert reason == "rank 0 wrote a dump of torch's flight recorder"
+    assert {path.name for path in incident.glob("torch_rank_*")} == {
+        f"torch_rank_{rank}" for rank in range(3)
+    }
+    assert not list((tmp_path / "run").rglob("*.pipe"))
+
+
+@pytest.mark.netns
+@needs_hosts
+def test_a_program_on_two_hosts_meets_at_our_store(script, tmp_path):
+    with hosts(2) as made:
+        meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{made[0].address}:29400"]
+        nodes = [
+            Node(
+                tmp_path / host.name,
+                [*meeting, "--node-rank", str(rank), script, "-"],
+                before=host.command(),
+                environ={"ECHELON_SECRET": "s3cret", "GLOO_SOCKET_IFNAME": "eth0"},
+            )
+            for rank, host in enumerate(made)
+        ]
+        try:
+            codes = [node.end() for node in nodes]
+        finally:
+            for node in nodes:
+                node.close()
+    assert codes == [0, 0], [node.lines for node in nodes]
+    for node in nodes:
+        assert sum("sum True" in line for line in node.lines) == 1, node.lines
+
+
+def test_what_the_user_has_set_stays(tmp_path):
+    mine = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/mine_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    assert set(torch_environment(mine, tmp_path)) == {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
+    assert torch_environment({}, tmp_path)["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_an_old_dump_at_the_users_place_is_not_ours(tmp_path):
+    environ = {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/trace_"}
+    path = tmp_path / "trace_4"
+    path.write_bytes(b"of last week")
+    dump = TorchDump(environ, 4)
+    dump.look()
+    dump.look()
+    assert (dump.num_own, dump.read()) == (0, b"")
+    path.write_bytes(b"of this job, and longer")
+    dump.look()
+    assert dump.num_own == 0, "it may still grow"
+    dump.look()
+    assert (dump.num_own, dump.read()) == (1, b"of this job, and longer")
+
+
+def test_a_file_in_the_pipes_place_is_not_written_to(tmp_path):
+    path = tmp_path / "pipe_0.pipe"
+    path.write_bytes(b"mine")
+    assert not TorchDump({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/pipe_"}, 0).ask()
+    assert path.read_bytes() == b"mine"
