@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 29, 20, 7, 2
 
@@ -25,9 +25,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.view(*x.shape[:2], 4, -1).transpose(1, 2) for part in
                    self.qkv(self.norm1(x)).chunk(3, -1))  # fmt: skip
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class Gpt(nn.Module):
@@ -59,18 +59,29 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
     """Return the loss of a rank's batch."""
     tokens, targets = batch(step, rank)
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that all runs use."""
+    """Return the optimizer of runs that are compared bit for bit."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def plain_optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return one for runs that add in another order: AdamW makes steps of rounding errors."""
+    return torch.optim.SGD(model.parameters(), lr=1e-1)
 
 
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
-def train_alone(num_ranks: int, num_steps: int, before: Scale, after: Scale) -> nn.Module:
+def train_alone(
+    num_ranks: int,
+    num_steps: int,
+    before: Scale,
+    after: Scale,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of,
+) -> nn.Module:
     """Train in one process on all ranks' batches, adding gradients in rank order.
 
     Args:
@@ -78,7 +89,7 @@ def train_alone(num_ranks: int, num_steps: int, before: Scale, after: Scale) -> 
         after: what it does to the sum.
     """
     model = Gpt()
-    optimizer = optimizer_of(model)
+    optimizer = make_optimizer(model)
     parameters = list(model.parameters())
     for step in range(num_steps):
         totals: list[torch.Tensor] = []
