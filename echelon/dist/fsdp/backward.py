@@ -1,0 +1,117 @@
+"""Backward: one run of autograd through sharded units.
+
+It is alive as long as autograd's engine runs: the engine holds it by the callback that ends it. If
+an exception stops the engine, the callback is dropped, this object with it, and the driver sees
+that the step died.
+
+Two orders, both known before it begins, keep the ranks in step whatever their data does:
+
+* units are gathered in the reverse of the order in which their forwards *ended*. Asking for one
+  gathers those before it, too;
+* gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
+  first and has its last gradient last). One that is ready waits for those before it.
+
+A unit's parameters are released when all its gradients have come, or those of its inputs, which
+autograd computes after everything inside. A run without a single gradient for a parameter (inputs'
+gradients only, the first half of a split backward) releases and reduces nothing: the weights'
+gradients are still to come, and may need the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from echelon.dist.fsdp.flat import Member
+from echelon.dist.fsdp.reducer import Reducer
+from echelon.dist.fsdp.unit import State, Unit
+
+if TYPE_CHECKING:
+    from echelon.dist.fsdp.driver import Driver
+
+
+class Backward:
+    """One run. `ended`, `begun`: forwards since the last backward, in these orders."""
+
+    def __init__(self, driver: Driver, ended: list[Unit], begun: Iterable[Unit]) -> None:
+        self._driver = driver
+        self._to_gather = ended[::-1]
+        self._expected = [unit for unit in reversed(list(begun)) if unit.trains]
+        self._over: set[Unit] = set()
+        self._any_arrived = False
+        self._reducer = Reducer(driver)
+
+    def needs(self, unit: Unit) -> None:
+        """Have a unit's parameters there: autograd is about to go through it."""
+        if unit in self._to_gather:
+            place = self._to_gather.index(unit)
+            for due in self._to_gather[: place + 1]:
+                self._driver.start_gather(due)
+            del self._to_gather[: place + 1]
+        self._driver.start_gather(unit)
+        self._driver.start_ahead(unit, self._to_gather)
+        unit.wait()
+        if unit.trains and unit not in self._expected and unit not in self._over:
+            self._expect(unit)
+
+    def arrived(self, unit: Unit, member: Member) -> None:
+        """Take the gradient that autograd finished for a parameter.
+
+        Raises:
+            RuntimeError: the unit's parameters were not there, so the gradient cannot be right.
+        """
+        if unit.state is not State.WHOLE:
+            raise RuntimeError(
+                f"a gradient of {member.name!r} came while {unit} was sharded: something computed "
+                "inside it left it by another way than its outputs. Return it from forward, or "
+                "call unshard() before backward"
+            )
+        self._any_arrived = True
+        if unit in self._over:  # once more, through another graph
+            self._over.discard(unit)
+            self._expect(unit)
+        unit.awaits().discard(member)
+        if unit.sync and not unit.held:
+            self._reducer.collect(member)
+        self.look(unit, passed=False)
+
+    def look(self, unit: Unit, *, passed: bool) -> None:
+        """See whether a unit's backward is over; `passed`: its inputs have their gradients."""
+        missing = unit.awaits()
+        some = len(missing) < unit.num_training()
+        if unit.calls or (missing and not (passed and some)):
+            return
+        self._over.add(unit)
+        if not unit.held:
+            unit.release()
+        self._reduce_ready()
+
+    def finish(self) -> None:
+        """End the run: reduce what is left, wait for all, release everything.
+
+        Raises:
+            CollectiveError: see `Reducer.finish`.
+        """
+        driver = self._driver
+        if not self._any_arrived and self._expected:
+            driver.expect_again(self._to_gather[::-1], self._expected[::-1])
+            return
+        for unit in self._to_gather:  # the other ranks may have needed it
+            driver.start_gather(unit)
+        for unit in driver.units:
+            if unit not in self._over and unit not in self._expected and unit.has_gradients():
+                self._expect(unit)  # from an earlier backward that did not reduce
+        self._over.update(self._expected)
+        self._reduce_ready()
+        self._reducer.finish()
+        driver.end_backward()
+
+    def _expect(self, unit: Unit) -> None:
+        self._expected.append(unit)
+        self._expected.sort(key=self._driver.place, reverse=True)
+
+    def _reduce_ready(self) -> None:
+        while self._expected and self._expected[0] in self._over:
+            unit = self._expected.pop(0)
+            if unit.sync and not unit.held:
+                self._reducer.start(unit)

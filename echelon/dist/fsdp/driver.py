@@ -1,0 +1,220 @@
+"""Driver: decides when the units of one group are gathered, released and reduced.
+
+One for each group that units are sharded over. It records in which order forwards ask for units,
+and gathers the next ones ahead of time, to a depth and up to a number of bytes. What is gathered
+ahead depends on these records alone, never on timing, so that all ranks do the same. Gradients are
+reduced in a group of their own, so that neither kind of collective waits behind the other.
+
+[Note: when a step fails]
+An exception leaves forwards that began and did not end, or a backward that never reached its end.
+The next forward of such a unit finds that, and the driver starts over: gathers under way are waited
+for (the other ranks started them too), everything is released, and gradients that were not reduced
+are dropped. The program goes on with `optimizer.zero_grad()` and the next batch. After an error of
+a collective the group itself is of no use any more, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from echelon.dist.fsdp.backward import Backward
+from echelon.dist.fsdp.storage import Pool
+from echelon.dist.fsdp.unit import State, Unit
+from echelon.dist.group import ProcessGroup
+from echelon.errors import CollectiveError
+
+AHEAD_BYTES = 1 << 30
+
+
+class Driver:
+    """See above. Not thread-safe: one thread runs forward and backward at a time.
+
+    Attributes:
+        group: gathers. reducer: the same ranks; reduces.
+        replicas: the ranks that hold what I hold; None: nobody does.
+        hash: of every gather and reduction so far, in their order.
+    """
+
+    def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
+        self.group = group
+        self.replicas = replicas
+        self.reducer = group
+        if group.size > 1:
+            self.reducer = group.split(0, group.rank, f"{group.name}/reduce")
+        self.units: list[Unit] = []
+        self.pool = Pool()
+        self.hash = 0
+        self._near: dict[int, ProcessGroup] = {}
+        self._num_flats = 0
+        self._open: list[Unit] = []
+        self._last: Unit | None = None
+        self._next: dict[Unit, Unit] = {}
+        self._place: dict[Unit, int] = {}
+        self._ahead: set[Unit] = set()
+        self._ended: list[Unit] = []
+        self._begun: dict[Unit, None] = {}
+        self._backward: Callable[[], Backward | None] | None = None
+        self._failed = False
+
+    # ---- making ----
+
+    def add(self, unit: Unit) -> int:
+        """Take a unit in; return its number."""
+        self.units.append(unit)
+        return len(self.units) - 1
+
+    def next_flat(self) -> int:
+        """Return a number for a flat."""
+        self._num_flats += 1
+        return self._num_flats - 1
+
+    def near(self, size: int) -> ProcessGroup:
+        """Return my group of `size` neighbouring ranks. Collective when it is new."""
+        if size not in self._near:
+            color = self.group.rank // size
+            name = f"{self.group.name}/near{size}"
+            self._near[size] = self.group.split(color, self.group.rank, name)
+        return self._near[size]
+
+    # ---- forward ----
+
+    def before_forward(self, unit: Unit) -> None:
+        """Have a unit's parameters there."""
+        backward = self.running()
+        if backward is not None:  # activations are computed again
+            for one in (*unit.borrowed, unit):
+                backward.needs(one)
+            return
+        if self._failed or self._backward is not None or unit in self._open:
+            self.start_over()
+        self._open.append(unit)
+        if torch.is_grad_enabled() and unit not in self._begun:
+            self._place[unit] = len(self._begun)
+            self._begun[unit] = None
+        for one in (*unit.borrowed, unit):
+            self._ask(one)
+
+    def after_forward(self, unit: Unit, *, has_graph: bool) -> None:
+        """Release a unit's parameters, or keep them for its backward."""
+        if self.running() is not None:
+            return
+        if unit in self._open:
+            del self._open[self._open.index(unit) :]
+        if has_graph:
+            if unit in self._ended:
+                self._ended.remove(unit)
+            self._ended.append(unit)
+        if not self._open:
+            self._last = None
+        kept = unit.held or (has_graph and unit.outer and not self._open)
+        if unit.reshard and not kept:
+            unit.release(for_backward=has_graph)
+        for owner in unit.borrowed:
+            if owner.reshard and not owner.held and owner not in self._open:
+                owner.release(for_backward=has_graph)
+
+    # ---- gathering ----
+
+    def start_gather(self, unit: Unit) -> None:
+        """Begin to gather a unit, and note it."""
+        if unit.state in (State.SHARDED, State.NEAR):
+            self.note("gather", unit.number)
+            unit.start_gather()
+
+    def start_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
+        """Begin to gather what comes after a unit, as far as its depth and the limit allow."""
+        self._ahead.discard(unit)
+        for due in following[: unit.depth]:
+            lent = sum(one.full_bytes for one in self._ahead)
+            if due.state in (State.SHARDED, State.NEAR) and lent + due.full_bytes <= AHEAD_BYTES:
+                self._ahead.add(due)
+                self.start_gather(due)
+
+    def note(self, what: str, number: int) -> None:
+        """Add a collective to the hash of their order."""
+        self.hash = zlib.crc32(f"{what} {number}".encode(), self.hash)
+
+    # ---- backward ----
+
+    def running(self) -> Backward | None:
+        """Return the backward that autograd is in."""
+        return None if self._backward is None or self._failed else self._backward()
+
+    def enter_backward(self) -> Backward:
+        """Return the backward that autograd is in; the first call of it makes it."""
+        backward = self.running()
+        if backward is None:
+            if self._failed or self._backward is not None:
+                self.start_over()
+            backward = Backward(self, self._ended, self._begun)
+            self._ended, self._begun, self._last = [], {}, None
+            self._backward = weakref.ref(backward)
+            # The engine alone holds it: see `Backward`.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(backward.finish)
+        return backward
+
+    def expect_again(self, ended: list[Unit], begun: list[Unit]) -> None:
+        """Take back what a backward without gradients did not get to."""
+        self._ended = ended + [unit for unit in self._ended if unit not in ended]
+        self._begun = dict.fromkeys([*begun, *self._begun])
+        self._backward = None
+
+    def end_backward(self) -> None:
+        """Release everything that nobody holds, and be ready for the next step."""
+        self._backward = None
+        self._ahead.clear()
+        for unit in self.units:
+            unit.forget_backward()
+            if not unit.held:
+                unit.release()
+
+    def place(self, unit: Unit) -> int:
+        """Return a number by which the units' forwards began in order."""
+        return self._place.get(unit, -1)
+
+    # ---- failures ----
+
+    def fail(self) -> None:
+        """Note that a hook raised: the next forward starts over."""
+        self._failed = True
+
+    def start_over(self) -> None:
+        """Forget a step that did not end; see the note above."""
+        self._failed = False
+        self._backward = None
+        self._open, self._ended, self._begun, self._last = [], [], {}, None
+        self._ahead.clear()
+        self.pool.clear()
+        for unit in self.units:
+            with contextlib.suppress(CollectiveError):  # the next gather will say it
+                unit.release()
+            unit.held = False
+            unit.forget_backward()
+            for member in unit.members:
+                member.leaf.grad = None
+
+    # ---- recording ----
+
+    def _ask(self, unit: Unit) -> None:
+        if unit.state is State.WHOLE and unit.is_stale():
+            unit.release()
+        self.start_gather(unit)
+        if self._last is not None and self._last is not unit:
+            self._next[self._last] = unit
+        self._last = unit
+        self.start_ahead(unit, self._following(unit))
+        unit.wait()
+
+    def _following(self, unit: Unit) -> list[Unit]:
+        following: list[Unit] = []
+        while len(following) < unit.depth and (due := self._next.get(unit)) is not None:
+            following.append(due)
+            unit = due
+        return following

@@ -1,0 +1,296 @@
+"""Flat: parameters of one unit that share a dtype, as one flat vector divided among the ranks.
+
+[Note: the tensors in play]
+
+    full     [group_size * chunk_numel]   the whole vector, in the dtype of the computation. Its
+                                          memory is there only while the unit is gathered.
+    chunk    [chunk_numel]                my part, in the dtype of the shards. Always in memory.
+                                          Where both dtypes are one and both lie on the host, it
+                                          *is* a slice of `full`, and a gather copies nothing of it.
+    leaf     the parameter's shape        an nn.Parameter that views `full`; what forward and
+                                          backward use, and what autograd gives gradients to.
+    shard    [length, 1, ...]             an nn.Parameter that views `chunk`: what of the parameter
+                                          is mine. It is the very object that the module had before
+                                          sharding, so that an optimizer made earlier goes on
+                                          working. As many dims as the parameter had, because
+                                          programs group parameters by `p.dim()`.
+    sums     [chunk_numel]                my part of the reduced gradients; `shard.grad` views it.
+
+The module's attribute is the leaf while the unit is gathered and the shard otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
+from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
+from echelon.dist.group import ProcessGroup
+from echelon.dist.work import Work
+
+if TYPE_CHECKING:
+    from echelon.dist.fsdp.unit import Unit
+
+Slot = tuple[nn.Module, str]
+
+
+@dataclass(eq=False)
+class Source:
+    """A parameter that is to be sharded, and every place in the modules where it stands."""
+
+    parameter: nn.Parameter
+    name: str
+    slots: list[Slot] = field(default_factory=list)
+
+
+class Member:
+    """One parameter of a flat."""
+
+    def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
+        self.flat = flat
+        self.name = source.name
+        self.slots = source.slots
+        self.piece = piece
+        self.part = part
+        self.shard = source.parameter
+        self.leaf = self._make_leaf()
+        self._become_shard()
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Put the leaf or the shard where the modules look for the parameter."""
+        for module, name in self.slots:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = parameter
+            else:  # RNNs keep a list of their own beside it
+                setattr(module, name, parameter)
+
+    def of(self, chunk: torch.Tensor) -> torch.Tensor:
+        """View my part of the parameter in a chunk-sized tensor, with the shard's shape."""
+        part = self.part
+        dims = (1,) * max(0, len(self.piece.shape) - 1)
+        return chunk[part.offset : part.offset + part.length].view(part.length, *dims)
+
+    def within(self, full: torch.Tensor) -> torch.Tensor:
+        """View the parameter in a tensor of the whole vector."""
+        piece = self.piece
+        return full[piece.start : piece.start + piece.numel].view(piece.shape)
+
+    def _make_leaf(self) -> nn.Parameter:
+        # .data: a version counter of its own, or writing one parameter would invalidate what
+        # autograd saved of the others.
+        view = self.within(self.flat.full.tensor).data
+        leaf = nn.Parameter(view, requires_grad=self.shard.requires_grad)
+        leaf.__dict__.update(self.shard.__dict__)
+        leaf._echelon_member = self  # type: ignore[attr-defined]
+        return leaf
+
+    def _become_shard(self) -> None:
+        self.shard.grad = None
+        self.shard.data = self.of(self.flat.chunk)
+        self.shard._echelon_member = self  # type: ignore[attr-defined]
+
+
+def member_of(parameter: Any) -> Member | None:
+    """Return the member that a shard or leaf belongs to."""
+    return getattr(parameter, "_echelon_member", None)
+
+
+class Flat:
+    """See the note above. Does what it is told; when is the driver's business.
+
+    Args:
+        sources: parameters of one dtype, on one device.
+        group: the ranks among which the vector is divided.
+        number: of this flat on its group, for `tagged_shape`.
+        compute_dtype, reduce_dtype: None: as the shards; as the computation.
+        offload: keep the chunk in the host's memory.
+        replicas: ranks that keep a copy of my chunk.
+
+    Attributes:
+        unit: whose flat this is.
+    """
+
+    unit: Unit
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        group: ProcessGroup,
+        number: int,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        offload: bool,
+        replicas: ProcessGroup | None,
+    ) -> None:
+        first = sources[0].parameter
+        self.group = group
+        self.dtype = first.dtype
+        self.device = first.device
+        self.compute_dtype = compute_dtype or first.dtype
+        self.reduce_dtype = reduce_dtype or self.compute_dtype
+        self.layout = self._plan(sources)
+        self.full = make_storage(self.layout.numel, self.compute_dtype, self.device)
+        self.full.take()
+        self._offload = offload and self.device.type != "cpu"
+        self._inside = self.compute_dtype == self.dtype and self.device.type == "cpu"
+        self.chunk = self._make_chunk()
+        self._fill(sources, replicas)
+        self.members = [
+            Member(self, source, piece, self.layout.part(index, group.rank))
+            for index, (source, piece) in enumerate(zip(sources, self.layout.pieces, strict=True))
+        ]
+        self.number = number
+        self._mine = self._part_of_full(group.rank, group.size)
+        self._works: list[Work] = []
+        self._kept: torch.Tensor | None = None  # what a device keeps for the near ranks
+        self._sums: torch.Tensor | None = None
+        self.release()
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters wants gradients."""
+        return any(member.leaf.requires_grad for member in self.members)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole vector."""
+        return self.layout.numel * self.compute_dtype.itemsize
+
+    # ---- parameters ----
+
+    def start_gather(self) -> None:
+        """Begin to fill `full` from everybody's chunks."""
+        self.full.take()
+        if not self._inside:
+            self._mine.copy_(self.chunk, non_blocking=True)
+        if self.group.size > 1:
+            shape = tagged_shape(self._mine.numel(), self.number)
+            work = self.group.all_gather(self.full.tensor, self._mine.view(shape), async_op=True)
+            self._works.append(_work(work))
+
+    def start_regather(self, near: ProcessGroup) -> None:
+        """Begin to fill `full` from what the `near` ranks kept (see `release`)."""
+        self.full.take()
+        mine = self._part_of_full(near.rank, near.size)
+        if self._kept is not None:
+            mine.copy_(self._kept)
+            self._kept = None
+        if near.size > 1:
+            shape = tagged_shape(mine.numel(), self.number)
+            work = near.all_gather(self.full.tensor, mine.view(shape), async_op=True)
+            self._works.append(_work(work))
+
+    def wait(self) -> None:
+        """Block until `full` is filled."""
+        while self._works:
+            self._works.pop(0).wait()
+
+    def show_leaves(self) -> None:
+        """Let the modules see whole parameters; `requires_grad` is taken from the shards."""
+        for member in self.members:
+            if member.leaf.requires_grad != member.shard.requires_grad:
+                member.leaf.requires_grad_(member.shard.requires_grad)
+            member.show(member.leaf)
+
+    def show_shards(self) -> None:
+        """Let the modules see the shards."""
+        for member in self.members:
+            member.show(member.shard)
+
+    def release(self, near: ProcessGroup | None = None) -> None:
+        """Give the memory of `full` back: all that is not my chunk, nor mine among `near`."""
+        keep = []
+        if self._inside:
+            keep.append(self._range(self.group.rank, self.group.size))
+        if near is not None:
+            keep.append(self._range(near.rank, near.size))
+            if self.device.type != "cpu":
+                self._kept = self._part_of_full(near.rank, near.size).clone()
+        self.full.release(_union(keep))
+
+    # ---- gradients ----
+
+    def sums(self) -> torch.Tensor:
+        """Return where my part of the reduced gradients goes: [chunk_numel], dtype of the shards.
+
+        The same memory at every step. What the program still holds of an earlier step's gradients
+        is overwritten, as with DDP's `gradient_as_bucket_view`.
+        """
+        if self._sums is None:
+            self._sums = self._resident()
+        return self._sums
+
+    # ---- making ----
+
+    def _plan(self, sources: Sequence[Source]) -> Layout:
+        itemsize = min(self.dtype.itemsize, self.compute_dtype.itemsize)
+        shapes = [source.parameter.shape for source in sources]
+        return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
+
+    def _make_chunk(self) -> torch.Tensor:
+        if self._inside:
+            return self._part_of_full(self.group.rank, self.group.size)
+        return self._resident()
+
+    def _resident(self) -> torch.Tensor:
+        """Return a chunk-sized tensor in the dtype, and where, the shards are."""
+        numel = self.layout.chunk_numel
+        if self.device.type == "cpu":
+            return HostStorage(numel, self.dtype).tensor
+        if self._offload:
+            return torch.zeros(numel, dtype=self.dtype, pin_memory=True)
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
+
+    def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:
+        """Take my chunk from rank 0's parameters: all ranks start from the same values."""
+        whole = None
+        if self.group.rank == 0:
+            whole = self.full.tensor if self._inside else make_whole(self)
+            for source, piece in zip(sources, self.layout.pieces, strict=True):
+                values = source.parameter.detach().reshape(-1)
+                whole[piece.start : piece.start + piece.numel].copy_(values)
+        chunk = self.chunk.to(self.device)
+        if self.group.size > 1:
+            self.group.scatter(chunk, whole, root=0)
+        elif whole is not None and chunk.data_ptr() != whole.data_ptr():
+            chunk.copy_(whole)
+        if replicas is not None:
+            replicas.broadcast(chunk, root=0)
+        if chunk.data_ptr() != self.chunk.data_ptr():
+            self.chunk.copy_(chunk)
+
+    def _part_of_full(self, rank: int, size: int) -> torch.Tensor:
+        first, last = self._range(rank, size)
+        return self.full.tensor[first:last]
+
+    def _range(self, rank: int, size: int) -> tuple[int, int]:
+        numel = self.layout.numel // size
+        return rank * numel, (rank + 1) * numel
+
+
+def make_whole(flat: Flat) -> torch.Tensor:
+    """Return a tensor for the whole vector in the shards' dtype, not resident before written."""
+    if flat.device.type == "cpu":
+        return HostStorage(flat.layout.numel, flat.dtype).tensor
+    return torch.zeros(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+
+
+def _work(work: Work | None) -> Work:
+    assert work is not None
+    return work
+
+
+def _union(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge overlapping ranges."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged

@@ -1,0 +1,146 @@
+"""The hooks that tie a unit's modules and autograd to its driver.
+
+They run outside of compiled code: a block that is compiled sees gathered parameters as plain
+tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.flat import Member
+from echelon.dist.fsdp.nested import map_tensors, tensors_in
+from echelon.dist.fsdp.unit import Unit
+
+_numbers = itertools.count()
+
+
+def install(unit: Unit) -> None:
+    """Hook a unit's modules and parameters."""
+    hooks = _ModuleHooks(unit)
+    before = _uncompiled(hooks.before)
+    after = _uncompiled(hooks.after)
+    for module in unit.modules:
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
+    for member in unit.members:
+        _hook_gradient(unit, member)
+
+
+def _hook_gradient(unit: Unit, member: Member) -> None:
+    def arrived(leaf: torch.Tensor) -> None:  # noqa: ARG001
+        with _failing(unit):
+            unit.driver.enter_backward().arrived(unit, member)
+
+    if member.leaf.is_floating_point():
+        wanted = member.leaf.requires_grad
+        # A frozen parameter may be thawed later, and only one that wants gradients takes hooks.
+        member.leaf.requires_grad_(True)
+        member.leaf.register_post_accumulate_grad_hook(_uncompiled(arrived))  # type: ignore[no-untyped-call]
+        member.leaf.requires_grad_(wanted)
+
+
+class _ModuleHooks:
+    """Before and after the forward of a unit's modules."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._ran: set[nn.Module] = set()
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if module in self._ran:  # an earlier forward never came to its end
+            self._ran.clear()
+        if not self._ran:
+            with _failing(self._unit):
+                self._unit.driver.before_forward(self._unit)
+        self._ran.add(module)
+        args, kwargs = self._prepare((args, kwargs))
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
+        unit = self._unit
+        if unit.precision.output_dtype is not None:
+            output = _cast(output, unit.precision.output_dtype)
+        has_graph = _watch(output, lambda: _needed(unit))
+        if len(self._ran) == len(unit.modules):
+            self._ran.clear()
+            with _failing(unit):
+                unit.driver.after_forward(unit, has_graph=has_graph)
+        return output
+
+    def _prepare(self, inputs: Any) -> Any:
+        unit, precision = self._unit, self._unit.precision
+        if precision.param_dtype is not None and precision.cast_forward_inputs:
+            inputs = _cast(inputs, precision.param_dtype)
+        if not torch.is_grad_enabled() or unit.driver.running() is not None:
+            return inputs
+        inputs = map_tensors(_inner, inputs)
+        call = next(_numbers)
+        if _watch(inputs, lambda: _passed(unit, call)):
+            unit.calls.add(call)
+        return inputs
+
+
+def _needed(unit: Unit) -> None:
+    with _failing(unit):
+        backward = unit.driver.enter_backward()
+        for one in (*unit.borrowed, unit):
+            backward.needs(one)
+
+
+def _passed(unit: Unit, call: int) -> None:
+    with _failing(unit):
+        backward = unit.driver.enter_backward()
+        unit.calls.discard(call)
+        backward.look(unit, passed=True)
+
+
+def _watch(value: Any, told: Callable[[], None]) -> bool:
+    """Call `told` when any tensor in a value has its gradient; return whether one ever will."""
+
+    def hook(gradient: torch.Tensor) -> None:  # noqa: ARG001
+        told()
+
+    watched = False
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(_uncompiled(hook))  # type: ignore[no-untyped-call]
+            watched = True
+    return watched
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which the gradient is computed after everything that was made of it.
+
+    Autograd goes through what it has in the reverse order of its making, but a leaf's gradient is
+    taken as soon as it is ready.
+    """
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(change, value)
+
+
+@contextlib.contextmanager
+def _failing(unit: Unit) -> Iterator[None]:
+    """Tell the driver of an exception that passes through."""
+    try:
+        yield
+    except BaseException:
+        unit.driver.fail()
+        raise
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled

@@ -1,0 +1,118 @@
+"""What an optimizer must be to work on shards: elementwise.
+
+A shard is a run of a parameter's elements. An optimizer that treats each element by itself (SGD,
+Adam, ...) does on shards what it would do on the whole; one that looks at a matrix, at rows or at
+norms of a parameter (Muon, Adafactor, LAMB, ...) would silently do something else. So before its
+first step on shards an optimizer is looked at: the ones of torch are known, others are tried on a
+small parameter, whole and in pieces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from echelon.dist.fsdp.flat import member_of
+from echelon.dist.fsdp.unit import Unit
+
+_ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta"}
+    | {"ASGD"}
+)
+_NOT_ELEMENTWISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_installed = False
+
+
+def install() -> None:
+    """Look at every optimizer's steps from now on."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _installed = True
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    units: dict[Unit, None] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            member = member_of(parameter)
+            if member is not None:
+                _check_parameter(parameter, member.shard)
+                units[member.flat.unit] = None
+    if not units:
+        return
+    if optimizer not in _checked:
+        _check_optimizer(optimizer)
+        _checked.add(optimizer)
+    for unit in units:
+        unit.before_step()
+
+
+def _check_parameter(parameter: nn.Parameter, shard: nn.Parameter) -> None:
+    if parameter is not shard:
+        raise ValueError(
+            "this optimizer was made while the model was unsharded: make it before the first "
+            "forward, or after reshard()"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Raise a ValueError unless the optimizer works on each element by itself."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim"):
+        if kind.__name__ in _ELEMENTWISE:
+            return
+        known = kind.__name__ in _NOT_ELEMENTWISE
+    else:
+        known = False
+    if known or not is_elementwise(optimizer):
+        raise ValueError(
+            f"{kind.__name__} does not work on each element by itself, so it cannot work on "
+            "shards, which are runs of a parameter's elements. Use an elementwise optimizer "
+            "(SGD, Adam, AdamW, ...), or pass the parameters that it is to train to "
+            "fully_shard(..., ignored=...)"
+        )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Try an optimizer's kind on a small parameter, whole and in pieces.
+
+    Returns False if the results differ, or if it cannot be tried: it takes other arguments than its
+    `defaults`, or does not accept pieces.
+    """
+    generator = torch.Generator().manual_seed(7)
+    values = torch.rand(6, 4, generator=generator) + 0.5
+    gradients = [torch.randn(6, 4, generator=generator) for _ in range(3)]
+    options = {key: value for key, value in optimizer.defaults.items() if key != "fused"}
+    try:
+        whole = _train(type(optimizer), options, [values], [[one] for one in gradients])
+        pieces = _train(type(optimizer), options, _cut(values), [_cut(one) for one in gradients])
+    except Exception:  # noqa: BLE001 -- a stranger's optimizer may raise anything
+        return False
+    return torch.equal(torch.cat([piece.flatten() for piece in pieces]), whole[0].flatten())
+
+
+def _cut(matrix: torch.Tensor) -> list[torch.Tensor]:
+    flat = matrix.flatten()
+    return [flat[:5].view(5, 1), flat[5:19].view(14, 1), flat[19:].view(5, 1)]
+
+
+def _train(
+    kind: Any,
+    options: dict[str, Any],
+    values: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = kind(parameters, **options)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]

@@ -1,0 +1,148 @@
+"""Reduction: the way of one flat's gradients from autograd to the shards' `.grad`.
+
+    leaf.grad --copy--> buffer [group_size * chunk_numel] --reduce_scatter--> sums [chunk_numel]
+              (pooled, in the dtype of the reduction)        --all_reduce over the replicas-->
+              --> shard.grad
+
+The buffer always has its full size, with zeros where this rank has no gradient; so ranks on which
+a parameter was not used stay in step with the others. Which parameters got a gradient on any rank
+at all is told by the exchange at the end of the backward (`driver.py`): the others' `.grad` stays
+as it is, as in a program of one process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from echelon.dist.fsdp.flat import Flat, Member
+from echelon.dist.fsdp.layout import tagged_shape
+from echelon.dist.fsdp.storage import Pool
+from echelon.dist.group import ProcessGroup
+from echelon.dist.work import Work
+
+_SMALL = 8
+
+
+class Reduction:
+    """Gradients of one flat in one backward.
+
+    Args:
+        flat: whose gradients.
+        pool: lends the buffers.
+        group: reduces; the same ranks as the flat's.
+        replicas: the ranks that hold the same chunk as I do; None: nobody does.
+    """
+
+    def __init__(
+        self, flat: Flat, pool: Pool, group: ProcessGroup, replicas: ProcessGroup | None
+    ) -> None:
+        self.flat = flat
+        self.present: set[Member] = set()
+        self._pool = pool
+        self._group = group
+        self._replicas = replicas
+        self._buffer: torch.Tensor | None = None
+        self._lent_sums: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None  # [chunk_numel], dtype of the reduction
+        self._work: Work | None = None
+        self._is_across = False
+
+    def collect(self, member: Member) -> None:
+        """Copy a gradient into the buffer and free it.
+
+        A small one that comes first waits in `.grad`: a unit of which a norm's gradient comes long
+        before the rest would hold a buffer all that time.
+        """
+        gradient = member.leaf.grad
+        assert gradient is not None, member.name
+        if self._buffer is None and _SMALL * gradient.numel() < self.flat.layout.numel:
+            return
+        self._copy(member, gradient)
+
+    def start(self, *, first: bool) -> None:
+        """Take what still waits in `.grad`, put zeros for what never came, and begin to reduce.
+
+        Args:
+            first: no other reduction of this flat has gone before in this backward.
+        """
+        for member in self.flat.members:
+            if member.leaf.grad is not None:
+                self._copy(member, member.leaf.grad)
+        buffer = self._take_buffer()
+        for member in self.flat.members:
+            if member not in self.present:
+                member.within(buffer).zero_()
+        self._sums = self._where_to(first)
+        numel, op = buffer.numel(), "avg" if self._replicas is None else "sum"
+        shape = tagged_shape(numel, self.flat.number)
+        self._work = self._group.reduce_scatter(
+            self._sums, buffer.view(shape), op=op, async_op=True
+        )
+
+    def advance(self, *, block: bool) -> bool:
+        """Go on as far as possible without blocking, or to the end; return whether that is it."""
+        while self._work is not None:
+            if not block and not self._work.done:
+                return False
+            self._work.wait()
+            self._work = None
+            if self._buffer is not None:
+                self._pool.give_back(self._buffer)
+                self._buffer = None
+            if self._replicas is not None and not self._is_across:
+                self._is_across = True
+                self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
+        return True
+
+    def settle(self, present: set[Member]) -> None:
+        """Give the shards their gradients: those that came on any rank."""
+        assert self._sums is not None
+        sums = self._sums
+        if self._replicas is not None:
+            sums.div_(self._group.size * self._replicas.size)
+        ours = self.flat.sums()
+        if self._adds:
+            sums = sums.to(ours.device, ours.dtype)
+        elif sums is not ours:
+            ours.copy_(sums)
+            sums = ours
+        for member in present:
+            mine = member.of(sums)
+            if member.shard.grad is not None:
+                member.shard.grad.add_(mine)
+            else:
+                member.shard.grad = mine.clone() if self._adds else mine
+        if self._lent_sums is not None:
+            self._pool.give_back(self._lent_sums)
+            self._lent_sums = None
+
+    def drop(self) -> None:
+        """Forget everything, after a failure."""
+        self._buffer = self._lent_sums = self._sums = self._work = None
+
+    @property
+    def _adds(self) -> bool:
+        """Whether a shard has a gradient already, to which this one is added."""
+        return any(member.shard.grad is not None for member in self.flat.members)
+
+    def _where_to(self, first: bool) -> torch.Tensor:
+        flat = self.flat
+        ours = flat.sums()
+        own = flat.reduce_dtype == flat.dtype and ours.device == flat.device
+        if own and first and not self._adds:
+            return ours
+        self._lent_sums = self._pool.acquire(
+            flat.layout.chunk_numel, flat.reduce_dtype, flat.device
+        )
+        return self._lent_sums
+
+    def _take_buffer(self) -> torch.Tensor:
+        if self._buffer is None:
+            flat = self.flat
+            self._buffer = self._pool.acquire(flat.layout.numel, flat.reduce_dtype, flat.device)
+        return self._buffer
+
+    def _copy(self, member: Member, gradient: torch.Tensor) -> None:
+        member.within(self._take_buffer()).copy_(gradient)
+        member.leaf.grad = None
+        self.present.add(member)

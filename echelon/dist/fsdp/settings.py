@@ -1,0 +1,34 @@
+"""Settings of `fully_shard`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedPrecision:
+    """In which dtypes a unit computes and communicates. Its shards keep the dtype they have.
+
+    Attributes:
+        param_dtype: of the gathered parameters, and so of the computation and of the gradients that
+            it yields. None: as the shards.
+        reduce_dtype: in which gradients are summed. None: as the gathered parameters.
+        output_dtype: the unit's floating-point outputs are cast to it. None: left as they are.
+        cast_forward_inputs: cast the unit's floating-point inputs to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")

@@ -1,0 +1,196 @@
+"""fully_shard: from a module to a unit whose parameters are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp import hooks, meta, optimizers, states
+from echelon.dist.fsdp.driver import Driver
+from echelon.dist.fsdp.flat import Flat, Source, member_of
+from echelon.dist.fsdp.settings import MixedPrecision
+from echelon.dist.fsdp.unit import Unit, unit_of
+from echelon.dist.group import ProcessGroup
+from echelon.dist.mesh import DeviceMesh
+from echelon.dist.world import world
+
+M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
+
+
+def fully_shard(
+    module: M,
+    group: ProcessGroup | DeviceMesh | None = None,
+    reshard_after_forward: bool | int = True,
+    mixed_precision: MixedPrecision | None = None,
+    *,
+    ignored: Iterable[nn.Parameter] = (),
+    offload_to_cpu: bool = False,
+    prefetch: int = 1,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> M:
+    """Divide a module's parameters among ranks; gather them while the module computes.
+
+    Call it on the blocks first and on the whole model last: each call makes one unit of all
+    parameters that no earlier call took. Every rank of the group makes the same calls in the same
+    order; each blocks until all have come. All ranks start from group rank 0's values.
+
+    Args:
+        module: a module, or several that form one unit and run one after the other.
+        group: the ranks; None: the world. A mesh of two axes (replicate, shard) divides along the
+            second and keeps equal copies along the first.
+        reshard_after_forward: True releases the parameters after forward and gathers them again
+            for backward; False keeps them; a number k that divides the group keeps 1/k of them, so
+            that k neighbouring ranks gather among themselves. The outermost module keeps them in
+            any case when a backward follows: it would need them at once.
+        mixed_precision: dtypes of computation and communication.
+        ignored: parameters that stay as they are; keeping them equal is up to the caller.
+        offload_to_cpu: shards, their gradients and so the optimizer's state lie in the host's
+            memory. Has no effect for parameters that are there anyway.
+        prefetch: how many units are gathered ahead while this one computes.
+        device: where parameters that are on the meta device are to be made; None: the CPU.
+        init: called with each module that has parameters on the meta device, after they were made;
+            None: its `reset_parameters()`. Only one unit at a time is ever whole.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        ValueError: a bad argument, or a module that was sharded before.
+        CollectiveError: the ranks did not come.
+    """
+    modules: tuple[nn.Module, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
+    _check_modules(modules)
+    if prefetch < 0:
+        raise ValueError(f"prefetch must not be negative, got {prefetch}")
+    driver = _driver(group)
+    near_size = _check_reshard(reshard_after_forward, driver.group)
+    precision = mixed_precision or MixedPrecision()
+    if not isinstance(precision, MixedPrecision):
+        raise ValueError(f"mixed_precision must be a MixedPrecision or None, got {precision!r}")
+    skipped = {id(parameter) for parameter in ignored}
+    meta.make_real(_parts(modules), skipped, device, init)
+    sources, borrowed = _sources(modules, skipped)
+    unit = Unit(
+        modules,
+        [_flat(part, driver, precision, offload_to_cpu) for part in _alike(sources)],
+        driver,
+        precision,
+        reshard=reshard_after_forward is not False,
+        near=driver.near(near_size) if near_size else None,
+        depth=prefetch,
+    )
+    unit.borrowed = borrowed
+    _name(unit, modules)
+    hooks.install(unit)
+    states.install(unit)
+    optimizers.install()
+    return module
+
+
+def _check_modules(modules: tuple[nn.Module, ...]) -> None:
+    if not modules:
+        raise ValueError("fully_shard needs at least one module")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"fully_shard takes modules, got {type(module).__name__}")
+        if unit_of(module) is not None:
+            raise ValueError(f"this {type(module).__name__} is sharded already")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"a {type(module).__name__} has no forward of its own; shard the modules in it"
+            )
+
+
+def _driver(group: ProcessGroup | DeviceMesh | None) -> Driver:
+    replicas = None
+    if isinstance(group, DeviceMesh):
+        if len(group.names) != 2:
+            raise ValueError(f"expected a mesh of two axes (replicate, shard), got {group!r}")
+        replicas, group = group[group.names[0]], group[group.names[1]]
+        replicas = replicas if replicas.size > 1 else None
+    group = world() if group is None else group
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
+    # Kept on the group: both live equally long.
+    drivers: list[Driver] = group.__dict__.setdefault("_echelon_drivers", [])
+    for driver in drivers:
+        if driver.replicas is replicas:
+            return driver
+    drivers.append(Driver(group, replicas))
+    return drivers[-1]
+
+
+def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
+    """Return how many near ranks keep the parameters together; 0: that is not asked for."""
+    if isinstance(reshard, bool):
+        return 0
+    if not isinstance(reshard, int) or reshard < 1 or group.size % reshard:
+        raise ValueError(
+            f"reshard_after_forward must be a bool or a number that divides the group's "
+            f"{group.size} ranks, got {reshard!r}"
+        )
+    return 0 if reshard == group.size else reshard
+
+
+def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
+    """Find the parameters that no unit has yet, and the units that own others used here."""
+    sources: dict[int, Source] = {}
+    borrowed: dict[Unit, None] = {}
+    for path, module in _parts(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in ignored:
+                continue
+            member = member_of(parameter)
+            if member is None:
+                title = f"{path}.{name}" if path else name
+                source = sources.setdefault(id(parameter), Source(parameter, title))
+                source.slots.append((module, name))
+            elif not any(part is module and key == name for part, key in member.slots):
+                member.slots.append((module, name))
+                borrowed[member.flat.unit] = None
+    return list(sources.values()), list(borrowed)
+
+
+def _parts(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
+    found: dict[nn.Module, str] = {}
+    for top in modules:
+        for path, module in top.named_modules():
+            found.setdefault(module, path)
+    return [(path, module) for module, path in found.items()]
+
+
+def _alike(sources: list[Source]) -> list[list[Source]]:
+    """Group parameters by dtype, device, and whether they are trained."""
+    groups: dict[Any, list[Source]] = {}
+    for source in sources:
+        parameter = source.parameter
+        key = (parameter.dtype, parameter.device, parameter.requires_grad)
+        groups.setdefault(key, []).append(source)
+    return list(groups.values())
+
+
+def _flat(sources: list[Source], driver: Driver, precision: MixedPrecision, offload: bool) -> Flat:
+    casts = sources[0].parameter.is_floating_point()
+    return Flat(
+        sources,
+        driver.group,
+        driver.next_flat(),
+        precision.param_dtype if casts else None,
+        precision.reduce_dtype if casts else None,
+        offload,
+        driver.replicas,
+    )
+
+
+def _name(unit: Unit, modules: tuple[nn.Module, ...]) -> None:
+    for module in modules:
+        module.__dict__["_echelon_unit"] = unit
+        for path, part in module.named_modules():
+            inner = unit_of(part)
+            if inner is not None and inner is not unit:
+                inner.name = path
+                unit.outer = True

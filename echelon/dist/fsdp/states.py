@@ -1,0 +1,182 @@
+"""What a sharded model holds: which part of each parameter is mine, and the whole of it.
+
+`model.state_dict()` has the shards, without any communication; `load_state_dict` takes shards or
+whole parameters. `shards` says what each shard is a part of, which is what checkpoints need;
+`full_state_dict` puts the whole together, one unit at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.flat import Flat, Member, make_whole, member_of
+from echelon.dist.fsdp.layout import tagged_shape
+from echelon.dist.fsdp.unit import Unit, units_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """My part of one parameter.
+
+    Attributes:
+        name: the parameter's name in the model; of a tied one, the first.
+        aliases: its other names.
+        shape: the whole parameter's shape.
+        dtype: of the whole and of the part.
+        start: my first element, counted in the flattened parameter.
+        length: how many elements are mine; may be 0.
+        data: [length], views the memory of the shard; written to, it changes the model.
+        parameter: the optimizer's parameter: `[length, 1, ...]`, the key into `optimizer.state`.
+        ranks: the ranks (global) among which the parameter is divided, in order.
+        copies: the ranks that hold the same part, me among them; the first is to save it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    length: int
+    data: torch.Tensor
+    parameter: nn.Parameter
+    ranks: tuple[int, ...]
+    copies: tuple[int, ...]
+
+
+def shards(module: nn.Module) -> dict[str, Shard]:
+    """Return my part of each sharded parameter in a module, by the parameter's name.
+
+    Parameters that are not sharded (`ignored`, or in no unit) are not in it. Not collective.
+    """
+    names: dict[Member, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        member = member_of(parameter)
+        if member is not None:
+            names.setdefault(member, []).append(name)
+    return {found[0]: _shard(member, found) for member, found in names.items()}
+
+
+def _shard(member: Member, names: list[str]) -> Shard:
+    flat, part = member.flat, member.part
+    group, replicas = flat.group, flat.unit.driver.replicas
+    mine = (group.ranks[group.rank],)
+    return Shard(
+        name=names[0],
+        aliases=tuple(names[1:]),
+        shape=member.piece.shape,
+        dtype=flat.dtype,
+        start=part.start,
+        length=part.length,
+        data=flat.chunk[part.offset : part.offset + part.length],
+        parameter=member.shard,
+        ranks=group.ranks,
+        copies=mine if replicas is None else replicas.ranks,
+    )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str, Any]:
+    """Return an optimizer's state of one shard.
+
+    Tensors that have the shard's shape are parts of the parameter just as the shard is, and come as
+    views [length]; everything else (step counts) is the same on all ranks and comes as it is.
+    """
+    state = optimizer.state.get(shard.parameter, {})
+    return {key: value.view(-1) if is_part(value, shard) else value for key, value in state.items()}
+
+
+def is_part(value: Any, shard: Shard) -> bool:
+    """Tell whether a piece of an optimizer's state is divided as the shard is."""
+    return (
+        isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shard.parameter.shape
+    )
+
+
+def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    """Return the whole model on the host, as the unsharded model's `state_dict()` would be.
+
+    Gathers one unit at a time. Collective.
+
+    Args:
+        rank0_only: only rank 0 of each group gets the parameters; the others an empty dict.
+
+    Raises:
+        CollectiveError: a rank is lost or did not come.
+    """
+    whole: dict[Member, torch.Tensor] = {}
+    for unit in units_of(module):
+        for flat in unit.flats:
+            whole.update(_gather(flat, rank0_only))
+    everywhere = all(unit.driver.group.rank == 0 for unit in units_of(module))
+    if rank0_only and not everywhere:
+        return {}
+    result: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        member = member_of(value)
+        result[name] = value.detach().cpu().clone() if member is None else whole[member]
+    return result
+
+
+def _gather(flat: Flat, rank0_only: bool) -> dict[Member, torch.Tensor]:
+    group = flat.group
+    chunk = flat.chunk.to(flat.device)
+    wanted = group.rank == 0 or not rank0_only
+    buffer = make_whole(flat) if wanted else None
+    tagged = chunk.view(tagged_shape(chunk.numel(), flat.number))
+    if group.size == 1:
+        assert buffer is not None
+        buffer.copy_(chunk)
+    elif rank0_only:
+        group.gather(buffer, tagged, root=0)
+    else:
+        group.all_gather(buffer, tagged)
+    if buffer is None:
+        return {}
+    return {member: member.within(buffer).detach().cpu().clone() for member in flat.members}
+
+
+def install(unit: Unit) -> None:
+    """Make the modules' own `state_dict` and `load_state_dict` work with shards."""
+
+    def before_save(*_: Any) -> None:
+        _show_shards(unit)
+
+    def before_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        _before_load(unit, module, state, prefix, metadata)
+
+    for module in unit.modules:
+        hookable: Any = module  # torch leaves these two without types
+        hookable.register_state_dict_pre_hook(before_save)
+        hookable.register_load_state_dict_pre_hook(before_load)
+
+
+def _show_shards(unit: Unit) -> None:
+    if unit.held:
+        raise ValueError(f"{unit} is unsharded: call reshard() before taking its state")
+    unit.release()
+
+
+def _before_load(
+    unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Cut whole parameters down to my part."""
+    _show_shards(unit)
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError("load_state_dict(assign=True) would put other parameters in the shards'")
+    for name, member in _named(module, unit):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value.shape == member.piece.shape:
+            part = member.part
+            mine = value.detach().reshape(-1)[part.start : part.start + part.length]
+            state[prefix + name] = mine.view(member.shard.shape)
+
+
+def _named(module: nn.Module, unit: Unit) -> Iterator[tuple[str, Member]]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        member = member_of(parameter)
+        if member is not None and (member.flat.unit is unit or member.flat.unit in unit.borrowed):
+            yield name, member

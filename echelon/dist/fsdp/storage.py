@@ -1,0 +1,130 @@
+"""Memory that can be given back and taken again under the same tensor.
+
+Autograd keeps views of a unit's gathered parameters from forward to backward. They stay valid while
+the memory behind them comes and goes, because it always comes back at the same place: on the CPU an
+anonymous mapping whose pages are handed back to the system (no allocator in between that would keep
+or scatter them), on a device a storage that is resized to nothing and back.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def make_storage(numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
+    """Return memory for `numel` elements, none of it resident yet."""
+    if device.type == "cpu":
+        return HostStorage(numel, dtype)
+    return DeviceStorage(numel, dtype, device)
+
+
+class Storage:
+    """One flat tensor with memory that comes and goes. `tensor`: [numel]."""
+
+    tensor: torch.Tensor
+
+    def take(self) -> None:
+        """Have memory behind the tensor; its contents are undefined."""
+
+    def release(self, keep: list[tuple[int, int]]) -> None:
+        """Give the memory back, but for some ranges.
+
+        Args:
+            keep: (first, last) elements, on page boundaries, ascending, without overlaps. On the
+                host alone.
+        """
+        raise NotImplementedError
+
+
+class HostStorage(Storage):
+    """An anonymous private mapping. Touched pages are resident, released ones are not."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self._itemsize = dtype.itemsize
+        self._num_bytes = max(PAGE_BYTES, numel * dtype.itemsize)
+        self._map = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor = torch.frombuffer(self._map, dtype=dtype, count=numel)
+
+    def release(self, keep: list[tuple[int, int]]) -> None:
+        """Hand the pages back to the system."""
+        position = 0
+        for first, last in [*keep, (self._num_bytes // self._itemsize,) * 2]:
+            start, stop = position * self._itemsize, first * self._itemsize
+            if stop > start:
+                self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            position = last
+
+
+class DeviceStorage(Storage):
+    """A device tensor whose storage is resized."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._num_bytes = numel * dtype.itemsize
+        self.tensor.untyped_storage().resize_(0)
+
+    def take(self) -> None:
+        """Have memory again, from the device's caching allocator."""
+        storage = self.tensor.untyped_storage()
+        if storage.size() != self._num_bytes:
+            storage.resize_(self._num_bytes)
+
+    def release(self, keep: list[tuple[int, int]]) -> None:  # noqa: ARG002
+        """Give everything back."""
+        self.tensor.untyped_storage().resize_(0)
+
+
+class Pool:
+    """Flat buffers that are used again: fixed places instead of an allocator's fragments.
+
+    Not thread-safe: hooks of one group's units run one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []  # each [num_bytes], uint8
+        self._num_lent = 0
+
+    def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Lend a flat tensor of `numel` elements with undefined contents."""
+        num_bytes = numel * dtype.itemsize
+        fitting = [
+            index
+            for index, raw in enumerate(self._free)
+            if raw.numel() >= num_bytes and raw.device == device
+        ]
+        if fitting:
+            best = min(fitting, key=lambda index: self._free[index].numel())
+            raw = self._free.pop(best)
+        else:
+            if self._free:  # too small: replaced, so that there are never more than were needed
+                self._free.remove(min(self._free, key=torch.Tensor.numel))
+            raw = _raw(num_bytes, device)
+        self._num_lent += 1
+        buffer = raw[:num_bytes].view(dtype)
+        buffer._echelon_raw = raw  # type: ignore[attr-defined]
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take back what was lent."""
+        self._num_lent -= 1
+        self._free.append(buffer._echelon_raw)  # type: ignore[attr-defined]
+
+    def clear(self) -> None:
+        """Forget all buffers; those still lent are freed by whoever holds them."""
+        self._free.clear()
+        self._num_lent = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers that lie here unused."""
+        return sum(raw.numel() for raw in self._free)
+
+
+def _raw(num_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return HostStorage(num_bytes, torch.uint8).tensor
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
