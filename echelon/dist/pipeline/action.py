@@ -1,0 +1,143 @@
+"""One action of a schedule, and its text: `2F0` is stage 2, forward, micro-batch 0.
+
+The text is the one that PyTorch's pipelining prints and reads, so that schedules can be carried
+between the two:
+
+    2F0  2B0             forward and whole backward of micro-batch 0 in stage 2
+    2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
+    (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
+    1SEND_F3  2RECV_F3   stage 1's output of micro-batch 3 goes to stage 2
+    2SEND_B3  1RECV_B3   its gradient comes back
+    1UNSHARD  1RESHARD  1REDUCE_GRAD   what a sharded stage needs around its computations
+
+An action says what and for which micro-batch, never when: that is its place in a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What an action does; the values are the text's."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    OVERLAP = "OVERLAP_F_B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.OVERLAP})
+MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+
+_TEXT = re.compile(
+    r"(\d{1,6})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)(\d{0,6})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one rank.
+
+    `microbatch` is -1 where there is none (sharding actions). An overlap holds its computations in
+    `parts` and has stage and micro-batch -1 itself.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int = -1
+    parts: tuple[Action, ...] = ()
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it computes, rather than moves data or parameters."""
+        return self.kind in COMPUTE
+
+    @property
+    def computations(self) -> tuple[Action, ...]:
+        """The computations in it, in order: itself, or an overlap's parts; () if it has none."""
+        if self.kind is Kind.OVERLAP:
+            return self.parts
+        return (self,) if self.is_compute else ()
+
+    def __str__(self) -> str:
+        """Return PyTorch's text of the action."""
+        if self.kind is Kind.OVERLAP:
+            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
+        number = "" if self.microbatch < 0 else str(self.microbatch)
+        return f"{self.stage}{self.kind.value}{number}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read an action's text back.
+
+        Raises:
+            ValueError: it is no action's text.
+        """
+        text = text.strip()
+        if text.startswith("("):
+            return _parse_overlap(text)
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no action; one reads like 2F0, 1SEND_B3 or 0UNSHARD")
+        stage, kind, microbatch = found.groups()
+        needs_number = Kind(kind) not in SHARDING
+        if needs_number and not microbatch:
+            raise ValueError(f"{text!r} lacks its micro-batch's number: {text}0 is the first one's")
+        if not needs_number and microbatch:
+            raise ValueError(f"{text!r}: {kind} concerns a whole stage and takes no micro-batch")
+        return Action(int(stage), Kind(kind), int(microbatch) if microbatch else -1)
+
+
+def _parse_overlap(text: str) -> Action:
+    inside, closing, kind = text[1:].partition(")")
+    if not closing or kind.strip() != Kind.OVERLAP.value:
+        raise ValueError(f"{text!r} is no action; an overlap reads like (0F4;3B1)OVERLAP_F_B")
+    parts = tuple(Action.parse(part) for part in inside.split(";"))
+    for part in parts:
+        if part.kind is Kind.OVERLAP or not part.is_compute:
+            raise ValueError(f"{text!r}: {part} is no computation, only those overlap")
+    return Action(-1, Kind.OVERLAP, parts=parts)
+
+
+def forward(stage: int, microbatch: int) -> Action:
+    """Make a forward."""
+    return Action(stage, Kind.FORWARD, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    """Make a whole backward."""
+    return Action(stage, Kind.BACKWARD, microbatch)
+
+
+def input_grad(stage: int, microbatch: int) -> Action:
+    """Make the part of a backward that the stage before waits for."""
+    return Action(stage, Kind.INPUT_GRAD, microbatch)
+
+
+def weight_grad(stage: int, microbatch: int) -> Action:
+    """Make the part of a backward that nobody waits for."""
+    return Action(stage, Kind.WEIGHT_GRAD, microbatch)
+
+
+def overlap(*parts: Action) -> Action:
+    """Make several computations one action; a single one stays itself."""
+    return parts[0] if len(parts) == 1 else Action(-1, Kind.OVERLAP, parts=parts)
+
+
+def computations(row: list[Action]) -> Iterator[Action]:
+    """Yield a row's computations in order, overlaps taken apart."""
+    for action in row:
+        yield from action.computations
