@@ -331,8 +331,8 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
         """Refuse: a message's sender has to be named."""
         raise ValueError(
-            f"recv of {_only(data, 'recv')} with tag {tag} from any rank: backend 'echelon' "
-            "receives from a named rank only; pass src"
+            f"recv of {tuple(_only(data, 'recv').shape)} with tag {tag} from any rank: backend "
+            "'echelon' receives from a named rank only; pass src"
         )
 
     def barrier(self, opts: Any = None) -> TorchWork:
