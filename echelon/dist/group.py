@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,15 +17,16 @@ import echelon.recorder.recorder as black_box
 from echelon.dist import failures, objects
 from echelon.dist.arguments import check_pair, check_reduce_op, check_splits
 from echelon.dist.arrays import View, view
+from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.operation import Operation, encode_call
+from echelon.dist.flight import Flight
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder import sites
 from echelon.recorder.recorder import NOT_RECORDED
 from echelon.recorder.schema import Flag
 
-_SWEEP_S = 0.5
 MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
 
@@ -62,7 +62,7 @@ class ProcessGroup:
         self._message_sequences: dict[tuple[str, int], int] = {}
         self._order = threading.Lock()  # held by a collective from its number to its end
         self._numbering = threading.Lock()  # the same for messages, but their numbers only
-        self._flight = _Flight(self)
+        self._flight = Flight(members, backend, self._break)
         self._coalesced = threading.local()
         recorder = black_box.current()
         self._reference = 0 if recorder is None else recorder.new_group(members.name, members.ranks)
@@ -319,12 +319,14 @@ class ProcessGroup:
         shown = target if kind == "scatter" or source is None else source
         dtype, shape = ("", ()) if shown is None else (shown.dtype, shown.shape)
         self._check_use(kind, shown, reduce_op)
-        call = encode_call(kind, reduce_op, dtype, root, None if shown is None else shape)
+        device = "cpu" if shown is None else shown.device
+        call = encode_call(kind, reduce_op, dtype, root, None if shown is None else shape, device)
         with self._order:
             operation = Operation(
                 kind=kind,
                 sequence=self._sequence,
                 dtype=dtype,
+                device=device,
                 reduce_op=reduce_op,
                 root=root,
                 source=None if source is None else source.data,
@@ -350,6 +352,7 @@ class ProcessGroup:
                 kind=kind,
                 sequence=sequence,
                 dtype=data.dtype,
+                device=data.device,
                 peer=peer,
                 tag=tag,
                 source=data.data if kind == "send" else None,
@@ -368,12 +371,12 @@ class ProcessGroup:
             self._flight.sweep()
             if self._broken is not None:
                 raise failures.broken_since(self._members, operation, self._broken)
-            if not async_op and batch is None:
+            if not async_op and batch is None and operation.device == "cpu":
                 self._execute(operation, record)
                 return None
+            work = self._flight.launch(operation, record)
         except CollectiveError as err:
-            if self._broken is None:
-                self._broken = err
+            self._break(err)
             recorder = None if record == NOT_RECORDED else black_box.current()
             if recorder is not None:
                 recorder.failed(record, err)
@@ -382,10 +385,15 @@ class ProcessGroup:
                 err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
             # The message says it all; a user's traceback should end in the user's code, not ours.
             raise err.with_traceback(None) from None
-        work = self._flight.launch(operation, record)
         if batch is not None:
             batch[1].append(work)
+        elif not async_op:
+            work.wait()  # on a device: once it is in order behind what the caller has queued there
         return work if async_op else None
+
+    def _break(self, error: CollectiveError) -> None:
+        if self._broken is None:
+            self._broken = error
 
     def _execute(self, operation: Operation, record: int) -> None:
         recorder = None if record == NOT_RECORDED else black_box.current()
@@ -444,13 +452,17 @@ class ProcessGroup:
         if shown is None:
             return
         if shown.device != self._backend.device:
-            raise ValueError(
-                f"{kind}: an array on {shown.device}; backend {self.backend!r} of group "
-                f"{self.name!r} carries arrays on {self._backend.device}"
-            )
+            self._check_device(kind, shown.device)
         reason = self._backend.refuses(kind, shown.dtype, reduce_op)
         if reason:
             raise ValueError(f"{kind} of {shown}: backend {self.backend!r} {reason}")
+
+    def _check_device(self, kind: str, device: str) -> None:
+        reason = f"backend {self.backend!r} carries arrays on {self._backend.device}"
+        if isinstance(self._backend, ByDevice):
+            reason = self._backend.lacks(kind, device)
+        if reason:
+            raise ValueError(f"{kind}: an array on {device} in group {self.name!r}: {reason}")
 
     def _check_rank(self, rank: Any, name: str) -> None:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
@@ -480,79 +492,6 @@ def check_tag(tag: Any) -> int:
     if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
         raise ValueError(f"tag {tag!r} is no number from 0 to {(1 << 31) - 1}")
     return tag
-
-
-class _Flight:
-    """A group's asynchronous operations that have not been seen to end.
-
-    Keeps their arrays alive, and notes each end in the black box with the time at which the backend
-    finished it: when the user waits, when the next operation is called, or at the latest from a
-    small thread, for what nobody waits for.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._works: list[Work] = []
-        self._operations: dict[int, Operation] = {}
-        self._lock = threading.RLock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def launch(self, operation: Operation, record: int) -> Work:
-        recorder = None if record == NOT_RECORDED else black_box.current()
-        if recorder is not None:
-            recorder.started(record)
-        pending = self._group._backend.submit(operation)
-        work = Work(failures.place(self._group._members, operation), pending, record, self.settle)
-        with self._lock:
-            self._works.append(work)
-            if self._thread is None and record != NOT_RECORDED:
-                name = f"echelon-sweep-{self._group.name}"
-                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-                self._thread.start()
-        return work
-
-    def sweep(self) -> None:
-        """Settle what has ended."""
-        if self._works:
-            with self._lock:
-                for work in [one for one in self._works if one.done]:
-                    self._settle(work)
-
-    def settle(self, work: Work) -> None:
-        with self._lock:
-            for earlier in [one for one in self._works if one.done]:
-                self._settle(earlier)  # in the order of the calls: the first error is the cause
-            self._settle(work)
-
-    def close(self) -> None:
-        self.sweep()
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2 * _SWEEP_S)
-
-    def _settle(self, work: Work) -> None:
-        if work.settled:
-            return
-        work.settled = True
-        work.error = work.pending.error
-        with contextlib.suppress(ValueError):
-            self._works.remove(work)
-        if isinstance(work.error, CollectiveError) and self._group._broken is None:
-            self._group._broken = work.error
-        if work.record == NOT_RECORDED:
-            return
-        recorder = black_box.current()
-        if recorder is None:
-            return
-        if work.error is not None:
-            recorder.failed(work.record, work.error)
-        else:
-            recorder.completed(work.record, work.pending.ended_mono_ns or time.monotonic_ns())
-
-    def _serve(self) -> None:
-        while not self._stop.wait(_SWEEP_S):
-            self.sweep()
 
 
 def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:

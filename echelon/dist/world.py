@@ -18,6 +18,7 @@ from datetime import timedelta
 import echelon.recorder.recorder as black_box
 from echelon.dist import clocks
 from echelon.dist.backends import registry
+from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.shm.rendezvous import gather, host_identity
 from echelon.dist.environment import Rendezvous
@@ -72,6 +73,8 @@ class _World:
         backend = choose_backend(self.backend, members, store, deadline_s)
         left_s = max(0.001, deadline_s - time.monotonic())
         engine: Backend = registry.create(backend, members, store, left_s)
+        if self.backend is None:
+            engine = ByDevice(members, store, engine)
         group = ProcessGroup(members, engine, self.timeout_s, self.make)
         self.groups.append(group)
         return group
@@ -113,7 +116,8 @@ def init(
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None: "shm" where
-            all ranks are on one host, else "shm+gloo".
+            all ranks are on one host, else "shm+gloo"; beside it, for arrays on a device, "nccl",
+            "xccl" or a plug-in, made when the first such array comes.
         timeout_s: limit of this call and of every operation of the groups made from it.
         reduction: "fast", or "rank_ordered": sums in rank order on every backend. ("shm" always
             does.)

@@ -25,6 +25,10 @@ class Members:
     rank: int  # mine, within the group
     ranks: Sequence[int]  # global ones, in group order
     options: Options = field(default_factory=Options)
+    device: str = (
+        ""  # what to carry, if the caller knows: "cuda", "xpu", ...; "": the backend's own
+    )
+    device_index: int = 0
 
     @property
     def size(self) -> int:

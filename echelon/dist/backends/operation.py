@@ -29,7 +29,7 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
-_CALL = struct.Struct("<BBBxi16s8q")
+_CALL = struct.Struct("<BBBxi16s8s8q")
 _MAX_DIMS = 8
 _MANY_DIMS = 255
 _ANY = -1  # a dim that may differ between ranks
@@ -45,6 +45,7 @@ class Operation:
         sequence: a collective's number in the group, from 0; a send's or receive's number among
             those with this peer in this direction.
         dtype: the data's true dtype ("bfloat16" travels as uint16); "" for a barrier.
+        device: where the data lies: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
         reduce_op: one of `REDUCE_OPS`, "" if it does not reduce.
         root: group rank, -1 if it has none.
         peer: group rank at the other end of a send or receive, else -1.
@@ -59,6 +60,7 @@ class Operation:
     kind: str
     sequence: int
     dtype: str = ""
+    device: str = "cpu"
     reduce_op: str = ""
     root: int = -1
     peer: int = -1
@@ -85,7 +87,12 @@ class Operation:
 
 @functools.lru_cache(maxsize=4096)
 def encode_call(
-    kind: str, reduce_op: str, dtype: str, root: int, shape: tuple[int, ...] | None
+    kind: str,
+    reduce_op: str,
+    dtype: str,
+    root: int,
+    shape: tuple[int, ...] | None,
+    device: str = "cpu",
 ) -> bytes:
     """Pack what must be equal on all ranks; `shape` is None where there is no array."""
     dims = list(shape or ())
@@ -103,6 +110,7 @@ def encode_call(
         num_dims,
         root,
         dtype.encode(),
+        device.encode(),
         *(dims + [0] * (_MAX_DIMS - len(dims))),
     )
 
@@ -111,8 +119,10 @@ def describe_call(call: bytes) -> str:
     """Say what a rank called: `broadcast(root 0) float32[3, 4]`. Takes bytes of any origin."""
     if len(call) < CALL_BYTES:
         return "nothing"
-    kind, reduce_op, num_dims, root, raw, *dims = _CALL.unpack_from(call)
-    dtype = raw.rstrip(b"\0").decode("ascii", "replace")
+    kind, reduce_op, num_dims, root, raw_dtype, raw_device, *dims = _CALL.unpack_from(call)
+    dtype, device = (
+        raw.rstrip(b"\0").decode("ascii", "replace") for raw in (raw_dtype, raw_device)
+    )
     details = []
     if 0 < reduce_op <= len(REDUCE_OPS):
         details.append(REDUCE_OPS[reduce_op - 1])
@@ -125,4 +135,4 @@ def describe_call(call: bytes) -> str:
         if num_dims == _MANY_DIMS:
             shown = [f"{dims[0]} elements"]
         text += f" {dtype}[{', '.join(shown)}]"
-    return text
+    return text if device in ("", "cpu") else f"{text} on {device}"

@@ -2,7 +2,8 @@
 
 A backend is named in `_OWN`, or comes from an installed package through the entry point group
 `echelon.backends`: the entry point's object is a function like `echelon.dist.backends.shm.backend.
-create`, with an optional attribute `not_ready`, a function that says why it cannot run here.
+create`, with optional attributes: `not_ready`, a function that says why it cannot run here, and
+`device`, the kind of device whose arrays it carries.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _MODULES = {
     "xccl": "echelon.dist.backends.xccl.backend",
     "nccl": "echelon.dist.backends.nccl",
 }
+
+_DEVICES = {"cuda": "nccl", "xpu": "xccl"}
 
 Create = Callable[[Members, PrefixStore, float], Backend]
 
@@ -60,6 +63,24 @@ def check_name(name: str) -> None:
         ValueError: there is none; says which there are.
     """
     _find(name)
+
+
+def for_device(device: str) -> tuple[str, str]:
+    """Return the backend for arrays on a kind of device, ours first; else "" and the reason."""
+    reason = f"no backend carries arrays on {device}"
+    names = [_DEVICES[device]] if device in _DEVICES else []
+    for name in (*names, *sorted(_plugins())):
+        try:
+            made, not_ready, _ = _find(name)
+            if name not in names and getattr(made, "device", "cpu") != device:
+                continue
+            lack = not_ready()
+        except Exception as err:  # noqa: BLE001 -- a broken plug-in stands in nobody's way
+            lack = f"{type(err).__name__}: {err}"
+        if not lack:
+            return name, ""
+        reason = f"backend {name!r} is not ready: {lack}"
+    return "", reason
 
 
 def statuses() -> list[Status]:

@@ -165,7 +165,7 @@ class NativeEngine:
         if ranks:
             error: CollectiveError = split_error(self._members, first, ranks)
         else:
-            calls = [call[:CALL_BYTES] for call in self._engine.calls(sequence)]
+            calls = [call[:CALL_BYTES] for call in self._engine.calls()]
             error = mismatch_error(self._members, first, calls or [b""])
         return error if mine else failures.broken_since(self._members, operation, error)
 

@@ -84,6 +84,7 @@ class PythonEngine(LaneBackend):
         self._published = 0
         self._chunk = 0
         self._call = b""
+        self._turn = 0  # which of the two headers is the running collective's
         self._agreed = -1  # sequence of the last operation whose call all members share
         self._lost: CollectiveError | None = None
         self._aborted = False
@@ -110,7 +111,8 @@ class PythonEngine(LaneBackend):
         deadline_s = time.monotonic() + operation.timeout_s
         if not operation.is_message:
             self._call = operation.call
-            self._segment.write_header(self._rank, operation.sequence & 1, operation.call)
+            self._turn ^= 1
+            self._segment.write_header(self._rank, self._turn, operation.call)
         try:
             self._run[operation.kind](operation, deadline_s)
         except CollectiveError as err:
@@ -383,8 +385,7 @@ class PythonEngine(LaneBackend):
     def _check_same_call(self, operation: Operation) -> None:
         if self._agreed == operation.sequence:
             return
-        parity = operation.sequence & 1
-        calls = [self._segment.read_header(r, parity)[:CALL_BYTES] for r in range(self._size)]
+        calls = [self._segment.read_header(r, self._turn)[:CALL_BYTES] for r in range(self._size)]
         if not all(call == self._call for call in calls):
             raise mismatch_error(self._members, operation, calls)
         self._check_nobody_gave_up(operation)

@@ -6,7 +6,7 @@ A control block holds
     0     u32  published: how often this rank has announced a phase; others sleep on it
     4     u32  failed: a `Fault` once the rank has given the group up
     8     u32  number of ranks it blames, then up to 64 of them as u32
-    1024  two headers of 1024 bytes, for even and odd sequence numbers: what the rank called
+    1024  two headers of 1024 bytes, in turns: what the rank called in this collective, and before
 
 A message ring holds its `tail` (u32, lines written; the sender's), at 64 its `head` (u32, lines
 read; the receiver's), at 128 its lines of 64 bytes.

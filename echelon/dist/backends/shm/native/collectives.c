@@ -86,7 +86,8 @@ static void begin(struct ec_engine *engine, struct ec_op *op)
 {
     op->begun = true;
     op->base = engine->position;
-    engine->controls[engine->rank].calls[op->sequence & 1] = op->call;
+    op->turn = (int)(engine->num_begun++ & 1);
+    engine->controls[engine->rank].calls[op->turn] = op->call;
     if (op->kind == EC_ALL_REDUCE || op->kind == EC_REDUCE)
         begin_reduction(engine, op);
     else if (op->kind == EC_ALL_TO_ALL)
@@ -330,7 +331,7 @@ static bool all_reached(struct ec_engine *engine, struct ec_op *op, enum counter
 static bool calls_agree(struct ec_engine *engine, struct ec_op *op)
 {
     for (int rank = 0; rank < engine->size; rank++) {
-        const struct ec_call *call = &engine->controls[rank].calls[op->sequence & 1];
+        const struct ec_call *call = &engine->controls[rank].calls[op->turn];
         if (memcmp(call, &op->call, sizeof *call) != 0) {
             struct ec_blame blame = {/* whom it names is Python's vote */
                 .fault = EC_MISMATCH, .kind = op->kind, .sequence = op->sequence};

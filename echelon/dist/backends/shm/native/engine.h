@@ -105,7 +105,7 @@ struct ec_control {
     _Atomic uint32_t sleeps_on;                   /* 0, peer + 1, or EC_ANYONE */
     _Alignas(EC_LINE) _Atomic uint32_t fault;     /* enum ec_fault */
     _Atomic uint64_t blamed[EC_BLAME_WORDS];
-    _Alignas(EC_LINE) struct ec_call calls[2]; /* for even and odd sequences */
+    _Alignas(EC_LINE) struct ec_call calls[2]; /* this collective's and the one's before, in turns */
 };
 
 #define EC_ANYONE UINT32_MAX
@@ -143,6 +143,7 @@ struct ec_op {
 
     /* Where it stands: the driver's alone until `state` is final. */
     bool begun, agreed, writes, reads, folds;
+    int turn;      /* which of the two calls is its own */
     uint64_t base; /* number of its first chunk */
     uint64_t num_chunks, published, reduced, consumed;
     size_t piece; /* bytes of a chunk, or of one rank's part of it */
@@ -196,6 +197,8 @@ struct ec_engine {
     struct ec_peer *peers;
 
     /* The driver's. */
+    uint64_t num_begun; /* collectives: equal on all ranks between them, with or without gaps in
+                         * their sequence numbers */
     uint64_t position; /* chunks of all finished collectives: equal on all ranks between them */
     int64_t looked_ns;
     int64_t spin_ns; /* how long to spin before the next sleep */

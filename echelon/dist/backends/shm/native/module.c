@@ -389,14 +389,15 @@ static PyObject *Engine_start(EngineObject *self, PyObject *const *args, Py_ssiz
     return (PyObject *)ticket;
 }
 
-static PyObject *Engine_calls(EngineObject *self, PyObject *argument)
+static PyObject *Engine_calls(EngineObject *self, PyObject *unused)
 {
-    unsigned long long sequence = PyLong_AsUnsignedLongLong(argument);
-    if (PyErr_Occurred() || !self->open)
-        return PyErr_Occurred() ? NULL : PyList_New(0);
+    (void)unused;
+    if (!self->open)
+        return PyList_New(0);
+    int turn = (int)((self->engine.num_begun - 1) & 1);
     PyObject *list = PyList_New(self->engine.size);
     for (int rank = 0; list && rank < self->engine.size; rank++) {
-        const struct ec_call *call = &self->engine.controls[rank].calls[sequence & 1];
+        const struct ec_call *call = &self->engine.controls[rank].calls[turn];
         PyObject *bytes = PyBytes_FromStringAndSize((const char *)call->bytes, EC_CALL_BYTES);
         if (!bytes)
             Py_CLEAR(list);
@@ -459,7 +460,7 @@ static PyMethodDef Engine_methods[] = {
      "Carry out an operation; None, or its fault."},
     {"start", (PyCFunction)(void (*)(void))Engine_start, METH_FASTCALL,
      "Queue an operation; a Ticket."},
-    {"calls", (PyCFunction)Engine_calls, METH_O, "What each rank called at a sequence number."},
+    {"calls", (PyCFunction)Engine_calls, METH_NOARGS, "What each rank called last."},
     {"abort", (PyCFunction)Engine_abort, METH_NOARGS, "End the group on this rank."},
     {"close", (PyCFunction)Engine_close, METH_NOARGS, "Leave the group and free what it holds."},
     {NULL, NULL, 0, NULL},
