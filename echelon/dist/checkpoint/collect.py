@@ -57,7 +57,7 @@ class Contents:
             return TensorAt(path)
         if isinstance(value, np.ndarray):
             self.add_tensor(path, as_tensor(value, path))
-            return TensorAt(path, is_array=True)
+            return TensorAt(path, "array")
         if isinstance(value, dict):
             return {
                 key: self._without_tensors(f"{path}/{key}", child) for key, child in value.items()
@@ -131,16 +131,24 @@ def _add_optimizer(
         contents.add_value(f"{path}/parameter/{name}", [group_index, position])
         for key, value in optimizer.state.get(parameter, {}).items():
             where = f"{path}/state/{name}/{key}"
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if is_part(key, value, parameter.shape):
                 contents.add_tensor(where, value, like=parameter)
-                contents.values[where] = pack(TensorAt(where), where)
-            elif isinstance(value, Tensor) and value.numel() > 1 and local(parameter).sharded:
+                contents.values[where] = pack(TensorAt(where, "part"), where)
+            elif isinstance(value, Tensor) and value.dim() > 0 and local(parameter).sharded:
                 raise ValueError(
                     f"{where}: shape {list(value.shape)} beside a shard of "
                     f"{list(parameter.shape)}: only elementwise optimizers can be sharded"
                 )
             else:
                 contents.add_value(where, value)
+
+
+def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
+    """Say whether an optimizer keeps an element of `value` for each element of a parameter.
+
+    The shape tells, but for parameters of one element; there the name of torch's step count does.
+    """
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key != "step"
 
 
 def as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:

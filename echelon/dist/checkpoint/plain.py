@@ -13,16 +13,23 @@ from typing import Any
 import msgpack
 import numpy as np
 
-_TUPLE, _TENSOR, _ARRAY, _BIG_INT = 1, 2, 3, 4
+_TUPLE, _BIG_INT = 1, 2
+_ROLES = {3: "tensor", 4: "array", 5: "part"}
+_CODES = {role: code for code, role in _ROLES.items()}
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
 class TensorAt:
-    """Stand in a tree for a tensor, or for a NumPy array, that is stored under `path`."""
+    """Stand in a tree for a tensor that is stored under `path`.
+
+    Attributes:
+        role: "tensor"; "array": it was NumPy's; "part": an optimizer keeps it beside a parameter,
+            of the same shape, and it is divided among ranks as the parameter is.
+    """
 
     path: str
-    is_array: bool = False
+    role: str = "tensor"
 
 
 def pack(value: Any, where: str) -> bytes:
@@ -57,8 +64,7 @@ def _pack(value: Any) -> bytes:
 def _encode(value: Any) -> Any:
     """Say what msgpack shall write for a value that it does not know."""
     if isinstance(value, TensorAt):
-        code = _ARRAY if value.is_array else _TENSOR
-        return msgpack.ExtType(code, value.path.encode())
+        return msgpack.ExtType(_CODES[value.role], value.path.encode())
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, _pack(list(value)))
     if isinstance(value, np.generic):
@@ -81,8 +87,8 @@ def _unpack(data: bytes, depth: int) -> Any:
     def decode(code: int, content: bytes) -> Any:
         if code == _TUPLE:
             return tuple(_unpack(content, depth + 1))
-        if code in (_TENSOR, _ARRAY):
-            return TensorAt(content.decode(), is_array=code == _ARRAY)
+        if code in _ROLES:
+            return TensorAt(content.decode(), _ROLES[code])
         if code == _BIG_INT:
             return int(content)
         raise ValueError(f"unknown extension {code}")

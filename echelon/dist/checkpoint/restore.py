@@ -207,15 +207,14 @@ class Restore:
             self._want(Held(at.path, here.shape, as_tensor(here, at.path)), at.path)
             return here
         dtype = dtype_named(stored.dtype)
-        if like is not None:
+        if like is not None and at.role == "part":
             data, shape, start, sharded = local(like)
-            if sharded and shape == stored.shape:
-                new = torch.empty(data.shape, dtype=dtype)
-                self._want(Held(at.path, shape, new, start, sharded), at.path)
-                return wrap(new, like)
+            new = torch.empty(data.shape, dtype=dtype)
+            self._want(Held(at.path, shape, new, start, sharded), at.path)
+            return wrap(new, like)
         new = torch.empty(stored.shape, dtype=dtype)
         self._want(Held(at.path, stored.shape, new), at.path)
-        return new.numpy() if at.is_array else new
+        return new.numpy() if at.role == "array" else new
 
     def _want(self, held: Held, path: str) -> None:
         self._used.add(path)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+from echelon.dist.fsdp.flat import member_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,7 +41,7 @@ def local(tensor: Tensor) -> Local:
     Raises:
         ValueError: elements that do not follow each other.
     """
-    member = _member(tensor)
+    member = member_of(tensor)
     if member is not None:
         shape = tuple(member.piece.shape)
         return Local(member.shard.detach(), shape, member.part.start, sharded=True)
@@ -50,7 +52,7 @@ def local(tensor: Tensor) -> Local:
 
 def owner(tensor: Tensor) -> Tensor:
     """Return the tensor that an optimizer knows: the shard of a parameter that is gathered now."""
-    member = _member(tensor)
+    member = member_of(tensor)
     return tensor if member is None else member.shard
 
 
@@ -71,11 +73,6 @@ def wrap(data: Tensor, like: Tensor) -> Tensor:
 def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")  # slow to load, and then there are none
     return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _member(tensor: Tensor) -> Any:
-    """Return what `fully_shard` knows about a parameter, None if it is none of its own."""
-    return getattr(tensor, "_echelon_member", None)
 
 
 def _local_of_dtensor(tensor: DTensor) -> Local:

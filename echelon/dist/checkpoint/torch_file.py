@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.collect import Contents
+from echelon.dist.checkpoint.collect import Contents, is_part
 from echelon.dist.checkpoint.entries import (
     MODULE,
     OPTIMIZER,
@@ -21,6 +21,8 @@ from echelon.dist.checkpoint.entries import (
     plain_name,
 )
 from echelon.dist.checkpoint.manifest import Manifest, StoredTensor
+from echelon.dist.checkpoint.plain import TensorAt, pack
+from echelon.dist.checkpoint.shards import local
 from echelon.errors import CheckpointError
 
 
@@ -115,12 +117,18 @@ def _add_optimizer(
     names: dict[int, str],
 ) -> None:
     """Give the numbered parameters of torch's form the names that they have here."""
-    known = {(group, place): name for _, name, group, place in optimizer_names(optimizer, names)}
+    known = {
+        (group, place): (name, local(parameter).shape)
+        for parameter, name, group, place in optimizer_names(optimizer, names)
+    }
     for index, group in enumerate(content["param_groups"]):
         settings = {key: value for key, value in group.items() if key != "params"}
         contents.add_value(f"{path}/group/{index}", settings)
         for position, number in enumerate(group["params"]):
-            name = known.get((index, position), f"{index}.{position}")
+            name, shape = known.get((index, position), (f"{index}.{position}", None))
             contents.add_value(f"{path}/parameter/{name}", [index, position])
             for key, value in content["state"].get(number, {}).items():
-                contents.add_value(f"{path}/state/{name}/{key}", value)
+                where = f"{path}/state/{name}/{key}"
+                contents.add_value(where, value)
+                if shape is not None and is_part(key, value, shape):
+                    contents.values[where] = pack(TensorAt(where, "part"), where)

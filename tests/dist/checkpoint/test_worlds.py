@@ -151,6 +151,7 @@ def _under_torch(rank, world_size, folder):
     fresh = make(seed=1)[0]
     state = load(Path(folder, "ddp"), {"model": fresh})
     assert same(model.state_dict(), fresh.state_dict())
+    del wrapped  # its end uses the group
     torch.distributed.destroy_process_group()
     return state["rank"]
 
