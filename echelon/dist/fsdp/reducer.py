@@ -90,6 +90,7 @@ class Reducer:
         _check([row[0] for row in rows], driver.reducer)
         flags = [any(column) for column in zip(*(row[1:] for row in rows), strict=True)]
         if driver.replicas is not None:
+            self._advance(0)  # their all_reduces come first, on all of them
             across = torch.tensor(flags, dtype=torch.int64).to(device)
             rows = _gather(driver.replicas, across)
             flags = [any(column) for column in zip(*rows, strict=True)]

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+import echelon.dist as dist
+
 VOCABULARY, CONTEXT, WIDTH, HEADS, DEPTH = 61, 16, 36, 3, 3
 
 
@@ -54,6 +56,12 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def join(**settings) -> None:
+    """Join the world, with one thread: with more, a loaded machine may sum in another order."""
+    torch.set_num_threads(1)
+    dist.init(reduction="rank_ordered", **settings)
 
 
 def make(depth: int = DEPTH, seed: int = 11) -> Gpt:

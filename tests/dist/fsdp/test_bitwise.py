@@ -54,8 +54,7 @@ def _same(state, expected) -> list[str]:
 
 
 def _rank(rank, size, cases):
-    torch.set_num_threads(1)
-    dist.init(reduction="rank_ordered")
+    models.join()
     different = []
     for case in cases:
         expected = models.train_alone(size, 5, case.get("micro", 1))
