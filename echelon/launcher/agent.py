@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from echelon.errors import LaunchError
@@ -34,7 +34,7 @@ from echelon.launcher.workers import Workers
 
 _LOOP_S = 0.5
 _ALONE_GRACE_S = 2.0  # for workers whose coordinator is gone
-_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lightning
 _LOOPBACK = "127.0.0.1"
 
@@ -48,7 +48,9 @@ def run(options: Options) -> int:
     directory = RunDirectory(options.run_dir, options.rdzv_id)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(contextlib.closing(Workers()))
-        signals = stack.enter_context(_caught_signals())
+        signals = stack.enter_context(_caught_signals({*options.signals, *_PASSED_SIGNALS}))
+        for note in options.notes:
+            _say(note)
         meeting = options.rendezvous
         if meeting is None or meeting.is_host:
             return _host(options, directory, guard, signals, stack)
@@ -79,8 +81,16 @@ def _host(
     if meeting is not None:
         from echelon.launcher.control.server import ControlServer  # gRPC only where needed
 
-        server = ControlServer(meeting.bind_address, meeting.secret, events)
+        server = ControlServer(
+            meeting.bind_address,
+            meeting.secret,
+            events,
+            tls=options.tls,
+            lost_after_s=options.conf.lost_after_s,
+        )
         stack.callback(server.close)
+        if options.tls is None and not meeting.stays_here:
+            _say("control messages are authenticated, not encrypted: see --rdzv-cert")
 
     def send(node: str, command: m.Command) -> None:
         if node == options.node_name:
@@ -123,7 +133,14 @@ def _take_part(
     assert meeting is not None
     secret = meeting.secret.decode("utf-8", "replace")
     write_json(directory.job_file, {"endpoint": meeting.address, "secret": secret})
-    link = GrpcLink(meeting.address, meeting.secret, _hello(options), options.join_timeout_s)
+    link = GrpcLink(
+        meeting.address,
+        meeting.secret,
+        _hello(options),
+        options.conf.join_timeout_s,
+        tls=options.tls,
+        lost_after_s=options.conf.lost_after_s,
+    )
     stack.callback(link.close)
     agent = _Agent(options, directory, guard, signals, link, None, None)
     _say(f"joining {meeting.address} with {_ranks(options)}")
@@ -286,10 +303,9 @@ def _nodes(options: Options) -> str:
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Iterator[int]:
+def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
     """Turn signals into bytes on a pipe, one a signal; yield its read end."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    numbers = [*_STOPPING_SIGNALS, *_PASSED_SIGNALS]
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:

@@ -1,20 +1,30 @@
-"""The arguments of `echelon run`, one by one, and how their texts are read."""
+"""The arguments of `echelon run`, one by one."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from echelon import __version__
 from echelon.launcher import scheduler
+from echelon.launcher.binding import MODES
+from echelon.launcher.ignored import add_ignored
 from echelon.launcher.logplan import parse_filters, parse_ranks, parse_streams
+from echelon.launcher.texts import (
+    min_max,
+    not_negative,
+    num_workers,
+    reader,
+    seconds,
+    settings,
+    signals,
+    whole,
+)
 from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS
 
-_T = TypeVar("_T")
-_MAX_LOCAL_RANKS = 4096
+_STOPPING = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,15 +51,15 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     job = parser.add_argument_group("the job")
     job.add_argument(
         "--nproc-per-node",
-        type=_num_workers,
+        type=num_workers,
         default=default("nproc_per_node", "1"),
         metavar="N",
-        help="workers to start: a number, auto, cpu (one per usable core) or gpu (default 1)",
+        help="workers to start: a number, auto, cpu (one per usable core), gpu or xpu (default 1)",
     )
-    job.add_argument("--standalone", action="store_true", help="accepted: one node is the default")
+    default.flag(job, "--standalone", help="one node, whatever else is said (the default)")
     job.add_argument(
         "--max-restarts",
-        type=_not_negative,
+        type=not_negative,
         default=default("max_restarts", "0"),
         metavar="N",
         help="start all workers again after a failure, at most N times (default 0)",
@@ -60,16 +70,25 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     job.add_argument("--role", default=default("role", "default"), help="name of the workers' role")
     job.add_argument(
         "--shutdown-timeout",
-        type=_seconds,
-        default=default("shutdown_timeout", "10"),
+        type=seconds,
+        default=default("shutdown_timeout", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")),
         metavar="S",
         help="seconds between SIGTERM and SIGKILL when workers are stopped (default 10)",
     )
+    job.add_argument(
+        "--signals-to-handle",
+        type=signals,
+        default=default("signals_to_handle", _STOPPING),
+        metavar="S,...",
+        help=f"signals that the launcher takes (default {_STOPPING}, which end the job); others "
+        "named here go to the workers, as SIGUSR1 and SIGUSR2 always do",
+    )
+    _add_placement_options(parser.add_argument_group("placement"), default)
     _add_node_options(parser.add_argument_group("many nodes"), default)
     watch = parser.add_argument_group("watching")
     watch.add_argument(
         "--stall-timeout",
-        type=_seconds,
+        type=seconds,
         default=default("stall_timeout", "60"),
         metavar="S",
         help="an operation pending or silence for so long is a stall (default 60)",
@@ -89,22 +108,40 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     )
     watch.add_argument(
         "--recorder-size",
-        type=_not_negative,
+        type=not_negative,
         default=default("recorder_size", str(DEFAULT_NUM_OPERATIONS)),
         metavar="N",
         help="operations that each rank's black box keeps; 0 turns it off (default 4096)",
     )
     _add_log_options(parser.add_argument_group("output"), default)
     program = parser.add_argument_group("the program")
-    program.add_argument("-m", "--module", action="store_true", help="SCRIPT is a Python module")
-    program.add_argument("--no-python", action="store_true", help="SCRIPT is run as it is")
+    default.flag(program, "-m", "--module", help="SCRIPT is a Python module")
+    default.flag(program, "--no-python", help="SCRIPT is run as it is")
+    default.flag(program, "--run-path", help="SCRIPT is Python, whatever --no-python says")
+    add_ignored(parser.add_argument_group("accepted for torchrun's sake"), default)
     return parser
+
+
+def _add_placement_options(place: argparse._ArgumentGroup, default: _Defaults) -> None:
+    place.add_argument(
+        "--numa-binding",
+        choices=("", *MODES),
+        default=default("numa_binding", ""),
+        metavar="MODE",
+        help="bind each worker to processors near its GPU: node, socket, exclusive (its own "
+        "cores) or core-complex (one last-level cache)",
+    )
+    default.flag(
+        place,
+        "--virtual-local-rank",
+        help="LOCAL_RANK is 0 for all, and CUDA_VISIBLE_DEVICES shows each worker its own GPU",
+    )
 
 
 def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> None:
     nodes.add_argument(
         "--nnodes",
-        type=_min_max,
+        type=min_max,
         default=default("nnodes", "1"),
         metavar="MIN[:MAX]",
         help="nodes of the job; with MAX, as many as come (default 1)",
@@ -116,17 +153,12 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
         help="where the nodes meet; the node that owns the address hosts the job",
     )
     nodes.add_argument(
-        "--rdzv-backend",
-        default=default("rdzv_backend", "echelon"),
-        metavar="NAME",
-        help="accepted for torchrun's sake: there is one",
-    )
-    nodes.add_argument(
         "--rdzv-conf",
-        type=_settings,
+        type=settings,
         default=default("rdzv_conf", ""),
         metavar="K=V,...",
-        help="is_host=true|false, join_timeout=S (default 600), last_call_timeout=S",
+        help="is_host=true|false, join_timeout=S (default 600), last_call_timeout=S, "
+        "lost_after=S (silence after which a node is lost, default 2.5)",
     )
     nodes.add_argument(
         "--rdzv-secret-file",
@@ -135,9 +167,21 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
         metavar="FILE",
         help="the secret that all nodes of the job share; or set ECHELON_SECRET",
     )
+    for name, what in (
+        ("cert", "this node's TLS certificate"),
+        ("key", "the certificate's private key"),
+        ("ca", "the authority that signed the other nodes' certificates"),
+    ):
+        nodes.add_argument(
+            f"--rdzv-{name}",
+            type=Path,
+            default=default(f"rdzv_{name}", None),
+            metavar="FILE",
+            help=f"{what} (PEM): with these three, nodes speak TLS",
+        )
     nodes.add_argument(
         "--node-rank",
-        type=_whole,
+        type=whole,
         default=default("node_rank", "-1"),
         metavar="R",
         help="this node's place; 0 hosts the job (default: by host name)",
@@ -147,7 +191,7 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
     )
     nodes.add_argument(
         "--master-port",
-        type=_not_negative,
+        type=not_negative,
         default=default("master_port", "0"),
         metavar="PORT",
         help="as in torchrun",
@@ -160,7 +204,7 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
     )
     nodes.add_argument(
         "--spares",
-        type=_not_negative,
+        type=not_negative,
         default=default("spares", "0"),
         metavar="N",
         help="nodes beyond MAX that may wait to replace a lost one (default 0)",
@@ -168,7 +212,7 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
 
 
 def _add_log_options(logs: argparse._ArgumentGroup, default: _Defaults) -> None:
-    streams = _reader(parse_streams)
+    streams = reader(parse_streams)
     logs.add_argument(
         "-r",
         "--redirects",
@@ -187,7 +231,7 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: _Defaults) -> None:
     )
     logs.add_argument(
         "--local-ranks-filter",
-        type=_reader(parse_ranks),
+        type=reader(parse_ranks),
         default=default("local_ranks_filter", None),
         metavar="RANKS",
         help="show only these local ranks, such as 0,2,8-15",
@@ -213,9 +257,9 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: _Defaults) -> None:
         default=default("log_format", "text"),
         help="json: each line as an object with node, rank, stream and line",
     )
-    logs.add_argument(
+    default.flag(
+        logs,
         "--fold-lines",
-        action="store_true",
         help="show a line that many ranks print at about the same time once",
     )
 
@@ -230,83 +274,14 @@ class _Defaults:
         self._environ = environ
         self._scheduler = scheduler.defaults(environ)
 
+    def flag(self, group: argparse._ArgumentGroup, *names: str, help: str) -> None:  # noqa: A002
+        """Add an option without a value; `PET_<OPTION>=1` is as good as giving it."""
+        is_set = self.is_set(names[-1].removeprefix("--").replace("-", "_"))
+        group.add_argument(*names, action="store_true", default=is_set, help=help)
+
+    def is_set(self, name: str) -> bool:
+        """Whether the environment switches an option on."""
+        return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
+
     def __call__(self, name: str, default: str | None) -> str | None:
         return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))
-
-
-def _num_workers(text: str) -> int:
-    if text in ("auto", "gpu", "cpu"):
-        num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        if text == "gpu" and not num_gpus:
-            raise argparse.ArgumentTypeError("gpu: no NVIDIA device on this machine")
-        return num_gpus if num_gpus and text != "cpu" else len(os.sched_getaffinity(0))
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, auto, cpu or gpu") from None
-    if not 1 <= number <= _MAX_LOCAL_RANKS:
-        raise argparse.ArgumentTypeError(f"{number} is not between 1 and {_MAX_LOCAL_RANKS}")
-    return number
-
-
-def _not_negative(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _reader(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Let a parser's ValueError be shown as it is."""
-
-    def read(text: str) -> _T:
-        try:
-            return parse(text)
-        except ValueError as err:
-            raise argparse.ArgumentTypeError(str(err)) from None
-
-    return read
-
-
-def _min_max(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    try:
-        least, most = int(low), int(high or low)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN or MIN:MAX") from None
-    if not 1 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 <= MIN <= MAX")
-    return least, most
-
-
-def _settings(text: str) -> dict[str, float]:
-    settings: dict[str, float] = {}
-    for pair in text.split(",") if text else []:
-        name, equals, value = pair.partition("=")
-        try:
-            settings[name] = float({"true": "1", "false": "0"}.get(value.lower(), value))
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise argparse.ArgumentTypeError(f"{pair!r} is not NAME=VALUE")
-    return settings
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None

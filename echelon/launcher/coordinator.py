@@ -90,8 +90,8 @@ class Coordinator:
             options.min_nodes,
             options.max_nodes,
             spares=options.spares,
-            join_timeout_s=options.join_timeout_s,
-            last_call_s=options.last_call_s,
+            join_timeout_s=options.conf.join_timeout_s,
+            last_call_s=options.conf.last_call_s,
         )
         self._roster.open(time.monotonic())
         self._world: _World | None = None

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from echelon.launcher.conf import Conf
+
 DEFAULT_PORT = 29400
 _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -36,12 +38,19 @@ class Rendezvous:
         return join(self.host, self.port)
 
     @property
+    def stays_here(self) -> bool:
+        """Whether nothing leaves this machine."""
+        return ipaddress.ip_address(self.bind).is_loopback
+
+    @property
     def bind_address(self) -> str:
         """What the host binds, as "host:port"."""
         return join(self.bind, self.port)
 
 
-def rendezvous(args: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvous | None:
+def rendezvous(
+    args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
+) -> Rendezvous | None:
     """Work out the meeting from the command line; None for one node that meets nobody.
 
     Raises:
@@ -55,14 +64,14 @@ def rendezvous(args: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvo
     if not endpoint:
         raise ValueError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on all nodes")
     host, port = split(endpoint)
-    secret = _secret(args.rdzv_secret_file, environ)
+    secret = read_secret(args.rdzv_secret_file, environ)
     addresses = _resolve(host)
     local = [address for address in addresses if is_local(address)]
     is_host = bool(local)
     if args.node_rank >= 0:
         is_host = args.node_rank == 0
-    if "is_host" in args.rdzv_conf:
-        is_host = bool(args.rdzv_conf["is_host"])
+    if conf.is_host is not None:
+        is_host = conf.is_host
     bind = args.bind or (local[0] if local else "0.0.0.0")  # noqa: S104 -- members prove the secret
     named_loopback = host not in _LITERAL_LOOPBACK and ipaddress.ip_address(bind).is_loopback
     if is_host and named_loopback and not args.bind:
@@ -115,7 +124,12 @@ def _resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
+def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
+    """Return the job's secret, from a file or the environment.
+
+    Raises:
+        ValueError: there is none, or others can read it.
+    """
     if path is None:
         secret = environ.get("ECHELON_SECRET", "").encode()
         if not secret:

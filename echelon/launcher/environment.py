@@ -7,6 +7,7 @@ A worker inherits the launcher's own environment. What is set here:
 | RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
   ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_* TORCH_NCCL_ASYNC_ERROR_HANDLING
   | as torchrun sets them |
+| CUDA_VISIBLE_DEVICES | with --virtual-local-rank: this worker's GPU; LOCAL_RANK is 0 then |
 | OMP_NUM_THREADS | 1 with several workers, unless the user has set it |
 | ECHELON_RANK_DIR | RUN/rank_<r>/attempt_<n>: ring, stacks and logs of this worker |
 | ECHELON_ATTEMPT | n |
@@ -22,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from echelon.launcher.devices import visible_to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,7 @@ class Attempt:
     job_file: Path
     recorder_size: int
     terminal_columns: int | None
+    virtual_local_rank: bool = False
 
     @property
     def ranks(self) -> range:
@@ -53,7 +57,11 @@ class Attempt:
 def worker_environment(
     base: Mapping[str, str], attempt: Attempt, rank: int, rank_dir: Path
 ) -> dict[str, str]:
-    """Return the whole environment of a worker."""
+    """Return the whole environment of a worker.
+
+    Raises:
+        ValueError: a virtual local rank, and no GPU for it.
+    """
     env = dict(base)
     env.update(
         RANK=str(rank),
@@ -78,6 +86,9 @@ def worker_environment(
         ECHELON_JOB_FILE=str(attempt.job_file),
         ECHELON_RECORDER_SIZE=str(attempt.recorder_size),
     )
+    if attempt.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = visible_to(rank - attempt.first_rank, base)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if attempt.num_workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")

@@ -14,8 +14,8 @@ The agent talks to it over a Unix stream socket: a u32 length, then JSON; descri
 streams travel with the request. End of file on that socket means that the agent is gone: everything
 is killed.
 
-    agent -> guard   spawn {index, argv, env, cwd} + 2 descriptors | signal {index, signal}
-                     sweep {signal}
+    agent -> guard   spawn {index, argv, env, cwd, processors} + 2 descriptors
+                     signal {index, signal} | sweep {signal}
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count}
 """
@@ -147,6 +147,9 @@ class Guard:
             for source, target in ((null, 0), (streams[0], 1), (streams[1], 2)):
                 os.dup2(source, target)
             os.chdir(str(message["cwd"]))
+            processors = message["processors"]
+            if isinstance(processors, list):
+                os.sched_setaffinity(0, processors)
             argv, env = message["argv"], message["env"]
             assert isinstance(argv, list)
             assert isinstance(env, dict)

@@ -11,13 +11,15 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from echelon.errors import DumpFormatError
+from echelon.errors import DumpFormatError, LaunchError
 from echelon.launcher import environment
 from echelon.launcher.activity import Activity
+from echelon.launcher.binding import bind, describe
 from echelon.launcher.control import messages as m
+from echelon.launcher.devices import visible_to
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from echelon.launcher.options import Options
 from echelon.launcher.output import Source, Stream, Terminal
@@ -66,7 +68,26 @@ class NodeAgent:
         self._num_ended = 0
         self._swept: int | None = None
         self._oom_kills_before = oom_kills(os.getpid())
+        self._processors = self._bind()
         self._memory = RingMemory.for_run(directory.path, options)
+
+    def _bind(self) -> Sequence[frozenset[int] | None]:
+        """Return the processors of each worker, None for all that the launcher has.
+
+        Raises:
+            LaunchError: there are too few, or too few GPUs.
+        """
+        options = self._options
+        if options.virtual_local_rank:
+            try:
+                visible_to(options.nproc_per_node - 1, os.environ)
+            except ValueError as err:
+                raise LaunchError(str(err)) from None
+        if not options.numa_binding:
+            return [None] * options.nproc_per_node
+        processors = bind(options.numa_binding, options.nproc_per_node, os.environ)
+        self._say(describe(options.numa_binding, processors))
+        return processors
 
     @property
     def where_rings_lie(self) -> str:
@@ -103,7 +124,13 @@ class NodeAgent:
             self._workers.append(
                 Worker(rank=rank, local_rank=local_rank, folder=folder, torch=TorchDump(env, rank))
             )
-            pipes = self._guard.spawn(local_rank, self._options.program, env, str(Path.cwd()))
+            pipes = self._guard.spawn(
+                local_rank,
+                self._options.program,
+                env,
+                str(Path.cwd()),
+                self._processors[local_rank],
+            )
             source = Source(rank, command.node_rank, command.num_nodes > 1)
             logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -314,6 +341,7 @@ class NodeAgent:
             job_file=self._directory.job_file,
             recorder_size=self._options.recorder_size,
             terminal_columns=self._terminal.columns,
+            virtual_local_rank=self._options.virtual_local_rank,
         )
 
     def _occasion(self, kind: str) -> Occasion:

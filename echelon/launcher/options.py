@@ -7,7 +7,9 @@ one line and exit code 2.
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.launcher.arguments import Parser, make_parser
+from echelon.launcher.conf import Conf, read_conf
 from echelon.launcher.endpoint import Rendezvous, rendezvous
+from echelon.launcher.ignored import notes_on_ignored
 from echelon.launcher.logplan import LogPlan
-
-_JOIN_TIMEOUT_S = 600.0
+from echelon.launcher.tls import TlsFiles, tls_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +36,8 @@ class Options:
     node_name: str  # unique for this launcher
     node_rank: int  # -1: any
     rendezvous: Rendezvous | None  # None: one node, nobody to meet
-    join_timeout_s: float
-    last_call_s: float | None  # None: adaptive
+    conf: Conf
+    tls: TlsFiles | None
     role: str
     logs: LogPlan
     max_restarts: int
@@ -43,7 +46,11 @@ class Options:
     run_dir: Path | None
     rdzv_id: str
     shutdown_timeout_s: float
+    signals: tuple[signal.Signals, ...]  # that the launcher takes
+    numa_binding: str  # "": none
+    virtual_local_rank: bool
     recorder_size: int
+    notes: tuple[str, ...]  # lines for the user: what was given and changes nothing
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
@@ -56,7 +63,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     options, program = _split(argv)
     args = parser.parse_args([_dashes(text) for text in options])
     try:
-        meeting = rendezvous(args, environ)
+        conf = read_conf(args.rdzv_conf)
+        meeting = rendezvous(args, conf, environ)
+        tls = tls_files(args, meeting)
     except ValueError as err:
         parser.error(str(err))
     return Options(
@@ -68,8 +77,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         node_name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         node_rank=args.node_rank,
         rendezvous=meeting,
-        join_timeout_s=args.rdzv_conf.get("join_timeout", _JOIN_TIMEOUT_S),
-        last_call_s=args.rdzv_conf.get("last_call_timeout"),
+        conf=conf,
+        tls=tls,
         role=args.role,
         logs=LogPlan(
             redirects=args.redirects,
@@ -86,13 +95,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         run_dir=args.run_dir,
         rdzv_id=args.rdzv_id,
         shutdown_timeout_s=args.shutdown_timeout,
+        signals=args.signals_to_handle,
+        numa_binding=args.numa_binding,
+        virtual_local_rank=args.virtual_local_rank,
         recorder_size=args.recorder_size,
+        notes=(*notes_on_ignored(args), *conf.notes),
     )
 
 
 _FLAGS = frozenset(
-    {"-h", "--help", "--version", "--standalone", "-m", "--module", "--no-python", "--fold-lines"}
-)
+    {
+        "-h", "--help", "--version", "--standalone", "-m", "--module", "--no-python", "--run-path",
+        "--fold-lines", "--virtual-local-rank",
+    }
+)  # fmt: skip
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -119,10 +135,11 @@ def _program(parser: Parser, args: argparse.Namespace, program: Sequence[str]) -
         parser.error("no SCRIPT given")
     if args.module and args.no_python:
         parser.error("-m and --no-python exclude each other")
-    if args.no_python:
+    if args.no_python and not args.run_path:
         return tuple(program)
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # torchrun's variable
     if args.module:
-        return (sys.executable, "-u", "-m", *program)
+        return (python, "-u", "-m", *program)
     if not Path(program[0]).is_file():
         parser.error(f"no such script: {program[0]}")
-    return (sys.executable, "-u", *program)
+    return (python, "-u", *program)

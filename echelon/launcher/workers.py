@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,23 @@ class Workers:
         return self._socket.fileno()
 
     def spawn(
-        self, index: int, argv: Sequence[str], env: Mapping[str, str], cwd: str
+        self,
+        index: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        processors: Collection[int] | None = None,
     ) -> tuple[int, int]:
-        """Ask for a worker; return the read ends of its stdout and stderr, owned by the caller."""
+        """Ask for a worker; return the read ends of its stdout and stderr, owned by the caller.
+
+        It may use the given processors only; None: all that the launcher may.
+        """
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
         try:
             message = {"do": "spawn", "index": index, "argv": list(argv), "env": dict(env)}
-            self._send(message | {"cwd": cwd}, [out_write, err_write])
+            bound = None if processors is None else sorted(processors)
+            self._send(message | {"cwd": cwd, "processors": bound}, [out_write, err_write])
         except BaseException:
             os.close(out_read)
             os.close(err_read)

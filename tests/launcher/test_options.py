@@ -61,6 +61,15 @@ def test_a_module_and_a_program_need_no_file():
         (["--no-such-option", "1", "x.py"], "unrecognized arguments: --no-such-option"),
         (["--nproc-per-node", "2"], "no SCRIPT given"),
         (["-r", "10:4", "x.py"], "'4' is not 0 (none), 1 (stdout)"),
+        (["--rdzv-conf", "join_timout=3", "x.py"], "no setting 'join_timout'"),
+        (["--rdzv-conf", "is_host=perhaps", "x.py"], "is_host=perhaps: say true or false"),
+        (["--rdzv-conf", "lost_after=0.1", "x.py"], "must be a number of seconds from 1"),
+        (["--signals-to-handle", "SIGTERM,SIGFOO", "x.py"], "'SIGFOO' is no signal's name"),
+        (["--signals-to-handle", "SIGKILL", "x.py"], "SIGKILL cannot be handled"),
+        (["--numa-binding", "core", "x.py"], "invalid choice: 'core'"),
+        (["--start-method", "threads", "x.py"], "invalid choice: 'threads'"),
+        (["--rdzv-cert", "/no/such", "x.py"], "--rdzv-cert /no/such: No such file"),
+        (["--rdzv-cert", __file__, "x.py"], "it is no PEM file"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(argv, said, capsys):
@@ -70,3 +79,53 @@ def test_bad_usage_is_one_line_and_code_2(argv, said, capsys):
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == 1
+
+
+def test_a_flag_can_be_set_in_the_environment(script):
+    assert parse(["x.train"], {"PET_MODULE": "1", "PET_STANDALONE": "1"}).program[-2:] == (
+        "-m", "x.train",
+    )  # fmt: skip
+    assert parse([script], {"PET_VIRTUAL_LOCAL_RANK": "1"}).virtual_local_rank
+    assert not parse([script], {"PET_VIRTUAL_LOCAL_RANK": "0"}).virtual_local_rank
+
+
+_TORCHRUNS = """
+--nnodes=1:1 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --rdzv_id=7
+--rdzv_conf=timeout=5,read_timeout=60,is_host=1 --max_restarts=0 --monitor_interval=5
+--start_method=spawn --event_log_handler=console --role=trainer --log_dir=logs -r 0:1,1:2 -t 3
+--local_ranks_filter=0 --duplicate_stdout_filters=a,,b --duplicate_stderr_filters=c --node_rank=0
+--master_addr=127.0.0.1 --master_port=29500 --local_addr=10.0.0.1 --logs_specs=mine
+--numa_binding=node --signals_to_handle=SIGTERM,SIGUSR1 --shutdown_timeout=3 --virtual_local_rank
+--run_path --standalone
+"""
+
+
+@pytest.mark.parametrize("dashed", [False, True], ids=["underscores", "dashes"])
+def test_every_option_of_torchruns_is_taken_and_what_changes_nothing_is_said(script, dashed):
+    argv = _TORCHRUNS.split()
+    if dashed:
+        argv = [_dashed(text) for text in argv]
+    options = parse([*argv, script], {})
+    assert (options.role, options.rdzv_id, options.shutdown_timeout_s) == ("trainer", "7", 3.0)
+    assert (options.numa_binding, options.virtual_local_rank) == ("node", True)
+    assert [number.name for number in options.signals] == ["SIGTERM", "SIGUSR1"]
+    assert options.conf.join_timeout_s == 5.0
+    said = [note.split(" has no effect: ")[0] for note in options.notes]
+    assert said == [
+        "--monitor-interval", "--start-method", "--event-log-handler", "--logs-specs",
+        "--local-addr", "--run-path", "--rdzv-conf read_timeout",
+    ]  # fmt: skip
+
+
+def _dashed(text: str) -> str:
+    name, equals, value = text.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def test_every_option_of_torchruns_is_a_variable_too(script):
+    environ = {}
+    for text in _TORCHRUNS.replace("-r 0:1,1:2 -t 3", "--redirects=0:1,1:2 --tee=3").split():
+        name, _, value = text.removeprefix("--").partition("=")
+        environ[f"PET_{name.upper()}"] = value or "1"
+    assert parse([script], environ).notes == parse([*_TORCHRUNS.split(), script], {}).notes
+    assert parse([script], environ).logs == parse([*_TORCHRUNS.split(), script], {}).logs

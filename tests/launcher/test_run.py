@@ -465,3 +465,39 @@ def test_a_launcher_does_not_clear_up_where_another_works(script, run_dir):
     assert memory.exists()
     job.process.terminate()
     job.end()
+
+
+def test_workers_are_bound_and_see_their_own_gpu(script, run_dir, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    program = script(
+        """
+        import os
+        print(os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"],
+              sorted(os.sched_getaffinity(0)))
+        """
+    )
+    argv = ["run", "--nproc-per-node", "2", "--run-dir", str(run_dir), "--virtual-local-rank"]
+    binding = "exclusive" if len(os.sched_getaffinity(0)) > 1 else "node"
+    done = run_echelon(*argv, "--numa-binding", binding, program)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.partition("| ")[2] for line in done.stdout.splitlines())
+    assert [line.split(" [")[0] for line in lines] == ["0 4", "0 7"]
+    bound = [set(map(int, line.partition("[")[2].strip("]").split(","))) for line in lines]
+    assert f"--numa-binding {binding}: " in done.stderr
+    assert all(cpus <= os.sched_getaffinity(0) for cpus in bound)
+    if binding == "exclusive":
+        assert not bound[0] & bound[1]
+    done = run_echelon(*argv, "--nproc-per-node", "3", program)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "has no GPU for local rank 2" in done.stderr
+
+
+def test_signals_that_were_not_asked_for_are_passed_on_or_left_alone(script, run_dir):
+    job = _Job(
+        "--signals-to-handle", "SIGTERM,SIGUSR2", "--run-dir", str(run_dir), script(_WAITING)
+    )
+    job.read_until("ready", 1)
+    job.process.send_signal(signal.SIGUSR1)
+    job.read_until("got SIGUSR1", 1)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.end() == -signal.SIGHUP, "not handled: the launcher has the default action"

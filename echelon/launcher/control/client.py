@@ -16,13 +16,15 @@ import grpc
 import grpc.aio
 
 from echelon.errors import LaunchError
+from echelon.launcher.conf import LOST_AFTER_S
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.messages import MAX_MESSAGE_BYTES, Command, Event, pack, unpack
 from echelon.launcher.control.seal import Seal, new_nonce
+from echelon.launcher.tls import TlsFiles
 
 METHOD = "/echelon.Control/Session"
 HEARTBEAT_S = 0.5
-LOST_S = 2.5
+_GREETING_S = 10.0
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -37,10 +39,26 @@ _CLOSE_S = 3.0
 
 
 class GrpcLink:
-    """Dial `endpoint` (host:port) in the background until `join_timeout_s` has passed."""
+    """Dial `endpoint` (host:port) in the background until `join_timeout_s` has passed.
 
-    def __init__(self, endpoint: str, secret: bytes, hello: Event, join_timeout_s: float) -> None:
+    Args:
+        tls: None for plain connections.
+        lost_after_s: silence that counts as a loss.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: bytes,
+        hello: Event,
+        join_timeout_s: float,
+        *,
+        tls: TlsFiles | None = None,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
         self.lost_because = ""
+        self._tls = tls
+        self._lost_after_s = lost_after_s
         self._endpoint = endpoint
         self._secret = secret
         self._hello = hello
@@ -82,12 +100,12 @@ class GrpcLink:
             self._loop.close()
 
     async def _session(self) -> None:
-        async with grpc.aio.insecure_channel(self._endpoint, options=OPTIONS) as channel:
+        async with _channel(self._endpoint, self._tls) as channel:
             await self._dial(channel)
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
             nonce = new_nonce()
             await call.write(nonce)
-            greeting = await asyncio.wait_for(call.read(), LOST_S * 4)
+            greeting = await asyncio.wait_for(call.read(), _GREETING_S)
             if not isinstance(greeting, bytes):
                 raise LaunchError("the coordinator hung up before a greeting")
             seal = Seal(self._secret, nonce, greeting, is_host=False)
@@ -100,11 +118,15 @@ class GrpcLink:
                 call.cancel()
                 await asyncio.wait({sender})
 
+    @property
+    def _perhaps(self) -> str:
+        return ", or TLS fails: see --rdzv-cert and --rdzv-ca on both sides" if self._tls else ""
+
     async def _dial(self, channel: grpc.aio.Channel) -> None:
         state = channel.get_state(try_to_connect=True)
         while state != grpc.ChannelConnectivity.READY:
             if time.monotonic() > self._deadline_s:
-                raise LaunchError(f"nobody answers at {self._endpoint}")
+                raise LaunchError(f"nobody answers at {self._endpoint}{self._perhaps}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(channel.wait_for_state_change(state), _DIAL_S)
             state = channel.get_state(try_to_connect=True)
@@ -126,9 +148,9 @@ class GrpcLink:
     ) -> None:
         while True:
             try:
-                frame = await asyncio.wait_for(call.read(), LOST_S)
+                frame = await asyncio.wait_for(call.read(), self._lost_after_s)
             except asyncio.TimeoutError:
-                raise LaunchError(f"silent for {LOST_S:g} s") from None
+                raise LaunchError(f"silent for {self._lost_after_s:g} s") from None
             if not isinstance(frame, bytes):
                 return  # end of the stream: hung up on either side
             body = seal.open(frame)
@@ -136,6 +158,12 @@ class GrpcLink:
                 self._incoming.put(unpack(body))  # type: ignore[arg-type]
             if sender.done() and sender.exception() is not None:
                 raise LaunchError(f"cannot send: {sender.exception()}")
+
+
+def _channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
+    return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)
 
 
 def _describe(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """The coordinator's end of all links: a gRPC server on a thread of its own.
 
-One stream a node. A node that hangs up has left at once; one that is silent is lost after 2.5 s.
+One stream a node. A node that hangs up has left at once; one that is silent for a while is lost.
 Nobody is heard before it has proved, frame by frame, that it knows the job's secret; a peer that
 has not within a few seconds is hung up on.
 """
@@ -19,10 +19,12 @@ import grpc
 import grpc.aio
 
 from echelon.errors import LaunchError
-from echelon.launcher.control.client import HEARTBEAT_S, LOST_S, METHOD, OPTIONS
+from echelon.launcher.conf import LOST_AFTER_S
+from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.messages import Command, Event, Hello, Left, pack, unpack
 from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
+from echelon.launcher.tls import TlsFiles
 
 _GREETING_S = 5.0
 _CLOSE_S = 3.0
@@ -32,11 +34,25 @@ _GRACE_S = 0.5
 class ControlServer:
     """Serve at `address` (host:port); events go to `events` as (node, event).
 
+    Args:
+        tls: None for plain connections.
+        lost_after_s: silence after which a node is lost.
+
     Raises:
         LaunchError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, secret: bytes, events: Mailbox[tuple[str, Event]]) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        events: Mailbox[tuple[str, Event]],
+        *,
+        tls: TlsFiles | None = None,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
+        self._tls = tls
+        self._lost_after_s = lost_after_s
         self._secret = secret
         self._events = events
         self._loop = asyncio.new_event_loop()
@@ -93,7 +109,10 @@ class ControlServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
-        self.port = server.add_insecure_port(address)
+        if self._tls is None:
+            self.port = server.add_insecure_port(address)
+        else:
+            self.port = server.add_secure_port(address, self._tls.for_server())
         if self.port == 0:
             raise OSError("the port is taken, or the address is not this machine's")
         await server.start()
@@ -165,9 +184,9 @@ class ControlServer:
     async def _receive_all(self, node: str, seal: Seal, frames: AsyncIterator[bytes]) -> None:
         while True:
             try:
-                frame = await asyncio.wait_for(anext(frames), LOST_S)
+                frame = await asyncio.wait_for(anext(frames), self._lost_after_s)
             except asyncio.TimeoutError:
-                raise LaunchError(f"silent for {LOST_S:g} s") from None
+                raise LaunchError(f"silent for {self._lost_after_s:g} s") from None
             except StopAsyncIteration:
                 return
             body = seal.open(frame)

@@ -1,0 +1,80 @@
+"""`--rdzv-conf`: how nodes meet and when one counts as lost.
+
+torchrun's own keys are known: what has a counterpart here is taken, of the others it is said that
+they change nothing. Any other key is an error, so that a typing error is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+JOIN_TIMEOUT_S = 600.0
+LOST_AFTER_S = 2.5
+_MIN_LOST_AFTER_S = 1.0
+_TORCHRUNS = frozenset(
+    {
+        "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
+        "protocol", "rank", "read_timeout", "store_type", "use_agent_store", "use_libuv",
+    }
+)  # fmt: skip
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conf:
+    """What `--rdzv-conf` said."""
+
+    is_host: bool | None = None  # None: by node rank, else by address
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    last_call_s: float | None = None  # None: adaptive
+    lost_after_s: float = LOST_AFTER_S  # of silence
+    notes: tuple[str, ...] = ()
+
+
+def read_conf(settings: Mapping[str, str]) -> Conf:
+    """Make sense of the pairs.
+
+    Raises:
+        ValueError: a key that nobody knows, or a value that cannot be.
+    """
+    unknown = settings.keys() - _TORCHRUNS - {
+        "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after"
+    }  # fmt: skip
+    if unknown:
+        raise ValueError(
+            f"--rdzv-conf: no setting {min(unknown)!r}; there are is_host, join_timeout, "
+            "last_call_timeout and lost_after"
+        )
+    last_call = settings.get("last_call_timeout")
+    return Conf(
+        is_host=_truth(settings["is_host"]) if "is_host" in settings else None,
+        join_timeout_s=_seconds(
+            "join_timeout", settings.get("join_timeout", settings.get("timeout", JOIN_TIMEOUT_S))
+        ),
+        last_call_s=None if last_call is None else _seconds("last_call_timeout", last_call, 0.0),
+        lost_after_s=_seconds(
+            "lost_after", settings.get("lost_after", LOST_AFTER_S), _MIN_LOST_AFTER_S
+        ),
+        notes=tuple(
+            f"--rdzv-conf {name} has no effect: it is torchrun's own"
+            for name in sorted(settings.keys() & _TORCHRUNS)
+        ),
+    )
+
+
+def _truth(text: str) -> bool:
+    try:
+        return _TRUTH[text.lower()]
+    except KeyError:
+        raise ValueError(f"--rdzv-conf is_host={text}: say true or false") from None
+
+
+def _seconds(name: str, value: str | float, least: float = 1e-3) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not least <= number < float("inf"):
+        raise ValueError(f"--rdzv-conf {name}={value}: must be a number of seconds from {least:g}")
+    return number

@@ -1,0 +1,115 @@
+"""How the texts of `echelon run`'s options are read; what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Callable
+from typing import TypeVar
+
+from echelon.launcher.devices import num_intel, num_nvidia
+
+_T = TypeVar("_T")
+_MAX_LOCAL_RANKS = 4096
+_NOT_CATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
+
+
+def num_workers(text: str) -> int:
+    """Read a number of workers, or what it is to be counted by."""
+    counts: dict[str, Callable[[], int]] = {
+        "cpu": lambda: len(os.sched_getaffinity(0)),
+        "gpu": lambda: num_nvidia(os.environ),
+        "xpu": num_intel,
+    }
+    if text == "auto":
+        return counts["gpu"]() or counts["xpu"]() or counts["cpu"]()
+    try:
+        number = counts[text]() if text in counts else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, auto, cpu, gpu or xpu") from None
+    if text in counts and not number:
+        makers = {"gpu": "NVIDIA", "xpu": "Intel"}
+        raise argparse.ArgumentTypeError(f"{text}: no {makers[text]} GPU on this machine")
+    if not 1 <= number <= _MAX_LOCAL_RANKS:
+        raise argparse.ArgumentTypeError(f"{number} is not between 1 and {_MAX_LOCAL_RANKS}")
+    return number
+
+
+def signals(text: str) -> tuple[signal.Signals, ...]:
+    """Read `SIGTERM,SIGINT`."""
+    found = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            number = signal.Signals[name]
+        except KeyError:
+            raise argparse.ArgumentTypeError(f"{name!r} is no signal's name") from None
+        if number in _NOT_CATCHABLE:
+            raise argparse.ArgumentTypeError(f"{name} cannot be handled")
+        found.append(number)
+    return tuple(dict.fromkeys(found))
+
+
+def not_negative(text: str) -> int:
+    """Read a whole number from 0 on."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Read a duration."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def reader(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Let a parser's ValueError be shown as it is."""
+
+    def read(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as err:
+            raise argparse.ArgumentTypeError(str(err)) from None
+
+    return read
+
+
+def min_max(text: str) -> tuple[int, int]:
+    """Read `MIN` or `MIN:MAX`."""
+    low, _, high = text.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN or MIN:MAX") from None
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 <= MIN <= MAX")
+    return least, most
+
+
+def settings(text: str) -> dict[str, str]:
+    """Read `--rdzv-conf`: NAME=VALUE,..."""
+    found: dict[str, str] = {}
+    for pair in text.split(",") if text else []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise argparse.ArgumentTypeError(f"{pair!r} is not NAME=VALUE")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def whole(text: str) -> int:
+    """Read a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
