@@ -31,6 +31,7 @@ class Node:
         self.run_dir = run_dir
         self.lines: list[str] = []
         self._changed = threading.Condition()
+        self._ended = False  # its output, and with it the process and its workers
         self.process = subprocess.Popen(
             [*before, sys.executable, "-m", "echelon", "run", "--run-dir", str(run_dir), *options],
             stdout=subprocess.PIPE,
@@ -45,10 +46,8 @@ class Node:
     def wait_for(self, text: str, count: int = 1) -> None:
         """Wait until `text` was printed in `count` lines."""
         with self._changed:
-            found = self._changed.wait_for(
-                lambda: sum(text in line for line in self.lines) >= count, WAIT_S
-            )
-        assert found, "\n".join(self.lines)
+            self._changed.wait_for(lambda: self._has(text, count) or self._ended, WAIT_S)
+            assert self._has(text, count), "\n".join(self.lines)
 
     def end(self) -> int:
         """Wait for the end; return the exit code."""
@@ -62,8 +61,14 @@ class Node:
         self.end()
         self.process.stdout.close()
 
+    def _has(self, text: str, count: int) -> bool:
+        return sum(text in line for line in self.lines) >= count
+
     def _read(self) -> None:
         for line in self.process.stdout:
             with self._changed:
                 self.lines.append(line.rstrip())
                 self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
