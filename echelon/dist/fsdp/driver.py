@@ -16,6 +16,7 @@ a collective the group itself is of no use any more, and says so.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -24,12 +25,14 @@ from typing import Any
 import torch
 
 from echelon.dist.fsdp.backward import Backward
+from echelon.dist.fsdp.layout import tag_of
 from echelon.dist.fsdp.storage import Pool
 from echelon.dist.fsdp.unit import State, Unit
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveError
 
 AHEAD_BYTES = 1 << 30
+_SHAPE = re.compile(r"\[(\d+(?:, \d+)+)\]")
 
 
 class Driver:
@@ -180,6 +183,17 @@ class Driver:
         return self._place.get(unit, -1)
 
     # ---- failures ----
+
+    def explain(self, err: CollectiveError, doing: str) -> CollectiveError:
+        """Say in an error's text which units the ranks were at, in place of their shapes."""
+
+        def name(found: re.Match[str]) -> str:
+            tag = tag_of([int(length) for length in found[1].split(",")])
+            units = [one for one in self.units if one.has_tag(tag)]
+            return f" of {' or '.join(map(repr, units))}" if units else found[0]
+
+        err.args = (f"{_SHAPE.sub(name, str(err))}; while {doing}", *err.args[1:])
+        return err
 
     def fail(self) -> None:
         """Note that a hook raised: the next forward starts over."""

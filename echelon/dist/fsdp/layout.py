@@ -100,3 +100,11 @@ def tagged_shape(numel: int, tag: int) -> tuple[int, ...]:
     rest, odd = divmod(numel, math.prod(bits))
     assert not odd, (numel, tag)
     return (*bits, rest)
+
+
+def tag_of(shape: Sequence[int]) -> int:
+    """Return the tag that `tagged_shape` put into a shape; -1 if there is none."""
+    bits = shape[:TAG_BITS]
+    if len(shape) != TAG_BITS + 1 or any(bit not in (1, 2) for bit in bits):
+        return -1
+    return sum((bit - 1) << index for index, bit in enumerate(bits))

@@ -49,8 +49,7 @@ class Reducer:
                 self._advance(_MAX_IN_FLIGHT - 1)
                 reduction.start(first=all(other.flat is not flat for other in self._all))
             except CollectiveError as err:
-                err.args = (f"{err}; while reducing the gradients of {unit}", *err.args[1:])
-                raise
+                raise self._driver.explain(err, f"reducing the gradients of {unit}") from None
             self._flying.append(reduction)
             self._all.append(reduction)
 
@@ -65,8 +64,11 @@ class Reducer:
             return
         members = [member for one in self._all for member in one.flat.members]
         mine = [member in one.present for one in self._all for member in one.flat.members]
-        present = self._exchange(mine)
-        self._advance(0)
+        try:
+            present = self._exchange(mine)
+            self._advance(0)
+        except CollectiveError as err:
+            raise self._driver.explain(err, "reducing the last gradients") from None
         some = {member for member, flag in zip(members, present, strict=True) if flag}
         for reduction in self._all:
             reduction.settle(some.intersection(reduction.flat.members))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from echelon.dist.fsdp.flat import Flat, Member
+from echelon.dist.fsdp.layout import TAG_BITS
 from echelon.dist.fsdp.settings import MixedPrecision
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveError
@@ -110,7 +111,7 @@ class Unit:
                 else:
                     flat.start_regather(near)
         except CollectiveError as err:
-            raise self._explain(err) from None
+            raise self.driver.explain(err, f"gathering {self}") from None
         self.state = State.GATHERING
 
     def wait(self) -> None:
@@ -126,7 +127,7 @@ class Unit:
             for flat in self.flats:
                 flat.wait()
         except CollectiveError as err:
-            raise self._explain(err) from None
+            raise self.driver.explain(err, f"gathering {self}") from None
         for flat in self.flats:
             flat.show_leaves()
         self.state = State.WHOLE
@@ -148,9 +149,9 @@ class Unit:
             flat.show_shards()
         self.state = State.SHARDED if near is None else State.NEAR
 
-    def _explain(self, err: CollectiveError) -> CollectiveError:
-        err.args = (f"{err}; while gathering {self}", *err.args[1:])
-        return err
+    def has_tag(self, tag: int) -> bool:
+        """Whether a collective's shape with this tag is of one of the flats."""
+        return any(flat.number % (1 << TAG_BITS) == tag for flat in self.flats)
 
     # ---- one backward ----
 
