@@ -161,7 +161,7 @@ def _take_part(
 def _leave_alone(agent: _Agent, directory: RunDirectory, why: str) -> int:
     _say(why)
     if agent.own_incident is not None:
-        explain(agent.own_incident, directory.shown / "dump" / agent.own_incident.name)
+        explain(agent.own_incident, directory.shown / "dump" / agent.own_incident.name, {})
     return 1
 
 

@@ -390,8 +390,9 @@ class Coordinator:
     def _explain(self, world: _World, incident: Incident) -> None:
         incident.explained = True
         shown = self._directory.shown / "dump" / incident.folder.name
-        explanation: Explanation = explain(incident.folder, shown)
+        explanation: Explanation = explain(incident.folder, shown, world.ended)
         incident.verdict = explanation.verdict
+        incident.victims = explanation.victims.to_json()
         if explanation.story is not None:
             incident.root_cause = explanation.story.to_json()
         others = [n for n in world.nodes if n != self._options.node_name and n not in world.lost]

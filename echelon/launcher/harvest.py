@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import DumpFormatError
+from echelon.launcher.error_file import read_error_file
 from echelon.launcher.torch_dumps import TorchDump
 from echelon.recorder import signals
 from echelon.recorder.dump import empty_record
@@ -182,6 +183,7 @@ class _Witness:
             oom_kill=self._was_killed_for_memory(),
             stacks="" if self._stacks is None else self._stacks.text(),
             stderr_tail=tail or worker.start_error,
+            error_file=read_error_file(worker.folder / "error.json"),
             snapshot_mono_ns=time.monotonic_ns(),
             not_permitted=after.not_permitted,
         )

@@ -34,6 +34,7 @@ class Incident:
     reason: str
     verdict: Mapping[str, Any] | None = None
     root_cause: Mapping[str, Any] | None = None  # what it said last
+    victims: Mapping[str, Any] | None = None
     explained: bool = False
     recovered: bool = False
 
@@ -72,6 +73,7 @@ class Report:
                         "reason": incident.reason,
                         "verdict": incident.verdict,
                         "root_cause": incident.root_cause,
+                        "victims": incident.victims,
                         "recovered": incident.recovered,
                     }
                     for incident in self.incidents

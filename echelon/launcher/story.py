@@ -1,7 +1,8 @@
 """What the root cause said last: the part of a report that comes before the verdict.
 
-The traceback is the last one in the rank's stderr, so user code needs no decorator; where there is
-none, the last lines stand in. Victims are one line, however many they are.
+The traceback is the one that the program wrote to TORCHELASTIC_ERROR_FILE, else the last one in the
+rank's stderr, so user code needs no decorator; where there is none, the last lines stand in.
+Victims are one line, however many they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.analysis.finding import rank_list
 from echelon.errors import DumpFormatError
+from echelon.launcher.report import Ended
 from echelon.recorder.read import read
 from echelon.recorder.schema import Record
 
@@ -20,6 +23,7 @@ _MAX_TRACEBACK_LINES = 24
 _MAX_LAST_LINES = 6
 _MAX_LINE_CHARS = 300
 _BEGINNINGS = ("Traceback (most recent call last):", "Fatal Python error:")
+_TORCHS_PREFIX = re.compile(r"\A\[rank\d{1,7}\]: ?")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -64,15 +68,56 @@ def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story
 def story_of(record: Record) -> Story:
     """Tell what one rank said last."""
     lines = [_clean(line) for line in record.host.stderr_tail.splitlines()]
-    block = last_traceback(lines)
+    block = last_traceback([_clean(line) for line in record.host.error_file.splitlines()])
+    block = block or last_traceback(lines)
     if not block and record.last_words is not None:
         block = [_clean(line) for line in record.last_words.traceback.splitlines()]
     return Story(
         rank=record.identity.rank,
         exit_code=record.host.exit_code,
         traceback=tuple(_shortened(block)),
-        last_lines=tuple(line for line in lines if line.strip())[-_MAX_LAST_LINES:],
+        last_lines=tuple(line for line in lines or _message(record) if line.strip())[
+            -_MAX_LAST_LINES:
+        ],
     )
+
+
+def _message(record: Record) -> list[str]:
+    return [_clean(line) for line in record.host.error_file.splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """Who ended because of others, and how."""
+
+    failed: tuple[int, ...]
+    stopped: tuple[int, ...]  # by the launcher
+
+    @classmethod
+    def of(cls, verdict: Mapping[str, Any] | None, ended: Mapping[int, Ended]) -> Victims:
+        """Sort the ends that are not the culprits'; nobody is a victim where nobody is named."""
+        culprits = set((verdict or {}).get("culprit_ranks", []))
+        others = [one for rank, one in sorted(ended.items()) if culprits and rank not in culprits]
+        return cls(
+            tuple(one.rank for one in others if one.code != 0 and not one.stopped),
+            tuple(one.rank for one in others if one.stopped),
+        )
+
+    def line(self) -> str:
+        """Return one line for all of them, "" if there are none."""
+        parts = [
+            f"{rank_list(ranks)} {words[len(ranks) > 1]}"
+            for ranks, words in (
+                (self.failed, ("failed after it", "failed after it")),
+                (self.stopped, ("was stopped by the launcher", "were stopped by the launcher")),
+            )
+            if ranks
+        ]
+        return f"its victims: {', '.join(parts)}" if parts else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what report.json holds."""
+        return {"failed": list(self.failed), "stopped": list(self.stopped)}
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
@@ -96,5 +141,5 @@ def _shortened(block: list[str]) -> list[str]:
 
 
 def _clean(line: str) -> str:
-    """Take out what would control a terminal."""
-    return _CONTROL.sub("", line)[:_MAX_LINE_CHARS]
+    """Take out what would control a terminal, and the rank that torch puts before its lines."""
+    return _TORCHS_PREFIX.sub("", _CONTROL.sub("", line), count=1)[:_MAX_LINE_CHARS]

@@ -324,6 +324,7 @@ class HostFacts:
     oom_kill: bool | None = None
     stacks: str = ""  # faulthandler's text, most recent call first
     stderr_tail: str = ""
+    error_file: str = ""  # the traceback, or else the message, in TORCHELASTIC_ERROR_FILE
     snapshot_mono_ns: int = 0
     later_gap_s: float = 0.0  # a stall is looked at twice, this far apart; 0: only once
     later_recorded: int = -1  # operations, spans and steps begun or ended in between; -1: unknown

@@ -147,6 +147,8 @@ def test_the_jobs_exit_code_is_the_workers_own(script, run_dir):
     (incident,) = report["incidents"]
     assert incident["verdict"]["cause"] == "dead_process"
     assert incident["verdict"]["culprit_ranks"] == [1]
+    assert incident["victims"] == {"failed": [], "stopped": [0, 2]}
+    assert "its victims: ranks 0 and 2 were stopped by the launcher" in done.stderr
     assert {path.name for path in (run_dir / "dump/latest").glob("rank_*")} == {
         "rank_0", "rank_1", "rank_2",
     }  # fmt: skip
@@ -170,6 +172,26 @@ def test_an_exception_before_any_ring_is_explained_from_stderr(script, run_dir):
     verdict = read_json(run_dir / "dump/latest/verdict.json")["verdict"]
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("exception", [1])
     assert "train.py:4" in verdict["summary"]
+
+
+def test_what_a_program_says_in_its_error_file_is_told(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "1", "--run-dir", str(run_dir),
+        script(
+            """
+            import json, os
+            trace = "Traceback (most recent call last):\\n  File 't.py'\\nE: by file\\n"
+            message = {"message": "E: by file", "extraInfo": {"py_callstack": trace}}
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+                json.dump({"message": message}, file)
+            os._exit(1)
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    (incident,) = read_json(run_dir / "report.json")["incidents"]
+    assert incident["verdict"]["cause"] == "exception"
+    assert incident["root_cause"]["traceback"][-1] == "E: by file"
 
 
 def test_who_ignores_sigterm_is_killed_with_all_it_started(script, run_dir, monkeypatch):

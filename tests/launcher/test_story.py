@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.story import last_traceback, story_of
+from echelon.launcher.error_file import read_error_file
+from echelon.launcher.report import Ended
+from echelon.launcher.story import Victims, last_traceback, story_of
 from echelon.recorder.dump import empty_record
 from echelon.recorder.schema import HostFacts, Identity
 
@@ -68,3 +70,46 @@ def test_a_long_traceback_keeps_its_ends():
 def test_terminal_escapes_are_taken_out(escape):
     shown = "\n".join(story_of(_record(f"a{escape}b")).lines())
     assert not set(shown) & {"\x1b", "\x07", "\x9b", "\r"}
+
+
+def test_what_a_program_wrote_to_its_error_file_comes_first():
+    facts = HostFacts(stderr_tail=_TWO, error_file=_TWO.replace("bad", "worse"), exit_code=1)
+    record = empty_record(Path("x"), Identity(rank=3), facts)
+    assert story_of(record).lines()[-1] == "  ValueError: worse"
+
+
+def test_torchs_prefix_hides_no_traceback():
+    stderr = "\n".join(f"[rank3]: {line}" for line in _TWO.splitlines())
+    assert story_of(_record(stderr)).lines()[-1] == "  ValueError: bad"
+
+
+@pytest.mark.parametrize(
+    ("content", "read"),
+    [
+        ('{"message": {"message": "E: x", "extraInfo": {"py_callstack": "Trace"}}}', "Trace"),
+        ('{"message": {"message": "E: x", "errorCode": 3}}', "E: x"),
+        ('{"message": "plain"}', "plain"),
+        ('{"message": 7}', ""),
+        ("[1]", ""),
+        ("no JSON", ""),
+        ("[" * 100_000, ""),
+        ('"' + "x" * (1 << 20) + '"', ""),
+    ],
+)
+def test_an_error_file_is_read_whatever_is_in_it(tmp_path, content, read):
+    path = tmp_path / "error.json"
+    assert read_error_file(path) == ""
+    path.write_text(content)
+    assert read_error_file(path) == read
+
+
+def test_victims_are_one_line():
+    ended = {rank: Ended(rank, 1, rank) for rank in range(5)}
+    ended[4] = Ended(4, -15, 4, stopped=True)
+    ended[3].code = 0
+    victims = Victims.of({"culprit_ranks": [1]}, ended)
+    assert victims.line() == (
+        "its victims: ranks 0 and 2 failed after it, rank 4 was stopped by the launcher"
+    )
+    assert Victims.of({"culprit_ranks": []}, ended).line() == ""
+    assert Victims.of(None, ended).line() == ""

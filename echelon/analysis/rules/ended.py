@@ -137,7 +137,7 @@ def _raised(facts: RankEvidence) -> tuple[str, str, Frame | None, tuple[str, ...
     code = facts.host.exit_code
     if not code or (code < 0 and code != -signal.SIGABRT):
         return None
-    found = last_traceback(facts.host.stderr_tail)
+    found = last_traceback(facts.host.error_file) or last_traceback(facts.host.stderr_tail)
     if found is None or found.type == "SystemExit":
         return None
     return found.type, found.message, found.frame, ()
@@ -150,6 +150,8 @@ def is_secondary(type_name: str, message: str, bases: tuple[str, ...] = ()) -> b
         return True
     if name in _TORCH_TRANSPORT:
         return True
+    if name == "RuntimeError" and any(f"{own}: " in message for own in _OWN_NAMES):
+        return True  # ours, on its way through torch's C++
     words = message.lower()
     return name in ("RuntimeError", "ConnectionError", "ConnectionResetError") and any(
         text in words for text in _TRANSPORT_WORDS

@@ -1,0 +1,35 @@
+"""TORCHELASTIC_ERROR_FILE: what a program wrote there about its own end.
+
+torch's `record` decorator, and programs that know the variable, leave a JSON object: a message, or
+an object with a message and perhaps a traceback. It was written by a program that failed: nothing
+in it is trusted to be there, or to be short.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_CHARS = 16 << 10
+
+
+def read_error_file(path: Path) -> str:
+    """Return the traceback, else the message; "" if there is none that can be read."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            return ""
+        content = json.loads(path.read_text("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    message = _field(content, "message")
+    stack = _field(_field(message, "extraInfo"), "py_callstack")
+    text = next(
+        (one for one in (stack, _field(message, "message"), message) if isinstance(one, str)), ""
+    )
+    return text[-_MAX_CHARS:]
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
