@@ -9,6 +9,9 @@ from collections.abc import Callable
 from echelon.errors import CheckpointError
 
 
+_GRACE_S = 5.0  # for the thread to say itself that its time is over
+
+
 class PendingSave:
     """A save under way; made by `save(..., async_op=True)`."""
 
@@ -27,13 +30,16 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the checkpoint is complete; at most its own timeout if None is given.
+        """Block until the checkpoint is complete.
+
+        Args:
+            timeout_s: at most so long; None: as long as the save itself may take.
 
         Raises:
             CheckpointError: it is not complete in time, or it failed.
             OSError: this rank could not write.
         """
-        self._thread.join(self._timeout_s if timeout_s is None else timeout_s)
+        self._thread.join(self._timeout_s + _GRACE_S if timeout_s is None else timeout_s)
         if not self.done:
             raise CheckpointError(f"{self._path}: still being saved", path=self._path)
         if self._error is not None:

@@ -163,10 +163,11 @@ class _Job:
 
         A group's operations belong to the training that goes on meanwhile.
         """
+        deadline_s = time.monotonic() + self.timeout_s
         try:
             self._write()
             if self.peers.rank == 0:
-                self._wait_for(lambda: not self.unfinished.missing(self.peers.size))
+                self._wait_for(deadline_s, lambda: not self.unfinished.missing(self.peers.size))
                 self._commit()
         except Exception as error:
             if not isinstance(error, CheckpointError):  # else another rank has said it
@@ -175,7 +176,7 @@ class _Job:
                     self.unfinished.add_failure(self.peers.rank, reason)
             raise
         if self.peers.rank != 0:
-            self._wait_for(lambda: is_committed(self.unfinished.final))
+            self._wait_for(deadline_s, lambda: is_committed(self.unfinished.final))
 
     def _write(self) -> None:
         writer = RankFileWriter(self.unfinished.path, self.peers.rank)
@@ -198,9 +199,8 @@ class _Job:
     def _commit(self) -> None:
         self.unfinished.commit(self.peers.size, self.keep)
 
-    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+    def _wait_for(self, deadline_s: float, is_there: Callable[[], bool]) -> None:
         root = self.unfinished.final.parent
-        deadline_s = time.monotonic() + self.timeout_s
         while not is_there():
             failure = self.unfinished.failure()
             if failure is not None:
