@@ -2,6 +2,8 @@
 
     python benchmarks/collectives.py --ranks 2 --backends shm,gloo,mpich,xccl
     python benchmarks/collectives.py --ranks 4 --neighbours 2 --sizes 8,1048576
+    python benchmarks/collectives.py --ranks 4 --hosts 2 --backends shm+gloo,flat,gloo   # as root
+    python benchmarks/collectives.py --ranks 2 --overlap
 
 All libraries run in the same rank processes; every round measures each of them once, so that a
 slow moment of the machine meets them all. MPICH joins in if `mpi4py` can be imported (start with
@@ -9,6 +11,10 @@ slow moment of the machine meets them all. MPICH joins in if `mpi4py` can be imp
 of processes that sleep on a pipe while the others run. "x" is times faster than Gloo in the same
 run; GB/s is bus bandwidth as nccl-tests defines it; "of copy" is the share of what a plain copy of
 the same size reaches with all ranks at it at once, at one read and one write a byte.
+
+With `--hosts` the ranks run in as many network namespaces on one bridge; "flat" is our gloo backend
+without levels. With `--overlap` each sample is 4 x 16 MB asynchronous all_reduce beside matrix
+products on the main thread: what it takes beyond the products alone.
 """
 
 # ruff: noqa: D102, D103 -- three libraries answer to the same five names; main() reads top-down
@@ -24,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,6 +135,49 @@ class Gloo:
     def barrier(self) -> None:
         self._dist.barrier()
 
+    def start_all_reduce(self, x: Any) -> Any:
+        return self._dist.all_reduce(self._tensor(x), self._dist.ReduceOp.MAX, async_op=True)
+
+
+class Ours:
+    """A group of ours, with the one call more that the overlap takes."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def start_all_reduce(self, x: Any) -> Any:
+        return self._group.all_reduce(x, "max", async_op=True)
+
+
+def overlapped(group: Any, start: Callable[[Any], Any]) -> float:
+    """Return the seconds that 4 x 16 MB asynchronous all_reduce add to a computation."""
+    arrays = [np.ones(4 << 20, np.float32) for _ in range(4)]
+    left, right = np.ones((600, 600), np.float32), np.ones((600, 600), np.float32)
+
+    def compute() -> float:
+        group.barrier()
+        begun = time.perf_counter()
+        for _ in range(20):
+            np.matmul(left, right)
+        return begun
+
+    alone = -compute() + time.perf_counter()
+    for warm_up in (True, False):
+        group.barrier()
+        begun = time.perf_counter()
+        works = [start(x) for x in arrays]
+        for _ in range(20):
+            np.matmul(left, right)
+        for work in works:
+            work.wait()
+        took = time.perf_counter() - begun
+        if warm_up:
+            alone = min(alone, -compute() + time.perf_counter())
+    return max(took - alone, 0.0)
+
 
 def sample(call: Callable[[], Any], barrier: Callable[[], Any], repeats: int) -> float:
     """Return seconds a call, over `repeats` of them after a barrier."""
@@ -149,6 +199,8 @@ def serve(group: Any, size: int) -> None:
         ask = json.loads(line)
         if ask["operation"] == "copy":
             took = copy_seconds(ask["num_bytes"], group.barrier)
+        elif ask["operation"] == "overlap":
+            took = overlapped(group, group.start_all_reduce)
         else:
             key = (ask["num_bytes"], ask["dtype"])
             if key not in calls:
@@ -178,26 +230,29 @@ def rank_main(library: str, size: int) -> None:
         return
     import echelon.dist as dist
 
-    backend = {"native": "shm", "python": "shm"}.get(library, library)
-    serve(dist.init(backend, timeout_s=120), size)
+    backend = {"native": "shm", "python": "shm", "flat": "gloo"}.get(library, library)
+    serve(Ours(dist.init(backend, timeout_s=120)), size)
     dist.shutdown()
 
 
 class Team:
     """The rank processes of one library."""
 
-    def __init__(self, library: str, size: int, mpi_python: str | None) -> None:
+    def __init__(self, library: str, size: int, mpi_python: str | None, places: list[Any]) -> None:
         self.library = library
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         env = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            **os.environ, "MASTER_PORT": str(port),
+            "MASTER_ADDR": places[0].address if places else "127.0.0.1",
             "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "ECHELON_RECORDER_SIZE": "0",
             "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
         if library in ("native", "python"):
             env["ECHELON_SHM"] = library
+        if places:
+            env["GLOO_SOCKET_IFNAME"] = "eth0"  # torch's Gloo would ask for the host's name
         python = mpi_python if library == "mpich" else sys.executable
         command = [str(python), __file__, "--rank-of", library, "--ranks", str(size)]
         if library == "mpich":
@@ -207,7 +262,9 @@ class Team:
             self.ranks = start_mpi(command, size, env)
             return
         for rank in range(size):
-            self.ranks.append(start(command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            place = places[rank * len(places) // size] if places else None
+            there = place.command(*command) if place else command
+            self.ranks.append(start(there, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
 
     def ask(self, operation: str, num_bytes: int, dtype: str) -> float:
         """Take one sample on all ranks; the slowest counts."""
@@ -273,11 +330,31 @@ def neighbours(count: int) -> Iterator[None]:
             one.wait()
 
 
+@contextlib.contextmanager
+def network(count: int) -> Iterator[list[Any]]:
+    """Make `count` hosts out of network namespaces; none if it is 0."""
+    if not count:
+        yield []
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.hosts import hosts
+
+    with hosts(count) as places:
+        yield places
+
+
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    teams = [Team(name, options.ranks, options.mpi_python) for name in options.backends]
+    with network(options.hosts) as places:
+        return measure_on(places, options)
+
+
+def measure_on(places: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    teams = [Team(name, options.ranks, options.mpi_python, places) for name in options.backends]
     rows = []
     try:
         with neighbours(options.neighbours):
+            if options.overlap:
+                return [measure_overlap(teams, options)]
             for dtype in options.dtypes:
                 for num_bytes in options.sizes:
                     for operation in options.operations:
@@ -307,6 +384,17 @@ def measure_one(
     }  # fmt: skip
 
 
+def measure_overlap(teams: list[Team], options: argparse.Namespace) -> dict[str, Any]:
+    samples: dict[str, list[float]] = {team.library: [] for team in teams}
+    for turn in range(options.rounds):
+        for team in teams[turn % len(teams) :] + teams[: turn % len(teams)]:
+            samples[team.library].append(team.ask("overlap", 0, "float32"))
+    seconds = {name: statistics.median(times) for name, times in samples.items()}
+    shown = " | ".join(f"{name} {exposed * 1e3:.1f} ms" for name, exposed in seconds.items())
+    print(f"{options.ranks} exposed beside a computation, 4 x 16 MB: {shown}", flush=True)
+    return {"ranks": options.ranks, "operation": "overlap", "seconds": seconds}
+
+
 def render(row: dict[str, Any]) -> str:
     gloo = row["seconds"].get("gloo")
     factor = _BUS[row["operation"]](row["ranks"])
@@ -324,12 +412,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backends", type=lambda text: text.split(","), default=["native", "gloo"],
-                        help="of native, python, gloo, mpich, xccl")  # fmt: skip
+                        help="of native, python, gloo, mpich, xccl, shm+gloo, flat")  # fmt: skip
     parser.add_argument("--sizes", type=lambda t: [int(s) for s in t.split(",")], default=SIZES)
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["float32"])
     parser.add_argument("--operations", type=lambda text: text.split(","), default=list(_BUS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--neighbours", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=0, help="network namespaces; needs root")
+    parser.add_argument("--overlap", action="store_true", help="measure that and nothing else")
     parser.add_argument("--mpi-python")
     parser.add_argument("--json")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
