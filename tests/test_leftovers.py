@@ -1,48 +1,19 @@
-"""A job leaves nothing behind: no process, no shared memory, no socket, in a machine of its own.
-
-Each job runs in fresh pid, network, ipc and mount namespaces, so that whatever is found there
-afterwards is its own.
-"""
+"""A job leaves nothing behind: no process, no shared memory, no socket, in a machine of its own."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.machine import needs_machine, run_there
+
 _BREAK_IT = Path(__file__).parents[1] / "examples/break_it.py"
-_NAMESPACES = ["unshare", "--pid", "--net", "--ipc", "--mount", "--fork", "--mount-proc"]
-
-# Processes 1 (this script) and what `ls` itself starts are there anyway.
-_SCRIPT = """
-mount -t tmpfs tmpfs /dev/shm && ip link set lo up || exit 99
-"$@"
-echo "exit code $?" >&2
-for pid in $(ls /proc | grep -E '^[0-9]+$'); do
-    [ "$pid" = $$ ] || [ "$(cut -d' ' -f4 /proc/$pid/stat 2>/dev/null)" = $$ ] || \
-        { [ -d /proc/$pid ] && echo "process $pid: $(tr '\\0' ' ' < /proc/$pid/cmdline)"; }
-done
-for file in /dev/shm/* /dev/shm/.[!.]*; do [ -e "$file" ] && echo "segment $file"; done
-tail -n +2 /proc/net/unix | sed 's/^/unix socket /'
-tail -q -n +2 /proc/net/tcp /proc/net/tcp6 2>/dev/null | grep -v ' 06 ' | sed 's/^/tcp socket /'
-exit 0
-"""
-
-
-def _may_unshare() -> bool:
-    if not shutil.which("unshare") or not shutil.which("ip"):
-        return False
-    probe = [*_NAMESPACES, "sh", "-c", "mount -t tmpfs tmpfs /dev/shm && ip link set lo up"]
-    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
-
 
 pytestmark = [
     pytest.mark.netns,
-    pytest.mark.skipif(not _may_unshare(), reason="needs root, unshare and ip for namespaces"),
+    needs_machine,
     pytest.mark.skipif(not _BREAK_IT.exists(), reason="the examples are not here"),
 ]
 
@@ -58,37 +29,26 @@ def test_a_job_leaves_nothing(fault, code, tmp_path):
         "--on-stall", "stop", "--run-dir", str(tmp_path / "run"),
         str(_BREAK_IT), "--fault", fault, "--rank", "1",
     ]  # fmt: skip
-    done = subprocess.run(
-        [*_NAMESPACES, "sh", "-c", _SCRIPT, "sh", *job],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"exit code {code}" in done.stderr, done.stderr
-    left = [line for line in done.stdout.splitlines() if "| " not in line]
+    done, left = run_there(job, timeout_s=120, environ={"TMPDIR": str(tmp_path)})
+    assert done.returncode == code, done.stderr
     assert left == []
     own = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")}
     assert own == {"run"}  # torch makes a cache folder of its own
     assert not any(path.is_socket() or path.is_fifo() for path in tmp_path.rglob("*"))
 
 
-def test_the_search_itself_finds_leftovers(tmp_path):
-    leave = (
-        "import os, socket, sys\n"
-        "open('/dev/shm/left', 'w').close()\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    s = socket.socket(socket.AF_UNIX); s.bind('\\0left'); s.listen()\n"
-        "    os.execv('/bin/sleep', ['sleep', '5']) if os.fork() else os.read(0, 1)\n"
-        "    import signal; signal.pause()\n"
-    )
-    done = subprocess.run(
-        [*_NAMESPACES, "sh", "-c", _SCRIPT, "sh", sys.executable, "-c", leave],
-        capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert "segment /dev/shm/left" in done.stdout
-    assert "process " in done.stdout
+@pytest.mark.parametrize("then", ["os.setsid()", "os.setsid(); os.fork()"])
+def test_the_search_itself_finds_leftovers(then):
+    leave = f"""
+import os, signal, socket
+open('/dev/shm/left', 'w').close()
+s = socket.socket(socket.AF_UNIX); s.bind('\\0left'); s.listen()
+if os.fork() == 0:
+    {then}
+    os.closerange(0, 3)
+    signal.pause()
+"""
+    _, left = run_there([sys.executable, "-c", leave], timeout_s=60)
+    assert "segment /dev/shm/left" in left
+    assert any(line.startswith("unix socket ") and line.endswith("@left") for line in left)
+    assert any(line.startswith("process ") for line in left)

@@ -1,0 +1,71 @@
+"""A machine of its own: a command in fresh namespaces, and what is left there when it has ended.
+
+Whatever is found afterwards is the command's own: processes, files in memory, sockets. Needs root,
+unshare and ip.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+_NAMESPACES = ["unshare", "--pid", "--net", "--ipc", "--mount", "--fork", "--mount-proc"]
+
+# This script is process 1, so whatever the command left behind has become its child. What is found
+# goes to the file named first. What is about to end has a moment.
+_SCRIPT = """
+mount -t tmpfs tmpfs /dev/shm && ip link set lo up || exit 99
+found=$1
+shift
+"$@"
+code=$?
+processes() {
+    for folder in /proc/[0-9]*; do
+        [ "$folder" = /proc/1 ] || ! read -r line 2>/dev/null < "$folder/stat" || \
+            case "${line##*) }" in [ZX]*) ;; *)
+            echo "process $(tr '\\0' ' ' 2>/dev/null < "$folder/cmdline")" ;; esac
+    done
+}
+for try in 1 2 3 4 5 6 7 8 9 10; do [ -z "$(processes)" ] || sleep 0.1; done
+{
+    processes
+    for file in /dev/shm/* /dev/shm/.[!.]*; do [ -e "$file" ] && echo "segment $file"; done
+    tail -n +2 /proc/net/unix | sed 's/^/unix socket /'
+    tail -q -n +2 /proc/net/tcp /proc/net/tcp6 2>/dev/null | grep -v ' 06 ' | sed 's/^/tcp socket /'
+} > "$found"
+exit $code
+"""
+
+
+def _may_be_made() -> bool:
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        return False
+    probe = [*_NAMESPACES, "sh", "-c", "mount -t tmpfs tmpfs /dev/shm && ip link set lo up"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+needs_machine = pytest.mark.skipif(
+    not _may_be_made(), reason="needs root, unshare and ip for namespaces"
+)
+
+
+def run_there(
+    argv: Sequence[str], *, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run a command to its end; return it, and a line for everything that it left behind."""
+    with tempfile.NamedTemporaryFile("r") as found:
+        done = subprocess.run(
+            [*_NAMESPACES, "sh", "-c", _SCRIPT, "sh", found.name, *argv],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+            env={**os.environ, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+        )
+        return done, found.read().splitlines()
