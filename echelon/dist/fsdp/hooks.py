@@ -56,11 +56,12 @@ class _ModuleHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if module in self._ran:  # an earlier forward never came to its end
             self._ran.clear()
-        if not self._ran:
+        first = not self._ran
+        if first:
             with _failing(self._unit):
                 self._unit.driver.before_forward(self._unit)
         self._ran.add(module)
-        args, kwargs = self._prepare((args, kwargs))
+        args, kwargs = self._prepare((args, kwargs), watched=first)
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
@@ -74,11 +75,11 @@ class _ModuleHooks:
                 unit.driver.after_forward(unit, has_graph=has_graph)
         return output
 
-    def _prepare(self, inputs: Any) -> Any:
+    def _prepare(self, inputs: Any, *, watched: bool) -> Any:
         unit, precision = self._unit, self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             inputs = _cast(inputs, precision.param_dtype)
-        if not torch.is_grad_enabled() or unit.driver.running() is not None:
+        if not watched or not torch.is_grad_enabled() or unit.driver.running() is not None:
             return inputs
         inputs = map_tensors(_inner, inputs)
         call = next(_numbers)

@@ -92,12 +92,15 @@ class Reduction:
             if self._replicas is not None and not self._is_across:
                 self._is_across = True
                 self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
+        if all(member.shard.grad is not None for member in self.flat.members):
+            self.settle(set(self.flat.members))  # adding nothing to a gradient changes nothing
         return True
 
     def settle(self, present: set[Member]) -> None:
         """Give the shards their gradients: those that came on any rank."""
-        assert self._sums is not None
-        sums = self._sums
+        if self._sums is None:
+            return  # done already
+        sums, self._sums = self._sums, None
         if self._replicas is not None:
             sums.div_(self._group.size * self._replicas.size)
         ours = self.flat.sums()

@@ -1,0 +1,261 @@
+"""What a sharded model holds, gives and takes: shards, whole states, memory, norms, optimizers."""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import echelon.dist as dist  # noqa: E402
+from tests.dist.fsdp import models  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.ranks
+
+
+def shard(model, **settings):
+    from echelon.dist.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def _states(rank, size):
+    from echelon.dist.fsdp import full_state_dict, is_part, optimizer_state, shards
+
+    models.join()
+    plain = models.make()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = shard(models.make())
+    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters())
+    assert [p.dim() for p in model.parameters()] == [p.dim() for p in plain.parameters()]
+
+    parts = shards(model)
+    assert list(parts) == [name for name, _ in plain.named_parameters()]
+    assert parts["token.weight"].aliases == ("head.weight",)
+    ranges = dist.world().all_gather_object(
+        {name: [part.start, part.length] for name, part in parts.items()}
+    )
+    for name, part in parts.items():
+        whole = expected[name].flatten()
+        assert part.shape == expected[name].shape
+        assert part.ranks == tuple(range(size))
+        assert torch.equal(part.data, whole[part.start : part.start + part.length])
+        owned = [tuple(one[name]) for one in ranges if one[name][1]]
+        ends = [start + length for start, length in owned]
+        assert [start for start, _ in owned] == [0, *ends[:-1]]
+        assert ends[-1] == whole.numel()
+
+    optimizer = models.make_optimizer(model)
+    models.loss_of(model, 0).backward()
+    optimizer.step()
+    for part in parts.values():
+        state = optimizer_state(optimizer, part)
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["exp_avg"].shape == (part.length,)
+        assert is_part(optimizer.state[part.parameter]["exp_avg"], part)
+        assert not is_part(state["step"], part)
+
+    trained = full_state_dict(model)
+    assert not torch.equal(trained["head.weight"], expected["head.weight"])
+    first_only = full_state_dict(model, rank0_only=True)
+    assert list(first_only) == (list(trained) if rank == 0 else [])
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(expected)  # whole parameters
+    again = full_state_dict(model)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    model.load_state_dict(saved)  # shards
+    again = full_state_dict(model)
+    assert all(torch.equal(again[name], trained[name]) for name in trained)
+    with pytest.raises(ValueError, match="assign=True"):
+        model.load_state_dict(saved, assign=True)
+
+    for part in parts.values():  # what is written into a shard is what the model computes with
+        part.data.zero_()
+    with torch.no_grad():
+        assert model(models.batch(0)[0]).abs().sum() == 0
+    dist.shutdown()
+
+
+def test_shards_and_whole_states():
+    run_ranks(_states, 3)
+
+
+def _resident(tensor) -> int:
+    """Return how many bytes of a tensor's pages are in memory."""
+    size, page = tensor.nbytes, resource.getpagesize()
+    with Path("/proc/self/pagemap").open("rb") as table:
+        table.seek(tensor.data_ptr() // page * 8)
+        entries = np.frombuffer(table.read(-(-size // page) * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum()) * page
+
+
+def _memory(rank, size):
+    from echelon.dist.fsdp import fully_shard
+
+    models.join()
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    flats = [layer.__dict__["_echelon_unit"].flats[0] for layer in model]
+    whole = 4 << 20
+
+    def resident():
+        return [_resident(flat.full.tensor) for flat in flats]
+
+    near = whole // size
+    assert max(resident()) <= near
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.append(resident()))
+    x = torch.randn(2, 1024, requires_grad=True)
+    for step in range(2):
+        seen.clear()
+        model.zero_grad()
+        loss = model(x).sum()
+        for index, sizes in enumerate(seen):
+            expected = [whole // size] * 4
+            ahead = index + 1 if step else 0  # the order is known from the first step
+            expected[index] = whole
+            if 0 < ahead < 4:
+                expected[ahead] = whole
+            assert all(a <= b for a, b in zip(sizes, expected, strict=True)), (step, index)
+        assert max(resident()) <= near
+        loss.backward()
+        assert max(resident()) <= near
+        # Gradients: pooled buffers of whole units, no more than are in flight at a time.
+        assert model[0].__dict__["_echelon_unit"].driver.pool.num_bytes <= 3 * whole
+    dist.shutdown()
+
+
+def test_only_the_units_at_work_are_in_memory():
+    run_ranks(_memory, 2)
+
+
+def _clip(rank, size):
+    from echelon.dist.fsdp import clip_grad_norm
+
+    models.join()
+    norms = []
+    for norm_type in (2.0, 1.0, math.inf):
+        plain = models.make()
+        for index in range(size):
+            (models.loss_of(plain, index) / size).backward()
+        expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type))
+        model = shard(models.make())
+        models.loss_of(model, rank).backward()
+        norm = clip_grad_norm(model, 0.05, norm_type)
+        assert type(norm) is float
+        assert norm == pytest.approx(expected, rel=1e-5)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            part = p._echelon_member.part
+            mine = q.grad.flatten()[part.start : part.start + part.length]
+            torch.testing.assert_close(p.grad.flatten(), mine, rtol=1e-4, atol=1e-8)
+        assert clip_grad_norm(model, 1e9, norm_type) <= 0.051
+        norms.append(norm.hex())
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_grad_norm(model, -1.0)
+    dist.shutdown()
+    return norms
+
+
+def test_the_norm_is_the_same_bits_on_every_rank():
+    first, *others = run_ranks(_clip, 3)
+    assert others == [first, first]
+
+
+class RowNorm(torch.optim.Optimizer):
+    """Scales by the norm of the whole parameter, as LAMB does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / p.grad.norm()
+
+
+class Sign(RowNorm):
+    """Elementwise."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad.sign()
+
+
+def _optimizers(rank, size):
+    models.join()
+    kinds = [RowNorm, torch.optim.Adafactor]
+    if hasattr(torch.optim, "Muon"):
+        kinds.append(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2]))
+    for early in (True, False):
+        for kind in kinds:
+            model = models.make()
+            optimizer = kind(model.parameters()) if early else None
+            shard(model)
+            optimizer = optimizer or kind(model.parameters())
+            models.loss_of(model, rank).backward()
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(ValueError, match="does not work on each element"):
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+    for kind in (Sign, torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop):
+        model = shard(models.make())
+        optimizer = kind(model.parameters(), lr=0.01)
+        models.loss_of(model, rank).backward()
+        optimizer.step()
+    dist.shutdown()
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused():
+    run_ranks(_optimizers, 2)
+
+
+def _arguments(rank, size):
+    from echelon.dist.fsdp import MixedPrecision, fully_shard
+    from echelon.dist.mesh import DeviceMesh
+
+    models.join()
+    mesh = DeviceMesh((2,), ("only",))
+    layer = nn.Linear(2, 2)
+    for arguments, settings, text in [
+        ((nn.ModuleList([layer]),), {}, "has no forward"),
+        (([],), {}, "at least one"),
+        ((layer, "world"), {}, "must be a ProcessGroup"),
+        ((layer, mesh), {}, "two axes"),
+        ((layer,), {"reshard_after_forward": 3}, "divides"),
+        ((layer,), {"mixed_precision": torch.bfloat16}, "MixedPrecision"),
+        ((layer,), {"prefetch": -1}, "prefetch"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            fully_shard(*arguments, **settings)
+    with pytest.raises(ValueError, match=r"torch\.dtype"):
+        MixedPrecision(param_dtype="bf16")
+    fully_shard(layer)
+    with pytest.raises(ValueError, match="sharded already"):
+        fully_shard(layer)
+    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
+    both = fully_shard([first, second])  # one unit of two modules
+    assert both == [first, second]
+    out = second(first(torch.ones(1, 3)))
+    out.sum().backward()
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None
+    dist.shutdown()
+
+
+def test_bad_arguments_are_said_clearly():
+    run_ranks(_arguments, 2)
