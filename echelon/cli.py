@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(arguments)
     if command == "status":
-        from echelon.launcher.status import main as status
+        from echelon.launcher.show import main as status
 
         return status(arguments)
     if command == "doctor":

@@ -72,6 +72,8 @@ def _host(
     host = _LOOPBACK if meeting is None else meeting.host
     store = stack.enter_context(contextlib.closing(StoreProcess(bind, host, secret)))
     job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": report.job_id}
+    if meeting is not None:
+        job["rendezvous"] = meeting.address  # `echelon status` finds the secret by it
     write_json(directory.job_file, job)
     events: Mailbox[tuple[str, m.Event]] = Mailbox()
     stack.callback(events.close)
@@ -132,7 +134,7 @@ def _take_part(
     meeting = options.rendezvous
     assert meeting is not None
     secret = meeting.secret.decode("utf-8", "replace")
-    write_json(directory.job_file, {"endpoint": meeting.address, "secret": secret})
+    write_json(directory.job_file, {"rendezvous": meeting.address, "secret": secret})
     link = GrpcLink(
         meeting.address,
         meeting.secret,
@@ -264,7 +266,9 @@ class _Agent:
             node.clear_up()
         elif isinstance(command, m.Show):
             print(command.text, file=sys.stderr, flush=True)
-        else:
+        elif isinstance(command, m.TellStatus):
+            node.tell_status(command.visitor)
+        elif isinstance(command, m.Over):
             self.over = command
 
     def _stop_alone(self) -> None:

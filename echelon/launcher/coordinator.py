@@ -128,6 +128,10 @@ class Coordinator:
             self._keep_part(event)
         elif isinstance(event, m.Harvested):
             self._note_harvested(node, event)
+        elif isinstance(event, m.Ask):
+            self._show_job(node)
+        elif isinstance(event, m.Statuses):
+            self._send(event.visitor, event)
         else:
             self._take_from_world(node, event)
 
@@ -192,6 +196,21 @@ class Coordinator:
         for rank in world.nodes[node]:
             if rank not in world.ended:
                 self._note_ended(world, rank, _LOST)
+
+    def _show_job(self, visitor: str) -> None:
+        """Tell a visitor how the job stands, and have its nodes tell about their ranks."""
+        world = self._world
+        present = [] if world is None else [n for n in world.nodes if n not in world.lost]
+        came = f"waiting for nodes: {len(self._roster.nodes)} of {self._options.min_nodes} came"
+        shown = m.JobShown(
+            job_id=self._report.job_id,
+            phase=came if world is None else world.attempt.phase.value,
+            restarts=self._report.attempts,
+            world_size=0 if world is None else sum(map(len, world.nodes.values())),
+            num_nodes=len(present),
+        )
+        self._send(visitor, shown)
+        self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, number: int) -> None:
         self._stop_signal = number

@@ -10,6 +10,7 @@ import os
 import secrets
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,10 +26,11 @@ from echelon.launcher.options import Options
 from echelon.launcher.output import Source, Stream, Terminal
 from echelon.launcher.ringmemory import RingMemory
 from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.status import RankStatus, silent, status_of
 from echelon.launcher.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.dump import pack_dump, write_dump
-from echelon.recorder.read import LiveRing
+from echelon.recorder.read import LiveRing, read_ring
 from echelon.recorder.signals import oom_kills
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
@@ -270,6 +272,31 @@ class NodeAgent:
     def _num_printed(self, rank: int) -> int:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
+    def tell_status(self, visitor: str) -> None:
+        """Tell a visitor what this node's ranks do."""
+        rows = [self._status(worker) for worker in self._workers]
+        numbers = [
+            [
+                row.rank,
+                _number(row.sequence),
+                _number(row.lag_s, 1e3),
+                _number(row.step),
+                _number(row.step_s, 1e6),
+            ]
+            for row in rows
+        ]
+        words = [[row.phase, row.operation] for row in rows]
+        host = socket.gethostname()
+        self._tell(m.Statuses(visitor=visitor, host=host, numbers=numbers, words=words))
+
+    def _status(self, worker: Worker) -> RankStatus:
+        if worker.exit_code is not None:
+            return silent(worker.rank, f"ended ({worker.exit_code})")
+        try:
+            return status_of(read_ring(worker.folder / "ring"), time.monotonic_ns())
+        except DumpFormatError:
+            return silent(worker.rank, "not recording")
+
     # ---- the guard's news, and output ----
 
     def _take_news(self) -> None:
@@ -371,6 +398,10 @@ def _torch_sight(worker: Worker) -> list[int]:
         return [0]
     worker.torch.look()
     return [worker.torch.num_own]
+
+
+def _number(value: float | None, scale: float = 1) -> int:
+    return -1 if value is None else int(value * scale)
 
 
 def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:

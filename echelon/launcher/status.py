@@ -1,28 +1,15 @@
-"""`echelon status [RUN_DIR]`: a live table of a running job, read from its rings.
-
-Nothing is asked of the ranks: they may hang. What is shown is this node's ranks, from the newest
-attempt in the run directory (by default the newest below runs/).
-"""
+"""What ranks do, read from their rings: nothing is asked of the ranks, they may hang."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from echelon import __version__
 from echelon.errors import DumpFormatError
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import Live, Record, State
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_REFRESH_S = 1.0
 _STEPS_AVERAGED = 20
 _PENDING = (State.CREATED, State.STARTED)
 
@@ -38,24 +25,6 @@ class RankStatus:
     lag_s: float | None  # since it last began or ended anything
     step: int | None
     step_s: float | None
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 if there is no such run."""
-    parser = argparse.ArgumentParser(
-        prog="echelon status", description="Show what the ranks of a running job do."
-    )
-    parser.add_argument("--version", action="version", version=f"echelon {__version__}")
-    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--once", action="store_true", help="print the table once and end")
-    args = parser.parse_args(list(argv))
-    run_dir = args.run_dir or newest_run(Path("runs"))
-    if run_dir is None or not ring_paths(run_dir):
-        what = "no run below runs/" if run_dir is None else f"{run_dir}: no ring of a rank there"
-        print(f"echelon status: {what}; give a run directory", file=sys.stderr)
-        return 2
-    _show(run_dir, once=args.once or not sys.stdout.isatty())
-    return 0
 
 
 def newest_run(folder: Path) -> Path | None:
@@ -120,10 +89,10 @@ def _step_s(record: Record) -> float | None:
     return float(int(stamps[end]) - int(stamps[begin])) / 1e9 / num_steps
 
 
-def unreadable(rank: int) -> RankStatus:
-    """Return the row of a rank whose ring cannot be read."""
+def silent(rank: int, phase: str) -> RankStatus:
+    """Return the row of a rank whose ring says nothing."""
     nothing = {"sequence": None, "lag_s": None, "step": None, "step_s": None}
-    return RankStatus(rank=rank, phase="unreadable", operation="", **nothing)
+    return RankStatus(rank=rank, phase=phase, operation="", **nothing)
 
 
 def read_statuses(run_dir: Path) -> list[RankStatus]:
@@ -133,45 +102,5 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
         try:
             statuses.append(status_of(read_ring(path), time.monotonic_ns()))
         except DumpFormatError:
-            statuses.append(unreadable(rank))
+            statuses.append(silent(rank, "unreadable"))
     return statuses
-
-
-def table(run_dir: Path, statuses: Sequence[RankStatus]) -> Table:
-    """Return the table as rich draws it; the slowest rank's lag stands out."""
-    from rich.table import Table
-
-    drawn = Table(title=str(run_dir), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("rank", "phase", "operation", "seq", "lag", "step", "step time"):
-        drawn.add_column(name, justify="left" if name in ("phase", "operation") else "right")
-    for row in statuses:
-        drawn.add_row(
-            str(row.rank),
-            row.phase,
-            row.operation or "-",
-            "-" if row.sequence is None else str(row.sequence),
-            "-" if row.lag_s is None else f"{row.lag_s:.1f} s",
-            "-" if row.step is None else str(row.step),
-            "-" if row.step_s is None else f"{row.step_s * 1e3:.0f} ms",
-        )
-    return drawn
-
-
-def _show(run_dir: Path, *, once: bool) -> None:
-    from rich.console import Console
-    from rich.live import Live as LiveDisplay
-
-    console = Console()
-    if once:
-        console.print(table(run_dir, read_statuses(run_dir)))
-        return
-    try:
-        with LiveDisplay(console=console, auto_refresh=False) as display:
-            while True:
-                statuses = read_statuses(run_dir)
-                display.update(table(run_dir, statuses), refresh=True)
-                if all(row.phase == "ended" for row in statuses):
-                    return
-                time.sleep(_REFRESH_S)
-    except KeyboardInterrupt:
-        return

@@ -93,7 +93,28 @@ class Left:
     reason: str
 
 
-Event = Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A visitor, who is no node, wants to know how the job stands. Sent again for each answer."""
+
+    version: int = VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statuses:
+    """What a node's ranks do. From the node to the coordinator, which passes it on."""
+
+    visitor: str
+    host: str
+    numbers: list[
+        list[int]
+    ]  # a rank's number, sequence, lag in ms, step, step time in us; -1: none
+    words: list[list[str]]  # the same rank's phase and operation
+
+
+Event = (
+    Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
+)
 
 # ---- commands: coordinator -> agent ----
 
@@ -154,13 +175,31 @@ class Over:
     text: str = ""
 
 
-Command = Start | Signal | Collect | ClearUp | Show | Over
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TellStatus:
+    """Answer `Statuses`, for this visitor."""
+
+    visitor: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobShown:
+    """To a visitor: how the job stands; as many `Statuses` follow as it has nodes."""
+
+    job_id: str
+    phase: str
+    restarts: int
+    world_size: int
+    num_nodes: int
+
+
+Command = Start | Signal | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked,
-        Start, Signal, Collect, ClearUp, Show, Over,
+        Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
+        Start, Signal, Collect, ClearUp, Show, Over, TellStatus, JobShown,
     )
 }  # fmt: skip
 
@@ -188,17 +227,19 @@ def unpack(data: bytes) -> Event | Command:
     return message
 
 
+_PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": bool}
+
+
 def _check(annotation: object, value: object) -> None:
-    plain = {"int": int, "str": str, "bytes": bytes, "bool": bool}
-    name = str(annotation)
-    if name in plain:
-        right = isinstance(value, plain[name]) and isinstance(value, bool) == (name == "bool")
-    elif name == "list[int]":
-        right = isinstance(value, list) and all(isinstance(v, int) for v in value)
-    else:
-        assert name == "list[list[int]]", name
-        right = isinstance(value, list) and all(
-            isinstance(row, list) and all(isinstance(v, int) for v in row) for row in value
-        )
-    if not right:
-        raise TypeError(f"{value!r} is no {name}")
+    """Hold a value against a field's type: plain, a list of plain ones, or a list of such lists."""
+    name, depth = str(annotation), 0
+    while name.startswith("list["):
+        name, depth = name[5:-1], depth + 1
+    if not _fits(_PLAIN[name], value, depth):
+        raise TypeError(f"{value!r:.100} is no {annotation}")
+
+
+def _fits(kind: type[Any], value: object, depth: int) -> bool:
+    if depth:
+        return isinstance(value, list) and all(_fits(kind, one, depth - 1) for one in value)
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

@@ -1,6 +1,7 @@
 """The coordinator's end of all links: a gRPC server on a thread of its own.
 
-One stream a node. A node that hangs up has left at once; one that is silent for a while is lost.
+One stream a node, and one a visitor, who only asks. A node that hangs up has left at once; one that
+is silent for a while is lost.
 Nobody is heard before it has proved, frame by frame, that it knows the job's secret; a peer that
 has not within a few seconds is hung up on.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -22,7 +24,7 @@ from echelon.errors import LaunchError
 from echelon.launcher.conf import LOST_AFTER_S
 from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
 from echelon.launcher.control.link import Mailbox
-from echelon.launcher.control.messages import Command, Event, Hello, Left, pack, unpack
+from echelon.launcher.control.messages import Ask, Command, Event, Hello, Left, pack, unpack
 from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
 from echelon.launcher.tls import TlsFiles
 
@@ -133,25 +135,39 @@ class ControlServer:
             seal = Seal(self._secret, nonce, mine, is_host=True)
             await context.write(mine)
             hello = unpack(seal.open(await asyncio.wait_for(anext(frames), _GREETING_S)))
-            if not isinstance(hello, Hello) or hello.node in self._sessions:
-                raise LaunchError("no greeting of ours")
+            name = self._name_of(hello)
         except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no greeting in time")
         else:
-            await self._serve_node(hello, seal, frames, context)
+            if isinstance(hello, Hello):
+                hello = replace(hello, address=_address(context.peer()))
+            self._events.put((name, hello))  # type: ignore[arg-type]
+            await self._serve_member(name, seal, frames, context)
 
-    async def _serve_node(
+    def _name_of(self, hello: Event | Command) -> str:
+        """Return the name of a new session, by its first message.
+
+        Raises:
+            LaunchError: nobody begins with that.
+        """
+        if isinstance(hello, Hello) and hello.node not in self._sessions:
+            name = hello.node
+        elif isinstance(hello, Ask):
+            name = f"visitor-{secrets.token_hex(8)}"
+        else:
+            raise LaunchError("no greeting of ours")
+        self._sessions[name] = asyncio.Queue()
+        return name
+
+    async def _serve_member(
         self,
-        hello: Hello,
+        name: str,
         seal: Seal,
         frames: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        queue: asyncio.Queue[Command | None] = asyncio.Queue()
-        self._sessions[hello.node] = queue
-        self._events.put((hello.node, replace(hello, address=_address(context.peer()))))
-        sender = self._loop.create_task(self._send_all(queue, seal, context))
-        receiver = self._loop.create_task(self._receive_all(hello.node, seal, frames))
+        sender = self._loop.create_task(self._send_all(self._sessions[name], seal, context))
+        receiver = self._loop.create_task(self._receive_all(name, seal, frames))
         why = "hung up"
         try:
             done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,8 +178,8 @@ class ControlServer:
         finally:
             sender.cancel()
             receiver.cancel()
-            self._sessions.pop(hello.node, None)
-            self._events.put((hello.node, Left(reason=why)))
+            self._sessions.pop(name, None)
+            self._events.put((name, Left(reason=why)))
 
     async def _send_all(
         self,

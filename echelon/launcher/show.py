@@ -1,0 +1,223 @@
+"""`echelon status [ENDPOINT|RUN_DIR]`: a live table of a running job.
+
+With a run directory (by default the newest below runs/): this node's ranks, from their rings. With
+an endpoint, HOST:PORT as in --rdzv-endpoint: the ranks of all nodes, from whatever machine, asked
+for with the job's secret: --rdzv-secret-file, ECHELON_SECRET, or a job.json below runs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon import __version__
+from echelon.errors import LaunchError
+from echelon.launcher.endpoint import join, read_secret, split
+from echelon.launcher.status import RankStatus, newest_run, read_statuses, ring_paths
+from echelon.launcher.tls import TlsFiles, tls_files
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from echelon.launcher.control.client import GrpcLink
+    from echelon.launcher.control.messages import Statuses
+
+_REFRESH_S = 1.0
+_DIAL_S = 5.0
+_ANSWER_S = 5.0
+_RUNS = Path("runs")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A rank of some host."""
+
+    host: str  # "" where only this one is shown
+    status: RankStatus
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is shown at one moment."""
+
+    title: str
+    rows: Sequence[Row]
+    missing_nodes: int = 0  # they did not answer
+    is_over: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, 1 if nobody answers, or 2 if there is no such run."""
+    parser = argparse.ArgumentParser(
+        prog="echelon status", description="Show what the ranks of a running job do."
+    )
+    parser.add_argument("--version", action="version", version=f"echelon {__version__}")
+    parser.add_argument(
+        "place", nargs="?", metavar="ENDPOINT|RUN_DIR", help="where the nodes meet, or a run"
+    )
+    parser.add_argument("--once", action="store_true", help="print the table once and end")
+    parser.add_argument("--rdzv-secret-file", type=Path, metavar="FILE", help="the job's secret")
+    for name in ("cert", "key", "ca"):
+        parser.add_argument(f"--rdzv-{name}", type=Path, metavar="FILE", help="TLS, as for run")
+    args = parser.parse_args(list(argv))
+    once = args.once or not sys.stdout.isatty()
+    try:
+        if args.place is not None and ":" in args.place and not Path(args.place).exists():
+            return _show_endpoint(args, once=once)
+        return _show_run(Path(args.place) if args.place else newest_run(_RUNS), once=once)
+    except ValueError as err:
+        print(f"echelon status: {err}", file=sys.stderr)
+        return 2
+    except LaunchError as err:
+        print(f"echelon status: {err}", file=sys.stderr)
+        return 1
+
+
+def _show_run(run_dir: Path | None, *, once: bool) -> int:
+    if run_dir is None or not ring_paths(run_dir):
+        what = "no run below runs/" if run_dir is None else f"{run_dir}: no ring of a rank there"
+        raise ValueError(f"{what}; give a run directory or an endpoint")
+
+    def views(run: Path) -> Iterator[View]:
+        while True:
+            rows = [Row("", status) for status in read_statuses(run)]
+            yield View(str(run), rows, is_over=all(r.status.phase == "ended" for r in rows))
+
+    _show(views(run_dir), once=once)
+    return 0
+
+
+def _show_endpoint(args: argparse.Namespace, *, once: bool) -> int:
+    host, port = split(args.place)
+    endpoint = join(host, port)
+    secret = _secret(endpoint, args.rdzv_secret_file)
+    tls = tls_files(args, None)
+    with contextlib.closing(_dial(endpoint, secret, tls)) as link:
+        _show(_views(link, endpoint), once=once)
+    return 0
+
+
+def _secret(endpoint: str, path: Path | None) -> bytes:
+    """Return the secret, from a run of this machine if it was not given."""
+    if path is None and not os.environ.get("ECHELON_SECRET"):
+        for job_file in _RUNS.glob("*/job.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+                job = json.loads(job_file.read_text())
+                if job["rendezvous"] == endpoint:
+                    return str(job["secret"]).encode()
+    return read_secret(path, os.environ)
+
+
+def _dial(endpoint: str, secret: bytes, tls: TlsFiles | None) -> GrpcLink:
+    from echelon.launcher.control.client import GrpcLink  # gRPC only where needed
+    from echelon.launcher.control.messages import Ask
+
+    return GrpcLink(endpoint, secret, Ask(), _DIAL_S, tls=tls)
+
+
+def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
+    """Ask again and again; the first question is the greeting.
+
+    Raises:
+        LaunchError: nobody answers, or not to us.
+    """
+    from echelon.launcher.control.messages import Ask, JobShown, Statuses
+
+    job, answers = None, list[Statuses]()
+    deadline_s = time.monotonic() + _DIAL_S + _ANSWER_S
+    while True:
+        ready, _, _ = select.select([link.fileno()], [], [], max(0, deadline_s - time.monotonic()))
+        for command in link.take():
+            if command is None:
+                if job is None:
+                    raise LaunchError(f"{endpoint}: {link.lost_because or 'hung up'}")
+                return  # the job is over
+            if isinstance(command, JobShown):
+                job, answers = command, []
+            elif isinstance(command, Statuses):
+                answers.append(command)
+        if job is None and not ready:
+            raise LaunchError(f"{endpoint}: no answer within {_DIAL_S + _ANSWER_S:g} s")
+        if job is not None and (len(answers) >= job.num_nodes or not ready):
+            title = f"{job.job_id} at {endpoint}: {job.phase}, {job.world_size} ranks"
+            title += f", restart {job.restarts}" if job.restarts else ""
+            yield View(title, _rows(answers), max(0, job.num_nodes - len(answers)))
+            job, answers = None, []
+            link.send(Ask())
+            deadline_s = time.monotonic() + _ANSWER_S
+
+
+def _rows(answers: Sequence[Statuses]) -> list[Row]:
+    """Return a row a rank; the latest, where an answer to the question before came late."""
+    rows = {
+        numbers[0]: Row(answer.host, _status(numbers, words))
+        for answer in answers
+        for numbers, words in zip(answer.numbers, answer.words, strict=False)
+        if len(numbers) >= 5 and len(words) >= 2
+    }
+    return [rows[rank] for rank in sorted(rows)]
+
+
+def _status(numbers: Sequence[int], words: Sequence[str]) -> RankStatus:
+    rank, sequence, lag_ms, step, step_us = numbers[:5]
+    return RankStatus(
+        rank=rank,
+        phase=words[0],
+        operation=words[1],
+        sequence=None if sequence < 0 else sequence,
+        lag_s=None if lag_ms < 0 else lag_ms / 1e3,
+        step=None if step < 0 else step,
+        step_s=None if step_us < 0 else step_us / 1e6,
+    )
+
+
+def table(view: View) -> Table:
+    """Return the table as rich draws it."""
+    from rich.table import Table
+
+    drawn = Table(title=view.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    has_hosts = any(row.host for row in view.rows)
+    left = ("host", "phase", "operation")
+    for name in ("rank", *(["host"] if has_hosts else []), "phase", "operation", "seq", "lag",
+                 "step", "step time"):  # fmt: skip
+        drawn.add_column(name, justify="left" if name in left else "right")
+    for row in view.rows:
+        status = row.status
+        drawn.add_row(
+            str(status.rank),
+            *([row.host] if has_hosts else []),
+            status.phase,
+            status.operation or "-",
+            "-" if status.sequence is None else str(status.sequence),
+            "-" if status.lag_s is None else f"{status.lag_s:.1f} s",
+            "-" if status.step is None else str(status.step),
+            "-" if status.step_s is None else f"{status.step_s * 1e3:.0f} ms",
+        )
+    if view.missing_nodes:
+        drawn.caption = f"{view.missing_nodes} nodes did not answer"
+    return drawn
+
+
+def _show(views: Iterator[View], *, once: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if once:
+        console.print(table(next(views)))
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        for view in views:
+            live.update(table(view), refresh=True)
+            if view.is_over:
+                return
+            time.sleep(_REFRESH_S)
