@@ -227,9 +227,16 @@ def test_a_group_is_aborted_from_another_thread_on_all_ranks(engine):
     run_ranks(_abort, 2, "shm", environ=engine)
 
 
-def test_a_group_on_connections_is_aborted_while_messages_wait():
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
+def test_a_group_on_connections_is_aborted_while_messages_wait(backend):
     pytest.importorskip("torch")
-    run_ranks(_abort, 2, "gloo")
+    run_ranks(_abort_on_hosts, 2, backend)
+
+
+def _abort_on_hosts(rank: int, world_size: int, backend: str) -> None:
+    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy.host_identity = lambda: {"boot": f"host {rank}"}
+    _abort(rank, world_size, backend)
 
 
 def _shut_down_in_flight(rank: int, world_size: int) -> None:

@@ -10,8 +10,11 @@ With L ranks on each of H hosts, n bytes an array:
 
 So each byte crosses the network once for each host and not once for each rank. What has no such
 form here (all_to_all, gather, scatter), sums in rank order, and groups whose hosts hold different
-numbers of ranks take one flat Gloo mesh. The calls of all ranks are compared first, over both
-levels, so that a mismatch names ranks of any host on every rank.
+numbers of ranks take one flat Gloo mesh.
+
+The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
+every rank: inside first, then across, and the latter while the first step inside runs. Between two
+hosts a share of moderate size is summed after one exchange, which moves what a ring would in two.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.lanes import LaneBackend
 from echelon.dist.backends.operation import CALL_BYTES, Operation, encode_call
 from echelon.dist.backends.shm import backend as shm
+from echelon.dist.backends.shm.native import reduce
 from echelon.dist.backends.shm.reduction import narrow_bfloat16, widen_bfloat16
 from echelon.dist.backends.shm.rendezvous import gather, host_identity
 from echelon.dist.mismatch import mismatch_error
@@ -48,6 +52,10 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
         CollectiveTimeoutError: members did not come within `timeout_s`.
     """
     return HierarchyBackend(members, store, timeout_s)
+
+
+_ONE_EXCHANGE_BYTES = 4 << 20
+_Agree = Callable[[], None]
 
 
 class _Level:
@@ -117,7 +125,8 @@ class HierarchyBackend(LaneBackend):
         if self._is_even and len(self._hosts) > 1:
             column = [ranks[self._place] for ranks in self._hosts]
             self._across = self._level(column, f"across/{self._place}", store, is_inside=False)
-        self._run: dict[str, Callable[[Operation, float], None]] = {
+        self._run: dict[str, Callable[[Operation, float, _Agree], None]] = {
+            "barrier": lambda operation, deadline_s, agree: agree(),  # noqa: ARG005
             "all_reduce": self._all_reduce,
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
@@ -137,8 +146,8 @@ class HierarchyBackend(LaneBackend):
         left_s = max(0.001, self._deadline_s - time.monotonic())
         if is_inside:
             return _Level(members, shm.create(members, own, left_s))
-        across = gloo.GlooBackend(members, own, left_s, verdicts=store, compares=False)
-        return _Level(members, across)
+        self._gloo = gloo.GlooBackend(members, own, left_s, verdicts=store, compares=False)
+        return _Level(members, self._gloo)
 
     def abort(self) -> None:
         """End the group on this rank, on both levels."""
@@ -174,9 +183,8 @@ class HierarchyBackend(LaneBackend):
                 self._flat.execute(operation)
             else:
                 deadline_s = time.monotonic() + operation.timeout_s
-                self._compare_calls(operation, deadline_s)
-                if operation.kind != "barrier":  # the comparison was one
-                    self._run[operation.kind](operation, deadline_s)
+                agree = self._start_comparing(operation, deadline_s)
+                self._run[operation.kind](operation, deadline_s, agree)
         except CollectiveError as err:
             error = self._retold(operation, err)
             self._lost = error
@@ -186,35 +194,47 @@ class HierarchyBackend(LaneBackend):
 
     def _is_flat(self, operation: Operation) -> bool:
         ordered = self._members.options.reduction == "rank_ordered" and operation.reduce_op
-        known = operation.kind in self._run or operation.kind == "barrier"
-        return self._across is None or bool(ordered) or not known
+        return self._across is None or bool(ordered) or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Speak of what the user called and not of a step of it."""
-        if isinstance(error, CollectiveMismatchError) or error.operation == operation.kind:
+        told = str(error).startswith(failures.place(self._members, operation))
+        if told or isinstance(error, CollectiveMismatchError):
             return error
+        if type(error) is CollectiveError:
+            return failures.aborted(self._members, operation)
         places = {rank: place for place, rank in enumerate(self._members.ranks)}
         ranks = [places[rank] for rank in error.ranks if rank in places]
         if isinstance(error, TimeoutError):
             return failures.timed_out(self._members, operation, ranks)
         return failures.peer_lost(self._members, operation, ranks)
 
-    def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
-        """Gather every rank's call inside, then across; each host's calls travel once per place."""
+    def _start_comparing(self, operation: Operation, deadline_s: float) -> _Agree:
+        """Compare calls inside, and start to compare them across; what is returned ends it.
+
+        It comes back before the end only if all calls of this host are equal, so that the host's
+        ranks may take a step inside; nothing of the caller's is to be written before the end.
+        """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
         mine = np.frombuffer(operation.sequence.to_bytes(8, "little") + operation.call, np.uint8)
-        width = len(mine)
-        inside = np.empty(self._inside.members.size * width, np.uint8)
-        self._step(self._inside, "all_gather", mine, inside, plain, deadline_s)
-        everyone = np.empty(self._size * width, np.uint8)
-        self._step(self._across, "all_gather", inside, everyone, plain, deadline_s)
-        rows = everyone.reshape(self._size, width)
-        if not (rows == mine).all():
-            calls = [b""] * self._size
-            for rank, row in zip(self._order, rows, strict=True):
-                calls[rank] = bytes(row[8 : 8 + CALL_BYTES])
-            raise mismatch_error(self._members, operation, calls)
+        inside = np.empty((self._inside.members.size, len(mine)), np.uint8)
+        self._step(self._inside, "all_gather", mine, inside.reshape(-1), plain, deadline_s)
+        everyone = np.empty((self._size, len(mine)), np.uint8)
+        across = self._gloo
+        work = across.start_all_gather(everyone.reshape(-1), inside.reshape(-1))
+
+        def agree() -> None:
+            across.finish(operation, deadline_s, work)
+            if not (everyone == mine).all():
+                calls = [b""] * self._size
+                for rank, row in zip(self._order, everyone, strict=True):
+                    calls[rank] = bytes(row[8 : 8 + CALL_BYTES])
+                raise mismatch_error(self._members, operation, calls)
+
+        if not (inside == mine).all():
+            agree()
+        return agree
 
     def _step(
         self,
@@ -233,7 +253,7 @@ class HierarchyBackend(LaneBackend):
 
     # ---- the collectives ----
 
-    def _all_reduce(self, operation: Operation, deadline_s: float) -> None:
+    def _all_reduce(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
         data, num_inside = _array(operation.target), self._inside.members.size
         op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
@@ -246,13 +266,21 @@ class HierarchyBackend(LaneBackend):
         self._step(
             self._inside, "reduce_scatter", padded, share, operation, deadline_s, reduce_op=op
         )
-        self._step(self._across, "all_reduce", share, share, operation, deadline_s, reduce_op=op)
+        agree()
+        if len(self._hosts) == 2 and share.nbytes <= _ONE_EXCHANGE_BYTES:
+            both = np.empty((2, length), data.dtype)
+            self._step(self._across, "all_gather", share, both.reshape(-1), operation, deadline_s)
+            reduce(share, list(both), op, operation.dtype)
+        else:
+            self._step(
+                self._across, "all_reduce", share, share, operation, deadline_s, reduce_op=op
+            )
         self._step(self._inside, "all_gather", share, padded, operation, deadline_s)
         if padded is not data:
             np.copyto(data, padded[: len(data)])
         self._average(operation, data)
 
-    def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _reduce_scatter(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
         source, target = _array(operation.source), _array(operation.target)
         op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
@@ -264,13 +292,15 @@ class HierarchyBackend(LaneBackend):
             self._inside, "reduce_scatter", rows.reshape(-1), share, operation, deadline_s,
             reduce_op=op,
         )  # fmt: skip
+        agree()
         self._step(
             self._across, "reduce_scatter", share, target, operation, deadline_s, reduce_op=op
         )
         self._average(operation, target)
 
-    def _all_gather(self, operation: Operation, deadline_s: float) -> None:
+    def _all_gather(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
+        agree()
         source, target = _array(operation.source), _array(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
         column = np.empty(num_hosts * len(source), source.dtype)
@@ -283,8 +313,9 @@ class HierarchyBackend(LaneBackend):
             for place, rank in enumerate(ranks):
                 np.copyto(rows[rank], blocks[place, host])
 
-    def _broadcast(self, operation: Operation, deadline_s: float) -> None:
+    def _broadcast(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
+        agree()
         is_root = self._members.rank == operation.root
         data = _array(operation.source if is_root else operation.target)
         host = next(i for i, ranks in enumerate(self._hosts) if operation.root in ranks)

@@ -15,11 +15,12 @@ is the one to name.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -154,12 +155,27 @@ class GlooBackend(LaneBackend):
         if self._lost is not None:
             raise failures.broken_since(self._members, operation, self._lost)
         deadline_s = time.monotonic() + operation.timeout_s
-        try:
+        with self._failing(operation, deadline_s):
             if operation.is_message:
                 self._message(operation, deadline_s)
             else:
                 self._compare_calls(operation, deadline_s)
                 self._run[operation.kind](operation, deadline_s)
+
+    def start_all_gather(self, out: Flat, data: Flat) -> Any:
+        """Start collecting bytes of all; `finish` waits for them. All members must come to it."""
+        return self._transport.all_gather(out, data)
+
+    def finish(self, operation: Operation, deadline_s: float, work: Any) -> None:
+        """Wait for what was started, in place of `operation`."""
+        with self._failing(operation, deadline_s):
+            self._wait(operation, deadline_s, work)
+
+    @contextlib.contextmanager
+    def _failing(self, operation: Operation, deadline_s: float) -> Iterator[None]:
+        """Turn what goes wrong into our errors, and tell the others."""
+        try:
+            yield
         except CollectiveError as err:
             self._give_up(err)
             raise
