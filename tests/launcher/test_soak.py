@@ -1,0 +1,73 @@
+"""Restart after restart, a random fault each: a correct report of each, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher import soak_rank
+from tests.machine import needs_machine, run_there
+from tests.ranks import read_json
+
+pytestmark = [pytest.mark.netns, needs_machine]
+
+_ROOT = Path(__file__).parents[2]
+_SECONDS_A_FAULT = 20.0  # far above what one takes, so that a hang is an end and not for ever
+
+
+def _soak(folder: Path, seed: int, num_faults: int, faults: list[str]) -> None:
+    done, left = run_there(
+        [
+            sys.executable, "-m", "tests.launcher.soak", str(folder), str(seed), str(num_faults),
+            str(60 + num_faults * _SECONDS_A_FAULT), ",".join(faults),
+        ],
+        timeout_s=180 + num_faults * _SECONDS_A_FAULT,
+        environ={"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-20_000:]
+    assert left == []
+    truth = _lines(folder / "truth")
+    assert [(fact["fault"], fact["rank"]) for fact in truth] == [
+        soak_rank.plan(seed, attempt, faults) for attempt in range(num_faults)
+    ]
+    report = read_json(folder / "node_0/report.json")
+    assert (report["attempts"], report["exit_code"]) == (num_faults + 1, 0)
+    wrong = [
+        f"{expected} was reported as {seen}: {folder / 'node_0' / incident['folder']}"
+        for fact, incident in zip(truth, report["incidents"], strict=True)
+        if (expected := _expected(fact)) != (seen := _seen(incident))
+    ]
+    assert not wrong, "\n".join(wrong)
+    health = [line["counts"] for line in _lines(folder / "health")]
+    assert max(health[2:]) <= [count + 2 for count in health[1]], health
+
+
+def _expected(fact: dict[str, object]) -> tuple[str, list[int], bool]:
+    fault = soak_rank.FAULTS[str(fact["fault"])]
+    ranks = [2, 3] if fault in soak_rank.OF_A_NODE else [int(str(fact["rank"]))]
+    return soak_rank.CAUSES[fault], ranks, True
+
+
+def _seen(incident: dict[str, object]) -> tuple[object, object, object]:
+    verdict = incident["verdict"]
+    if not isinstance(verdict, dict):
+        return None, None, incident["recovered"]
+    return verdict["cause"], verdict["culprit_ranks"], incident["recovered"]
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_five_restarts(tmp_path):
+    faults = ["passes_another_shape", "leaves_an_orphan", "its_whole_node_is_killed", "raises"]
+    _soak(tmp_path, 1, 5, faults)
+
+
+@pytest.mark.slow
+def test_a_hundred_restarts(tmp_path):
+    _soak(tmp_path, int(os.environ.get("SOAK_SEED", "7")), 100, list(soak_rank.FAULTS))
