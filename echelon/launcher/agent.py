@@ -134,7 +134,9 @@ def _take_part(
     meeting = options.rendezvous
     assert meeting is not None
     secret = meeting.secret.decode("utf-8", "replace")
-    write_json(directory.job_file, {"rendezvous": meeting.address, "secret": secret})
+    job = {"rendezvous": meeting.address, "secret": secret}
+    if not directory.has_job(job):  # the host's own, on a file system that both share, says more
+        write_json(directory.job_file, job)
     link = GrpcLink(
         meeting.address,
         meeting.secret,

@@ -65,13 +65,15 @@ def rendezvous(
         raise ValueError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on all nodes")
     host, port = split(endpoint)
     secret = read_secret(args.rdzv_secret_file, environ)
-    addresses = _resolve(host)
-    local = [address for address in addresses if is_local(address)]
-    is_host = bool(local)
-    if args.node_rank >= 0:
+    is_host = conf.is_host
+    if is_host is None and args.node_rank >= 0:
         is_host = args.node_rank == 0
-    if conf.is_host is not None:
-        is_host = conf.is_host
+    # A name may come to life after the node whose name it is (Kubernetes): only who needs it to
+    # know its own place must resolve it now.
+    addresses = _resolve(host, must_exist=is_host is None)
+    local = [address for address in addresses if is_local(address)]
+    if is_host is None:
+        is_host = bool(local)
     bind = args.bind or (local[0] if local else "0.0.0.0")  # noqa: S104 -- members prove the secret
     named_loopback = host not in _LITERAL_LOOPBACK and ipaddress.ip_address(bind).is_loopback
     if is_host and named_loopback and not args.bind:
@@ -116,10 +118,12 @@ def is_local(address: str) -> bool:
     return True
 
 
-def _resolve(host: str) -> list[str]:
+def _resolve(host: str, *, must_exist: bool) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as err:
+        if not must_exist:
+            return []
         raise ValueError(f"--rdzv-endpoint: cannot resolve {host!r}: {err.strerror}") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ class RunDirectory:
     def job_file(self) -> Path:
         """The endpoint and the secret."""
         return self.path / "job.json"
+
+    def has_job(self, job: Mapping[str, str]) -> bool:
+        """Whether the job's file is there already and says at least this."""
+        try:
+            there = json.loads(self.job_file.read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(there, dict) and job.items() <= there.items()
 
     @property
     def dump(self) -> Path:
