@@ -44,7 +44,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
         allow_abbrev=False,
     )
     try:
-        default = _Defaults(environ)
+        default = Defaults(environ)
     except ValueError as err:
         parser.error(str(err))
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
@@ -84,7 +84,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
         "named here go to the workers, as SIGUSR1 and SIGUSR2 always do",
     )
     _add_placement_options(parser.add_argument_group("placement"), default)
-    _add_node_options(parser.add_argument_group("many nodes"), default)
+    add_node_options(parser.add_argument_group("many nodes"), default)
     watch = parser.add_argument_group("watching")
     watch.add_argument(
         "--stall-timeout",
@@ -122,7 +122,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     return parser
 
 
-def _add_placement_options(place: argparse._ArgumentGroup, default: _Defaults) -> None:
+def _add_placement_options(place: argparse._ArgumentGroup, default: Defaults) -> None:
     place.add_argument(
         "--numa-binding",
         choices=("", *MODES),
@@ -138,7 +138,8 @@ def _add_placement_options(place: argparse._ArgumentGroup, default: _Defaults) -
     )
 
 
-def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> None:
+def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
+    """Add what says how nodes meet."""
     nodes.add_argument(
         "--nnodes",
         type=min_max,
@@ -211,7 +212,7 @@ def _add_node_options(nodes: argparse._ArgumentGroup, default: _Defaults) -> Non
     )
 
 
-def _add_log_options(logs: argparse._ArgumentGroup, default: _Defaults) -> None:
+def _add_log_options(logs: argparse._ArgumentGroup, default: Defaults) -> None:
     streams = reader(parse_streams)
     logs.add_argument(
         "-r",
@@ -264,7 +265,7 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: _Defaults) -> None:
     )
 
 
-class _Defaults:
+class Defaults:
     """Defaults: `PET_<OPTION>`, else what the scheduler says, else ours.
 
     argparse checks strings as if they were typed.
@@ -284,4 +285,5 @@ class _Defaults:
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
 
     def __call__(self, name: str, default: str | None) -> str | None:
+        """Return the default of an option: from the environment, the scheduler, or ours."""
         return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))

@@ -132,7 +132,10 @@ class Coordinator:
             self._show_job(node)
         elif isinstance(event, m.Statuses):
             self._send(event.visitor, event)
-        else:
+        elif isinstance(event, m.CheckIn):
+            busy = "a job is here already: see `echelon status`"
+            self._send(node, m.Over(exit_code=1, ended_by="agent", text=busy))
+        elif isinstance(event, m.WorkerEnded | m.Sights | m.Idle):
             self._take_from_world(node, event)
 
     def _take_from_world(self, node: str, event: m.WorkerEnded | m.Sights | m.Idle) -> None:

@@ -1,5 +1,7 @@
 """`echelon doctor`: is this machine fit for a job? A line a check, before anybody waits for nodes.
 
+With --rdzv-endpoint, on every node, the nodes meet and check the ways between them (checkup.py).
+
 Each check is a function that returns a `Check` and never raises; what a sandbox denies is said,
 with what is used instead. Backends are asked in a child process, since only they import torch.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import ipaddress
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon import __version__
-from echelon.launcher.endpoint import is_local, split
+from echelon.launcher.arguments import Defaults, Parser, add_node_options
+from echelon.launcher.conf import read_conf
+from echelon.launcher.endpoint import Rendezvous, is_local, rendezvous, split
+from echelon.launcher.options import dashes
+from echelon.launcher.tls import TlsFiles, tls_files
 from echelon.recorder.place import file_system, is_remote
 from echelon.recorder.signals import sample
 
@@ -31,6 +38,7 @@ _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
 _SMALL_SHM_BYTES = 1 << 30
 _CONNECT_S = 3.0
 _BACKENDS_S = 60.0
+_NODES_S = 60.0  # for the others to start their doctors
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +51,59 @@ class Check:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 1 if something needs attention."""
-    parser = argparse.ArgumentParser(
-        prog="echelon doctor", description="Check this machine before a job."
-    )
+    """Run the command; return 0, 1 if something needs attention, or 2 for bad usage."""
+    parser = Parser(prog="echelon doctor", description="Check this machine before a job.")
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument(
         "endpoint", nargs="?", metavar="HOST:PORT", help="check the way to this endpoint too"
     )
-    args = parser.parse_args(list(argv))
+    nodes = parser.add_argument_group(
+        "many nodes", "as for `echelon run`, on every node: check the ways between them"
+    )
+    try:
+        add_node_options(nodes, Defaults(os.environ))
+    except ValueError as err:
+        parser.error(str(err))
+    args = parser.parse_args([dashes(text) for text in argv])
+    try:
+        across = _across(args)
+    except ValueError as err:
+        parser.error(str(err))
     is_fit = True
-    for check in _checks(args.endpoint):
+    for check in itertools.chain(_checks(args.endpoint), across):
         mark = " " if check.ok else "!"
         print(f"{mark} {check.name:<15} {check.text}", flush=True)
         is_fit &= check.ok
     for line in backends():
         print(line, flush=True)
     return 0 if is_fit else 1
+
+
+def _across(args: argparse.Namespace) -> Iterator[Check]:
+    """Prepare the checks across nodes, none where no endpoint is given.
+
+    Raises:
+        ValueError: bad usage.
+    """
+    if not args.rdzv_endpoint and not args.master_addr:
+        return iter(())
+    args.standalone = False
+    args.nnodes = args.nnodes if args.nnodes != (1, 1) else (2, 2)
+    conf = read_conf(args.rdzv_conf)
+    meeting = rendezvous(args, conf, os.environ)
+    assert meeting is not None
+    tls = tls_files(args, meeting)
+    timeout_s = min(conf.join_timeout_s, _NODES_S)
+    return _met(meeting, args.nnodes[1], timeout_s, tls)
+
+
+def _met(
+    meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
+) -> Iterator[Check]:
+    from echelon.launcher.checkup import check_nodes  # gRPC only where needed
+
+    for result in check_nodes(meeting, num_nodes, timeout_s, tls):
+        yield Check(result.name, result.text, result.ok)
 
 
 def _checks(endpoint: str | None) -> Iterator[Check]:

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """
     parser = make_parser(environ)
     options, program = _split(argv)
-    args = parser.parse_args([_dashes(text) for text in options])
+    args = parser.parse_args([dashes(text) for text in options])
     try:
         conf = read_conf(args.rdzv_conf)
         meeting = rendezvous(args, conf, environ)
@@ -122,7 +122,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at:])
 
 
-def _dashes(text: str) -> str:
+def dashes(text: str) -> str:
     """`--nproc_per_node=2` is `--nproc-per-node=2`; only option names are touched."""
     if not text.startswith("--"):
         return text

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 
 import pytest
 
 from echelon.launcher import doctor
+from tests.hosts import hosts, needs_hosts
+from tests.launcher.cluster import free_port
 from tests.ranks import run_echelon
 
 
@@ -63,3 +68,77 @@ def test_the_command_lists_every_backend():
             line == f"{name} ready" or line.startswith(f"{name} not ready: ") for line in lines
         ), done.stdout
     assert done.stderr == ""
+
+
+def _doctor(*argv: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "echelon", "doctor", *argv],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "ECHELON_SECRET": "s3cret"},
+    )  # fmt: skip
+
+
+def _told(doctors: Sequence[subprocess.Popen[str]]) -> list[str]:
+    try:
+        return [doctor.communicate(timeout=90)[0] for doctor in doctors]
+    finally:
+        for doctor in doctors:
+            doctor.kill()
+            doctor.wait()
+
+
+@pytest.mark.ranks
+def test_nodes_check_each_other_and_all_are_told():
+    endpoint = f"127.0.0.1:{free_port()}"
+    meeting = ["--rdzv_endpoint", endpoint, "--nnodes", "3"]
+    doctors = [_doctor(*meeting, "--node-rank", str(rank)) for rank in range(3)]
+    for text in _told(doctors):
+        lines = {line[2:17].strip(): line for line in text.splitlines()}
+        assert lines["nodes"].startswith("  nodes           3 of 3 came"), text
+        assert "on all nodes" in lines["versions"], text
+        assert " ms" in lines["clocks"], text
+        assert "each of 3 nodes reaches each other one" in lines["ways"], text
+
+
+@pytest.mark.ranks
+def test_nodes_that_do_not_come_are_counted():
+    doctor = _doctor("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0",
+                     "--rdzv-conf", "join_timeout=1")  # fmt: skip
+    (text,) = _told([doctor])
+    assert "! nodes           1 of 2 came" in text
+    assert doctor.returncode == 1
+
+
+@pytest.mark.netns
+@needs_hosts
+def test_a_way_that_is_closed_is_named():
+    """Each host reaches the other at the meeting's port, and at no other."""
+    with hosts(2) as made:
+        meeting = ["--rdzv-endpoint", f"{made[0].address}:29400"]
+        for host in made:
+            host.swallow(but_port=29400)
+        doctors = [
+            _doctor(*meeting, "--node-rank", str(rank), before=host.command())
+            for rank, host in enumerate(made)
+        ]
+        told = _told(doctors)
+    for text, one in zip(told, doctors, strict=True):
+        assert sum(line.startswith("! ways") for line in text.splitlines()) == 2, text
+        assert f"{made[1].address} port" in text
+        assert one.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--rdzv-endpoint", "127.0.0.1:x"], "is not HOST:PORT"),
+        (["--rdzv-endpoint", "127.0.0.1", "--rdzv-conf", "x=1"], "no setting 'x'"),
+    ],
+)
+def test_bad_usage_is_one_line(argv, said, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        doctor.main(argv)
+    assert exit_info.value.code == 2
+    text = capsys.readouterr().err
+    assert said in text
+    assert text.count("\n") == 1

@@ -112,9 +112,35 @@ class Statuses:
     words: list[list[str]]  # the same rank's phase and operation
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckIn:
+    """A node takes part in a check before the job; `port` is one that it listens at."""
+
+    host: str
+    port: int
+    versions: list[list[str]]  # [name, version]
+    address: str = ""  # numeric, as the link saw it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tock:
+    """The answer to `Tick`: this node's wall clock."""
+
+    number: int
+    wall_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaysTried:
+    """Which nodes were reached from here: [host, what went wrong or ""]."""
+
+    found: list[list[str]]
+
+
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
-)
+    | CheckIn | Tock | WaysTried
+)  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
 
@@ -193,13 +219,31 @@ class JobShown:
     num_nodes: int
 
 
-Command = Start | Signal | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Answer `Tock` at once."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TryWays:
+    """Connect to each of these: [host, address, port]."""
+
+    places: list[list[str]]
+
+
+Command = (
+    Start | Signal | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
+    | Tick | TryWays
+)  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
-        Start, Signal, Collect, ClearUp, Show, Over, TellStatus, JobShown,
+        CheckIn, Tock, WaysTried,
+        Start, Signal, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
     )
 }  # fmt: skip
 

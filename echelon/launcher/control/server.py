@@ -24,7 +24,16 @@ from echelon.errors import LaunchError
 from echelon.launcher.conf import LOST_AFTER_S
 from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
 from echelon.launcher.control.link import Mailbox
-from echelon.launcher.control.messages import Ask, Command, Event, Hello, Left, pack, unpack
+from echelon.launcher.control.messages import (
+    Ask,
+    CheckIn,
+    Command,
+    Event,
+    Hello,
+    Left,
+    pack,
+    unpack,
+)
 from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
 from echelon.launcher.tls import TlsFiles
 
@@ -139,7 +148,7 @@ class ControlServer:
         except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no greeting in time")
         else:
-            if isinstance(hello, Hello):
+            if isinstance(hello, Hello | CheckIn):
                 hello = replace(hello, address=_address(context.peer()))
             self._events.put((name, hello))  # type: ignore[arg-type]
             await self._serve_member(name, seal, frames, context)
@@ -152,7 +161,7 @@ class ControlServer:
         """
         if isinstance(hello, Hello) and hello.node not in self._sessions:
             name = hello.node
-        elif isinstance(hello, Ask):
+        elif isinstance(hello, Ask | CheckIn):
             name = f"visitor-{secrets.token_hex(8)}"
         else:
             raise LaunchError("no greeting of ours")

@@ -1,0 +1,300 @@
+"""Checks across the nodes of a job, before it: who comes, versions, clocks, and ways both ways.
+
+Every node runs `echelon doctor` with the options that its `echelon run` will get; they meet at the
+endpoint, over the control plane itself. Then each node connects to each other one at a port that is
+free there, as ranks will.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib.metadata
+import platform
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from echelon import __version__
+from echelon.errors import LaunchError
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.client import GrpcLink
+from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.server import ControlServer
+from echelon.launcher.endpoint import Rendezvous
+from echelon.launcher.tls import TlsFiles
+
+_NUM_TICKS = 8
+_TICK_S = 2.0
+_CONNECT_S = 3.0
+_WAYS_S = 20.0
+_NUM_AT_ONCE = 32
+_CLOCK_S = 1.0  # more than that confuses people who compare logs, and other tools
+_GREETING = b"echelon"
+
+T = TypeVar("T", bound=m.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A line of the outcome."""
+
+    name: str
+    text: str
+    ok: bool = True
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node that has come."""
+
+    name: str  # of its session, "" for the host itself
+    about: m.CheckIn
+    ahead_s: float | None = None  # of the host's wall clock; None: it did not answer
+    error_s: float = 0.0
+    troubles: list[str] = field(default_factory=list)  # ways from there that do not work
+    has_tried: bool = False
+
+
+def check_nodes(
+    meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
+) -> Iterator[Result]:
+    """Take part; yield the outcome, which is the same on all nodes.
+
+    Waits `timeout_s` at most for the nodes to come, and about half a minute for their answers.
+    """
+    with contextlib.closing(_Listener()) as listener:
+        about = m.CheckIn(host=socket.gethostname(), port=listener.port, versions=_versions())
+        try:
+            if meeting.is_host:
+                yield from _Host(meeting, about, tls).check(num_nodes, timeout_s)
+            else:
+                yield from _take_part(meeting, about, tls, timeout_s)
+        except LaunchError as err:
+            yield Result("nodes", str(err), ok=False)
+
+
+class _Host:
+    """The node that owns the endpoint: it asks, and puts the answers together."""
+
+    def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
+        self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
+        self._server = ControlServer(meeting.bind_address, meeting.secret, self._events, tls=tls)
+        self._self = _Node("", about)
+        self._nodes = [self._self]
+        self._host = meeting.host
+
+    def check(self, num_nodes: int, timeout_s: float) -> list[Result]:
+        try:
+            self._wait_for_nodes(num_nodes, timeout_s)
+            for node in self._nodes[1:]:
+                self._compare_clocks(node)
+            self._try_ways()
+            results = list(self._results(num_nodes))
+            for node in self._nodes[1:]:
+                self._send(node, m.Show(text=_as_text(results)))
+                self._send(node, m.Over(exit_code=0, ended_by=""))
+                self._server.hang_up(node.name)
+        finally:
+            self._server.close()
+            self._events.close()
+        return results
+
+    def _send(self, node: _Node, command: m.Command) -> None:
+        self._server.send(node.name, command)
+
+    def _wait_for_nodes(self, num_nodes: int, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while len(self._nodes) < num_nodes:
+            came = self._next(m.CheckIn, lambda _name, _event: True, deadline_s)
+            if came is None:
+                return
+            self._nodes.append(_Node(came[0], came[1]))
+
+    def _next(
+        self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
+    ) -> tuple[str, T] | None:
+        """Wait for an event of a kind; others are of no use and dropped."""
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            select.select([self._events.fileno()], [], [], left_s)
+            events = self._events.take()
+            for index, (name, event) in enumerate(events):
+                if isinstance(event, kind) and fits(name, event):
+                    for later in events[index + 1 :]:
+                        self._events.put(later)
+                    return name, event
+        return None
+
+    def _compare_clocks(self, node: _Node) -> None:
+        """Take the quickest of several exchanges: its middle is when the node read its clock."""
+        for number in range(_NUM_TICKS):
+            sent_ns = time.time_ns()
+            self._send(node, m.Tick(number=number))
+            answer = self._next_tock(node, number)
+            if answer is None:
+                return
+            took_s = (time.time_ns() - sent_ns) / 1e9
+            if node.ahead_s is None or took_s / 2 < node.error_s:
+                node.ahead_s = (answer.wall_ns - sent_ns) / 1e9 - took_s / 2
+                node.error_s = took_s / 2
+
+    def _next_tock(self, node: _Node, number: int) -> m.Tock | None:
+        def fits(name: str, tock: m.Tock) -> bool:
+            return name == node.name and tock.number == number
+
+        answer = self._next(m.Tock, fits, time.monotonic() + _TICK_S)
+        return None if answer is None else answer[1]
+
+    def _try_ways(self) -> None:
+        places = [
+            [node.about.host, node.about.address or self._host, str(node.about.port)]
+            for node in self._nodes
+        ]
+        for number, node in enumerate(self._nodes[1:], start=1):
+            self._send(node, m.TryWays(places=[*places[:number], *places[number + 1 :]]))
+        self._self.troubles = [f"{host}: {why}" for host, why in _try_all(places[1:]) if why]
+        self._self.has_tried = True
+        deadline_s = time.monotonic() + _WAYS_S
+        by_name = {node.name: node for node in self._nodes[1:]}
+        while not all(node.has_tried for node in self._nodes):
+            answer = self._next(m.WaysTried, lambda name, _event: name in by_name, deadline_s)
+            if answer is None:
+                return
+            node = by_name[answer[0]]
+            node.has_tried = True
+            node.troubles = [f"{pair[0]}: {pair[1]}" for pair in answer[1].found if all(pair)]
+
+    def _results(self, num_nodes: int) -> Iterator[Result]:
+        hosts = ", ".join(node.about.host for node in self._nodes)
+        all_came = len(self._nodes) >= num_nodes
+        yield Result("nodes", f"{len(self._nodes)} of {num_nodes} came: {hosts}", all_came)
+        yield from _compare_versions([node.about for node in self._nodes])
+        for node in self._nodes[1:]:
+            yield self._clock(node)
+        troubles = [
+            f"{node.about.host} does not reach {trouble}"
+            for node in self._nodes
+            for trouble in (node.troubles if node.has_tried else ["anybody: it did not answer"])
+        ]
+        for trouble in troubles:
+            yield Result("ways", trouble, ok=False)
+        if not troubles and len(self._nodes) > 1:
+            yield Result("ways", f"each of {len(self._nodes)} nodes reaches each other one")
+
+    def _clock(self, node: _Node) -> Result:
+        host = node.about.host
+        if node.ahead_s is None:
+            return Result("clocks", f"{host} did not answer", ok=False)
+        way = "ahead of" if node.ahead_s >= 0 else "behind"
+        text = f"{host} is {abs(node.ahead_s) * 1e3:.1f} ms {way} {self._self.about.host}"
+        text += f", within {node.error_s * 1e3:.1f} ms"
+        if abs(node.ahead_s) > _CLOCK_S:
+            text += ": a job does not mind, but its logs cannot be compared"
+        return Result("clocks", text, abs(node.ahead_s) <= _CLOCK_S)
+
+
+def _take_part(
+    meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None, timeout_s: float
+) -> Iterator[Result]:
+    """Answer the host's questions until it has told the outcome.
+
+    Raises:
+        LaunchError: the host is not there, or gone.
+    """
+    link = GrpcLink(meeting.address, meeting.secret, about, timeout_s, tls=tls)
+    deadline_s = time.monotonic() + timeout_s * 2 + _WAYS_S * 2
+    with contextlib.closing(link):
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            select.select([link.fileno()], [], [], left_s)
+            for command in link.take():
+                if command is None:
+                    raise LaunchError(link.lost_because or "the host hung up")
+                if isinstance(command, m.Tick):
+                    link.send(m.Tock(number=command.number, wall_ns=time.time_ns()))
+                elif isinstance(command, m.TryWays):
+                    found = [list(pair) for pair in _try_all(command.places)]
+                    link.send(m.WaysTried(found=found))
+                elif isinstance(command, m.Show):
+                    yield from _from_text(command.text)
+                elif isinstance(command, m.Over):
+                    if command.text:
+                        raise LaunchError(command.text)
+                    return
+    raise LaunchError("the host did not tell the outcome in time")
+
+
+def _compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
+    alike = all(node.versions == nodes[0].versions for node in nodes)
+    if alike:
+        yield Result("versions", f"{_words(nodes[0])} on all nodes")
+        return
+    for node in nodes:
+        yield Result("versions", f"{node.host} has {_words(node)}", ok=False)
+
+
+def _words(node: m.CheckIn) -> str:
+    return ", ".join(" ".join(pair) for pair in node.versions)
+
+
+def _versions() -> list[list[str]]:
+    try:
+        torch = importlib.metadata.version("torch")  # without loading it
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return [["python", platform.python_version()], ["echelon", __version__], ["torch", torch]]
+
+
+def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    """Connect to all places; return each host with what went wrong, "" if nothing did."""
+    whole = [place for place in places if len(place) == 3 and place[2].isdecimal()]
+    with concurrent.futures.ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
+        words = pool.map(lambda place: _try(place[1], int(place[2])), whole)
+        return [(place[0], said) for place, said in zip(whole, words, strict=True)]
+
+
+def _try(address: str, port: int) -> str:
+    try:
+        with socket.create_connection((address, port), timeout=_CONNECT_S) as connection:
+            said = connection.recv(len(_GREETING))
+    except OSError as err:
+        return f"{address} port {port}: {err.strerror or err}"
+    return "" if said == _GREETING else f"{address} port {port}: somebody else answers"
+
+
+def _as_text(results: Sequence[Result]) -> str:
+    return "\n".join(f"{int(one.ok)} {one.name} {one.text}" for one in results)
+
+
+def _from_text(text: str) -> Iterator[Result]:
+    for line in text.splitlines():
+        ok, _, rest = line.partition(" ")
+        name, _, words = rest.partition(" ")
+        yield Result(name, words, ok == "1")
+
+
+class _Listener:
+    """A port of this node that answers whoever connects, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("", 0), backlog=1024)
+        self.port = int(self._socket.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve, name="echelon-doctor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Free the port; waits at most a moment for the thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._socket.close()
+        self._thread.join(_CONNECT_S)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(_GREETING)
