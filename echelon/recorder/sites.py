@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,6 +22,9 @@ _LIBRARIES = tuple(
         if (path := sysconfig.get_path(name))
     }
 )
+# Code that torch's compilers write and run: its callers are the user's.
+_GENERATED = ("<eval_with_key>", "<frozen", "<torch_package")
+_GENERATED_FOLDER = "/torchinductor_"
 _STACK_FRAMES = 4
 _MAX_WALK = 64
 
@@ -35,16 +39,35 @@ _codes: list[CodeType] = []
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the nearest frame of the user's code at or above `frame`."""
-    nearest = frame
+    """Return the nearest frame of the user's code at or above `frame`.
+
+    Without one it is `frame`; but on a thread that C++ started, such as those on which autograd
+    runs a device's backward, it is the main thread's, which waits there in the user's call.
+    """
+    nearest = last = frame
     for _ in range(_MAX_WALK):
         if frame is None:
-            return nearest
+            return _on_main_thread() or nearest if _is_outside_python(last) else nearest
         code = frame.f_code
         if id(code) in _user_codes or (id(code) not in _other_codes and is_user_code(code)):
             return frame
-        frame = frame.f_back
+        last, frame = frame, frame.f_back
     return nearest
+
+
+def _is_outside_python(outermost: FrameType | None) -> bool:
+    """Tell whether a thread whose outermost frame this is was not started by `threading`."""
+    return outermost is not None and outermost.f_code.co_filename != threading.__file__
+
+
+def _on_main_thread() -> FrameType | None:
+    main = threading.main_thread().ident
+    if main is None or main == threading.get_ident():
+        return None
+    frame = sys._current_frames().get(main)
+    while frame is not None and not is_user_code(frame.f_code):
+        frame = frame.f_back
+    return frame
 
 
 def is_user_code(code: CodeType) -> bool:
@@ -63,8 +86,12 @@ def is_user_code(code: CodeType) -> bool:
 def is_user_file(filename: str) -> bool:
     """Tell whether a source file is the user's own."""
     if filename.startswith("<"):  # "<frozen importlib>"; "<stdin>" and "<string>" are the user's
-        return not filename.startswith("<frozen")
-    return not filename.startswith(_PACKAGE) and not filename.startswith(_LIBRARIES)
+        return not filename.startswith(_GENERATED)
+    return (
+        _GENERATED_FOLDER not in filename
+        and not filename.startswith(_PACKAGE)
+        and not filename.startswith(_LIBRARIES)
+    )
 
 
 def describe(frame: FrameType) -> str:
