@@ -15,7 +15,7 @@ streams travel with the request. End of file on that socket means that the agent
 is killed.
 
     agent -> guard   spawn {index, argv, env, cwd, processors} + 2 descriptors
-                     signal {index, signal} | sweep {signal}
+                     signal {index, signal} | sweep {signal} | hold {folder}
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count}
 """
@@ -70,7 +70,7 @@ class Guard:
             self._kill_everything()
             for rank_dir, folder in self._rings.items():
                 _bring_home(rank_dir, folder)
-            for folder in set(self._rings.values()):
+            for folder in self._held:
                 _remove_if_empty(folder)
 
     def _receive(self) -> bool:
@@ -95,6 +95,8 @@ class Guard:
             self._spawn(message)
         elif do == "signal":
             self._signal(int(str(message["index"])), int(str(message["signal"])))
+        elif do == "hold":
+            self._hold(str(message["folder"]))
         elif do == "sweep":
             self._say(event="swept", count=self._sweep(int(str(message["signal"]))))
 
@@ -116,19 +118,17 @@ class Guard:
         self._workers[pid] = int(str(message["index"]))
         env = message["env"]
         if isinstance(env, dict) and "ECHELON_RING_DIR" in env:
-            self._hold(str(env["ECHELON_RANK_DIR"]), str(env["ECHELON_RING_DIR"]))
+            self._rings[str(env["ECHELON_RANK_DIR"])] = str(env["ECHELON_RING_DIR"])
         self._say(event="started", index=message["index"], pid=pid)
 
-    def _hold(self, rank_dir: str, folder: str) -> None:
-        """Note whose ring lies where; no other launcher clears up there while the guard lives."""
-        self._rings[rank_dir] = folder
-        if folder not in self._held:
-            self._held.add(folder)
-            try:
-                fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                return  # the user's own folder, not one that a launcher made
-            fcntl.flock(fd, fcntl.LOCK_SH)  # held by the open descriptor
+    def _hold(self, folder: str) -> None:
+        """Keep a folder for rings: no other launcher clears it up while the guard lives."""
+        self._held.add(folder)
+        try:
+            fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return  # the agent has removed it already
+        fcntl.flock(fd, fcntl.LOCK_SH)  # held by the open descriptor
 
     def _become_worker(
         self, message: dict[str, object], streams: list[int], write_end: int

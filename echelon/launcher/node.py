@@ -72,6 +72,8 @@ class NodeAgent:
         self._oom_kills_before = oom_kills(os.getpid())
         self._processors = self._bind()
         self._memory = RingMemory.for_run(directory.path, options)
+        if self._memory.folder is not None:
+            guard.hold(str(self._memory.folder))
 
     def _bind(self) -> Sequence[frozenset[int] | None]:
         """Return the processors of each worker, None for all that the launcher has.

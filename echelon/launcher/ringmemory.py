@@ -35,10 +35,14 @@ _SHARE = 4  # take at most this part of what is free
 
 
 class RingMemory:
-    """A private folder in memory for this node's rings, or none."""
+    """A private folder in memory for this node's rings, or none.
+
+    Attributes:
+        folder: None if rings lie where the recorder puts them.
+    """
 
     def __init__(self, folder: Path | None, lock: int = -1) -> None:
-        self._folder = folder
+        self.folder = folder
         self._lock = lock
 
     @classmethod
@@ -63,11 +67,11 @@ class RingMemory:
 
     def __str__(self) -> str:
         """Say where the rings lie while the job runs."""
-        return "" if self._folder is None else f"; rings in {_MEMORY} while it runs"
+        return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:
         """Return what tells a worker's recorder."""
-        return {} if self._folder is None else {"ECHELON_RING_DIR": str(self._folder)}
+        return {} if self.folder is None else {"ECHELON_RING_DIR": str(self.folder)}
 
     def bring_home(self, rank_dir: Path) -> None:
         """Move a rank's ring to its place in the run directory."""
@@ -78,10 +82,10 @@ class RingMemory:
 
     def close(self) -> None:
         """Remove the folder; what could not be brought home stays, and was said."""
-        if self._folder is not None:
-            _remove_if_empty(self._folder)
+        if self.folder is not None:
+            _remove_if_empty(self.folder)
             os.close(self._lock)
-            self._folder = None
+            self.folder = None
 
 
 def _clear_up_after_the_killed() -> None:

@@ -108,6 +108,10 @@ class Workers:
             os.close(err_write)
         return out_read, err_read
 
+    def hold(self, folder: str) -> None:
+        """Have the guard keep a folder for rings, and remove it if the agent is killed."""
+        self._send({"do": "hold", "folder": folder})
+
     def signal(self, index: int, number: int) -> None:
         """Signal a worker's process group; nothing happens if it has ended."""
         self._send({"do": "signal", "index": index, "signal": int(number)})

@@ -124,6 +124,17 @@ def test_too_few_nodes_is_one_line_that_names_who_came(cluster):
     assert not any("Traceback" in line for line in node.lines)
 
 
+def test_a_node_that_is_killed_before_it_has_workers_leaves_nothing_in_memory(cluster):
+    job = cluster("end", "-")
+    node = job.start("--nnodes", "2", rank=0)
+    node.wait_for("ranks on each of 2 nodes")
+    node.process.kill()
+    node.end()
+    assert job.left() == []
+    homes = list(Path("/dev/shm").glob(f"echelon-{os.getuid()}-*/home"))
+    assert str(node.run_dir) not in [home.read_text() for home in homes]
+
+
 def test_nobody_to_join_is_one_line(cluster):
     job = cluster("end", "-")
     node = job.start("--nnodes", "2", "--rdzv-conf", "join_timeout=1", rank=1)
