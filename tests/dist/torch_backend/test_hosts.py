@@ -1,0 +1,73 @@
+"""Two hosts of two ranks, as network namespaces: torch's wrappers over shared memory and Gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import hosts, needs_hosts
+
+_ROOT = Path(__file__).parents[3]
+_RANK = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from echelon.dist import Options
+from echelon.errors import PeerLostError
+from tests.dist.torch_backend.model import Gpt, loss_of, optimizer_of, train_alone
+
+torch.set_num_threads(1)
+dist.init_process_group("echelon", pg_options=Options(reduction=sys.argv[1]))
+rank, world_size = dist.get_rank(), dist.get_world_size()
+assert "shm+gloo" in repr(dist.group.WORLD), dist.group.WORLD
+model = DistributedDataParallel(Gpt(), bucket_cap_mb=0.01)
+optimizer = optimizer_of(model)
+for step in range(4):
+    optimizer.zero_grad()
+    loss_of(model, step, rank).backward()
+    optimizer.step()
+alone = train_alone(world_size, 4, lambda g: g * (1.0 / world_size), lambda total: total)
+pairs = zip(model.parameters(), alone.parameters(), strict=True)
+print("same bits" if all(torch.equal(a, b) for a, b in pairs) else "other bits", flush=True)
+dist.barrier()
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.all_reduce(torch.ones(4))
+except PeerLostError as err:
+    assert err.ranks == (3,), err
+else:
+    raise AssertionError("nothing was raised")
+"""
+
+
+@pytest.mark.netns
+@needs_hosts
+def test_ranks_of_two_hosts_add_in_rank_order_and_name_a_lost_one():
+    with hosts(2) as (first, second):
+        env = {
+            **os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": first.address, "MASTER_PORT": "29400", "PYTHONPATH": str(_ROOT),
+        }  # fmt: skip
+        ranks = [
+            subprocess.Popen(
+                (first, second)[rank // 2].command(sys.executable, "-c", _RANK, "rank_ordered"),
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(4)
+        ]  # fmt: skip
+        try:
+            ends = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    texts = "\n".join(text for _, text, _ in ends)
+    assert [code for _, _, code in ends] == [0, 0, 0, -signal.SIGKILL], texts
+    assert [said.split("\n")[0] for said, _, _ in ends] == ["same bits"] * 4, texts
