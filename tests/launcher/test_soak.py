@@ -42,8 +42,9 @@ def _soak(folder: Path, seed: int, num_faults: int, faults: list[str]) -> None:
         if (expected := _expected(fact)) != (seen := _seen(incident))
     ]
     assert not wrong, "\n".join(wrong)
-    health = [line["counts"] for line in _lines(folder / "health")]
-    assert max(health[2:]) <= [count + 2 for count in health[1]], health
+    for counts in zip(*(line["counts"] for line in _lines(folder / "health")), strict=True):
+        early, late = counts[: num_faults // 2], counts[num_faults // 2 :]
+        assert max(late) <= max(early) + 2, f"threads or descriptors grow: {counts}"
 
 
 def _expected(fact: dict[str, object]) -> tuple[str, list[int], bool]:
