@@ -3,12 +3,28 @@
 Plans and their simulation need no torch; `Pipeline`, `Stage` and `split` load it when first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from echelon.dist.pipeline.action import Action
 from echelon.dist.pipeline.catalogue import schedule
 from echelon.dist.pipeline.costs import Costs
 from echelon.dist.pipeline.plan import Plan, PlanError
 from echelon.dist.pipeline.simulator import simulate
 
+if TYPE_CHECKING:
+    from echelon.dist.pipeline.partition import split
+    from echelon.dist.pipeline.run import Pipeline
+    from echelon.dist.pipeline.stage import Stage
+
 __all__ = [
-    "schedule", "simulate", "Action", "Costs", "Plan", "PlanError"
+    "Pipeline", "Stage", "split", "schedule", "simulate", "Action", "Costs", "Plan", "PlanError"
 ]  # fmt: skip
+
+_HOMES = {"Pipeline": "run", "Stage": "stage", "split": "partition"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

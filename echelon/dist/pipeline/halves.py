@@ -1,0 +1,154 @@
+"""A backward in two parts: gradients of the inputs now, those of the weights later.
+
+Autograd's graph of a stage consists of nodes that compute and of parameters that hang on them, in a
+typical linear layer so:
+
+    ... <- output -- AddmmBackward -- input <- ...
+                         |-- TBackward -- weight
+                         `-- bias
+
+The first part runs the engine for the inputs alone and notes which gradients come to each node with
+parameters; such a node skips the product that only a weight would need. The second part runs each
+noted node once more, for its parameters alone. Each product is thus computed once, by the same
+kernels as in a whole backward, so the gradients are bitwise the same.
+
+Not everything is put off. Computed at once, with the inputs, are the parameters
+
+* of nodes at the graph's end, where nothing goes on to an input: there is nothing to put off;
+* that hang on several nodes: the engine adds their shares in its own order, and we keep that;
+* of a Python `autograd.Function`: it would compute everything twice.
+
+A hook that changes a gradient would change it twice, once in each part: use whole backwards (gpipe,
+1f1b, ...) with those. Activation checkpointing recomputes in each part: right, but slow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+Node = Any  # torch.autograd.graph.Node; its attributes depend on the function
+
+
+@dataclass
+class _Deferred:
+    """A node whose parameters wait, and the gradients that came to its outputs."""
+
+    node: Node
+    parameters: list[torch.Tensor]
+    gradients: tuple[torch.Tensor | None, ...] = ()
+
+    def note(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self.gradients = gradients
+
+    def run(self) -> None:
+        some = [(nr, one) for nr, one in enumerate(self.gradients) if one is not None]
+        if some:
+            edges = [GradientEdge(self.node, nr) for nr, _ in some]
+            _run(edges, [one for _, one in some], self.parameters)
+
+
+@dataclass
+class WeightHalf:
+    """The second part of a backward, ready to run once."""
+
+    _deferred: list[_Deferred] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Add the gradients of the parameters to their `.grad`, and free the graph."""
+        for one in self._deferred:
+            one.run()
+        self._deferred.clear()
+
+
+def run_input_half(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> WeightHalf:
+    """Add the gradients of `inputs` to their `.grad`; return what is left to do.
+
+    Args:
+        roots: of the graph: the stage's outputs.
+        gradients: of each root.
+        inputs: leaves that are no parameters.
+    """
+    at_once, deferred = _divide(roots, inputs)
+    handles = [one.node.register_prehook(one.note) for one in deferred]
+    try:
+        targets = [*inputs, *at_once]
+        if targets:
+            _run(roots, gradients, targets, keep=bool(deferred))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return WeightHalf(deferred)
+
+
+def _run(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    keep: bool = False,
+) -> None:
+    torch.autograd.backward(roots, list(gradients), retain_graph=keep, inputs=list(inputs))
+
+
+def _divide(
+    roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[_Deferred]]:
+    """Return the parameters to compute at once, and the nodes whose parameters can wait."""
+    own = {id(leaf) for leaf in inputs}
+    top = {edge.node for edge in roots}
+    hanging: dict[Node, torch.Tensor] = {}  # parameters, and the unary chains above them
+    uses: Counter[int] = Counter()
+    final: list[torch.Tensor] = []  # at the graph's end
+    waiting: list[_Deferred] = []
+    for node in _children_first(roots):
+        below = [child for child, _ in node.next_functions if child is not None]
+        if not below:
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) not in own:
+                hanging[node] = variable
+            continue
+        if len(below) == 1 and below[0] in hanging and node not in top:
+            hanging[node] = hanging[below[0]]
+            continue
+        parameters = [hanging[child] for child in below if child in hanging]
+        uses.update(id(parameter) for parameter in parameters)
+        goes_on = len(parameters) < len(below)
+        if not goes_on or isinstance(node, BackwardCFunction):
+            final += parameters
+        elif parameters:
+            waiting.append(_Deferred(node, parameters))
+    at_once = {id(parameter): parameter for parameter in final}
+    for one in waiting:
+        at_once.update({id(p): p for p in one.parameters if uses[id(p)] > 1})
+    for one in waiting:
+        one.parameters = [p for p in one.parameters if id(p) not in at_once]
+    return list(at_once.values()), [one for one in waiting if one.parameters]
+
+
+def _children_first(roots: Sequence[GradientEdge]) -> list[Node]:
+    """Return all nodes of a graph, each after those that it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(edge.node, False) for edge in roots]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        stack += [(child, False) for child, _ in node.next_functions if child is not None]
+    return order
