@@ -4,19 +4,22 @@
 with the code that `exit_codes` names for a rank that a test breaks on purpose. Anything else raises
 `RanksFailedError` with a line per rank and each bad one's traceback, or its stacks if it hung.
 
-Processes come from a fork server that has the heavy modules loaded. Two clocks, on purpose:
-starting depends on the machine's load and has a generous limit of its own; `timeout_s` begins when
-all ranks stand ready.
+Processes come from a fork server that has the heavy modules loaded; it ends with the test's own
+process, however that ends, and takes the ranks along. Two clocks, on purpose: starting depends on
+the machine's load and has a generous limit of its own; `timeout_s` begins when all ranks stand
+ready.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import multiprocessing.process
 import os
 import pickle
@@ -34,6 +37,7 @@ from echelon.store import StoreServer
 
 _START_TIMEOUT_S = 120.0
 _STACKS_TIMEOUT_S = 2.0
+_PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["numpy", "echelon.dist", "echelon.dist.backends.shm.backend"]
@@ -220,6 +224,7 @@ def _main(
     args: tuple[Any, ...],
     env: dict[str, str],
 ) -> None:
+    _die_with_the_test()
     os.setsid()
     log = os.open(Path(tmp, f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -243,6 +248,22 @@ def _main(
     sys.stdout.flush()
     if code:
         os._exit(code)
+
+
+def _die_with_the_test() -> None:
+    """Have the kernel kill this rank when the fork server is gone, and let it go.
+
+    A rank holds what keeps the server alive, as any process that it makes: the server would wait
+    for a rank that hangs, and the rank outlive a test that was killed.
+    """
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def run_echelon(*argv: str, timeout_s: float = 60.0, **options: Any) -> Any:

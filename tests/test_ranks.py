@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +56,40 @@ def test_a_raising_rank_shows_its_traceback():
 def test_a_hung_rank_shows_its_stacks():
     with pytest.raises(RanksFailedError, match=r"(?s)rank 1: still running.*_hang"):
         run_ranks(_hang, 2, timeout_s=1.0)
+
+
+def _tell_and_hang(rank: int, world_size: int, folder: str) -> None:
+    Path(folder, f"{os.getpid()}").touch()
+    threading.Event().wait()
+
+
+_HUNG_TEST = """
+import sys
+from tests.ranks import _context, run_ranks
+from tests.test_ranks import _tell_and_hang
+if __name__ == "__main__":
+    _context.set_forkserver_preload([])  # for the sake of time
+    run_ranks(_tell_and_hang, 2, sys.argv[1], timeout_s=60)
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_go_with_a_test_that_is_killed(tmp_path):
+    test = subprocess.Popen(
+        [sys.executable, "-c", _HUNG_TEST, str(tmp_path)], cwd=Path(__file__).parents[1]
+    )
+    try:
+        _until(lambda: len(list(tmp_path.iterdir())) == 2)
+    finally:
+        test.kill()
+        test.wait()
+    ranks = [path.name for path in tmp_path.iterdir()]
+    _until(lambda: not any(Path("/proc", rank).exists() for rank in ranks))
+
+
+def _until(condition) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        select.select([], [], [], 0.05)
+    raise AssertionError("not within 50 s")
