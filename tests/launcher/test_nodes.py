@@ -115,6 +115,28 @@ def test_when_the_coordinator_is_lost_nodes_keep_their_story_and_end(cluster):
     assert {path.name for path in incident.glob("rank_*")} == {"rank_2", "rank_3"}
 
 
+def test_a_spare_takes_the_place_of_a_lost_node(cluster):
+    job = cluster("wait", "1")
+    options = ("--nnodes", "2", "--spares", "1", "--rdzv-conf")
+    first = job.start(*options, "is_host=true")
+    options = (*options, "is_host=false")
+    second = job.start(*options)
+    for node in (first, second):
+        node.wait_for("place", 2)
+    spare = job.start(*options)
+    first.wait_for("it joins at the next start")
+    fourth = job.start(*options)
+    assert fourth.end() == 1
+    assert any("2 nodes and 1 spares are there already" in line for line in fourth.lines)
+    assert not any("place" in line for line in spare.lines), "a spare waits"
+    second.process.kill()
+    assert (first.end(), spare.end()) == (0, 0), job.told()
+    assert sum("place 0 0 0 4 1" in line for line in first.lines) == 1, first.lines
+    assert sum("place 1" in line for line in spare.lines) == 2, spare.lines
+    report = read_json(first.run_dir / "report.json")
+    assert (report["attempts"], report["world_size"], report["exit_code"]) == (2, 4, 0)
+
+
 def test_too_few_nodes_is_one_line_that_names_who_came(cluster):
     job = cluster("end", "-")
     node = job.start("--nnodes", "2", "--rdzv-conf", "join_timeout=1", rank=0)
@@ -133,6 +155,15 @@ def test_a_node_that_is_killed_before_it_has_workers_leaves_nothing_in_memory(cl
     assert job.left() == []
     homes = list(Path("/dev/shm").glob(f"echelon-{os.getuid()}-*/home"))
     assert str(node.run_dir) not in [home.read_text() for home in homes]
+
+
+def test_an_endpoint_that_is_taken_is_one_line(cluster):
+    job = cluster("end", "-")
+    with socket.create_server(("127.0.0.1", int(job.endpoint.rpartition(":")[2]))):
+        node = job.start("--nnodes", "2", rank=0)
+        assert node.end() == 2
+    (line,) = node.lines
+    assert f"cannot serve at {job.endpoint}: Address already in use; does another job" in line
 
 
 def test_nobody_to_join_is_one_line(cluster):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import secrets
+import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -62,6 +64,7 @@ class ControlServer:
         tls: TlsFiles | None = None,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
+        _check_free(address)
         self._tls = tls
         self._lost_after_s = lost_after_s
         self._secret = secret
@@ -222,3 +225,22 @@ class ControlServer:
 def _address(peer: str) -> str:
     """Return the numeric address in gRPC's name of a peer, such as `ipv6:%5B::1%5D:40404`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
+
+def _check_free(address: str) -> None:
+    """Find out what gRPC says in many lines: whether an address can be bound.
+
+    Raises:
+        LaunchError: it cannot.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+            probe.listen()
+        except OSError as err:
+            hint = "; does another job meet there?" if err.errno == errno.EADDRINUSE else ""
+            raise LaunchError(f"cannot serve at {address}: {err.strerror or err}{hint}") from None
