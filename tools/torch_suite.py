@@ -24,6 +24,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
 import unittest
 from collections import Counter
@@ -154,19 +155,31 @@ def _is_open(known: dict[str, Any], options: argparse.Namespace) -> bool:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Print which tests are applicable (not skipped on the second backend), and how they ended."""
+    """Print as Markdown what passes, fails, and is not applicable: skipped by the reference too."""
     ours, other = (json.loads(path.read_text()) for path in (options.results, options.reference))
-    applicable = [name for name in ours if other[name]["result"] != "skip"]
-    for name in sorted(ours):
-        mine, theirs = ours[name], other[name]
-        state = mine["result"] if name in applicable else "n/a"
-        why = theirs["why"] if state == "n/a" else mine["why"]
-        print(
-            f"| `{name}` | {state} | {theirs['result']} | {(why.splitlines() or [''])[0][:120]} |"
-        )
-    passed = sum(ours[name]["result"] == "pass" for name in applicable)
-    print(f"\n{len(ours)} tests, {len(applicable)} applicable, {passed} of these pass")
-    return 0 if passed >= 0.9 * len(applicable) else 1
+    skipped = {name: one["why"] for name, one in other.items() if one["result"] == "skip"}
+    applicable = {name: one for name, one in ours.items() if name not in skipped}
+    failed = {n: one["why"] for n, one in applicable.items() if one["result"] != "pass"}
+    num_passed = len(applicable) - len(failed)
+    print(f"{len(ours)} tests, {len(applicable)} applicable, {num_passed} pass.")
+    print(f"\n### Fail: {len(failed)}\n\n{_grouped(failed)}")
+    print(f"\n### Not applicable: {len(skipped)}\n\n{_grouped(skipped)}")
+    names = ", ".join(_short(name) for name in sorted(applicable) if name not in failed)
+    print(f"\n### Pass: {num_passed}\n\n{textwrap.fill(names, 100)}")
+    return 0 if num_passed >= 0.9 * len(applicable) else 1
+
+
+def _grouped(reasons: dict[str, str]) -> str:
+    """Make a table: a reason, and the tests that have it."""
+    groups: dict[str, list[str]] = {}
+    for name, why in sorted(reasons.items()):
+        groups.setdefault((why.splitlines() or ["?"])[0].replace("|", "/")[:90], []).append(name)
+    rows = [f"| {why} | {', '.join(map(_short, names))} |" for why, names in groups.items()]
+    return "\n".join(["| reason | tests |", "|---|---|", *sorted(rows)])
+
+
+def _short(name: str) -> str:
+    return f"`{name.removeprefix('test_')}`"
 
 
 def main() -> int:
