@@ -4,9 +4,9 @@
 
     full     [group_size * chunk_numel]   the whole vector, in the dtype of the computation. Its
                                           memory is there only while the unit is gathered.
-    chunk    [chunk_numel]                my part, in the dtype of the shards. Always in memory.
-                                          Where both dtypes are one and both lie on the host, it
-                                          *is* a slice of `full`, and a gather copies nothing of it.
+    chunk    [chunk_numel]                my part, in the dtype of the shards. Always in memory,
+                                          apart from `full`, which then comes and goes in huge
+                                          pages; the gather itself puts it into its place.
     leaf     the parameter's shape        an nn.Parameter that views `full`; what forward and
                                           backward use, and what autograd gives gradients to.
     shard    [length, 1, ...]             an nn.Parameter that views `chunk`: what of the parameter
@@ -137,15 +137,14 @@ class Flat:
         self.full = make_storage(self.layout.numel, self.compute_dtype, self.device)
         self.full.take()
         self._offload = offload and self.device.type != "cpu"
-        self._inside = self.compute_dtype == self.dtype and self.device.type == "cpu"
-        self.chunk = self._make_chunk()
+        self._alike = self.compute_dtype == self.dtype and not self._offload
+        self.chunk = self._resident()
         self._fill(sources, replicas)
         self.members = [
             Member(self, source, piece, self.layout.part(index, group.rank))
             for index, (source, piece) in enumerate(zip(sources, self.layout.pieces, strict=True))
         ]
         self.number = number
-        self._mine = self._part_of_full(group.rank, group.size)
         self._works: list[Work] = []
         self._kept: torch.Tensor | None = None  # what a device keeps for the near ranks
         self._sums: torch.Tensor | None = None
@@ -166,12 +165,16 @@ class Flat:
     def start_gather(self) -> None:
         """Begin to fill `full` from everybody's chunks."""
         self.full.take()
-        if not self._inside:
-            self._mine.copy_(self.chunk, non_blocking=True)
+        mine = self.chunk
+        if not self._alike:
+            mine = self._part_of_full(self.group.rank, self.group.size)
+            mine.copy_(self.chunk, non_blocking=True)
         if self.group.size > 1:
-            shape = tagged_shape(self._mine.numel(), self.number)
-            work = self.group.all_gather(self.full.tensor, self._mine.view(shape), async_op=True)
+            shape = tagged_shape(mine.numel(), self.number)
+            work = self.group.all_gather(self.full.tensor, mine.view(shape), async_op=True)
             self._works.append(_work(work))
+        elif self._alike:
+            self.full.tensor.copy_(mine)
 
     def start_regather(self, near: ProcessGroup) -> None:
         """Begin to fill `full` from what the `near` ranks kept (see `release`)."""
@@ -203,15 +206,13 @@ class Flat:
             member.show(member.shard)
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Give the memory of `full` back: all that is not my chunk, nor mine among `near`."""
+        """Give the memory of `full` back, but for what is mine among `near`."""
         keep = []
-        if self._inside:
-            keep.append(self._range(self.group.rank, self.group.size))
         if near is not None:
             keep.append(self._range(near.rank, near.size))
             if self.device.type != "cpu":
                 self._kept = self._part_of_full(near.rank, near.size).clone()
-        self.full.release(_union(keep))
+        self.full.release(keep)
 
     # ---- gradients ----
 
@@ -232,11 +233,6 @@ class Flat:
         shapes = [source.parameter.shape for source in sources]
         return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
 
-    def _make_chunk(self) -> torch.Tensor:
-        if self._inside:
-            return self._part_of_full(self.group.rank, self.group.size)
-        return self._resident()
-
     def _resident(self) -> torch.Tensor:
         """Return a chunk-sized tensor in the dtype, and where, the shards are."""
         numel = self.layout.chunk_numel
@@ -250,7 +246,7 @@ class Flat:
         """Take my chunk from rank 0's parameters: all ranks start from the same values."""
         whole = None
         if self.group.rank == 0:
-            whole = self.full.tensor if self._inside else make_whole(self)
+            whole = self.full.tensor if self.compute_dtype == self.dtype else make_whole(self)
             for source, piece in zip(sources, self.layout.pieces, strict=True):
                 values = source.parameter.detach().reshape(-1)
                 whole[piece.start : piece.start + piece.numel].copy_(values)
@@ -283,14 +279,3 @@ def make_whole(flat: Flat) -> torch.Tensor:
 def _work(work: Work | None) -> Work:
     assert work is not None
     return work
-
-
-def _union(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge overlapping ranges."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged

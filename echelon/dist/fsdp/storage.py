@@ -8,17 +8,19 @@ or scatter them), on a device a storage that is resized to nothing and back.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
 
 PAGE_BYTES = mmap.PAGESIZE
+_HUGE_BYTES = 2 << 20
 
 
 def make_storage(numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
     """Return memory for `numel` elements, none of it resident yet."""
     if device.type == "cpu":
-        return HostStorage(numel, dtype)
+        return HostStorage(numel, dtype, comes_and_goes=True)
     return DeviceStorage(numel, dtype, device)
 
 
@@ -41,13 +43,29 @@ class Storage:
 
 
 class HostStorage(Storage):
-    """An anonymous private mapping. Touched pages are resident, released ones are not."""
+    """An anonymous private mapping. Touched pages are resident, released ones are not.
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+    Args:
+        comes_and_goes: ask for huge pages: memory that is taken and given back at every step is
+            faulted in at every step, and 4 KB at a time that takes several times as long as to
+            fill it.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, comes_and_goes: bool = False) -> None:
         self._itemsize = dtype.itemsize
-        self._num_bytes = max(PAGE_BYTES, numel * dtype.itemsize)
-        self._map = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor = torch.frombuffer(self._map, dtype=dtype, count=numel)
+        num_bytes = max(1, numel * dtype.itemsize)
+        self._huge = comes_and_goes and num_bytes >= _HUGE_BYTES
+        grain = _HUGE_BYTES if self._huge else PAGE_BYTES
+        self._num_bytes = -(-num_bytes // grain) * grain
+        spare = grain if self._huge else 0  # the system aligns to small pages only
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, self._num_bytes + spare, flags=flags)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._start = -raw.data_ptr() % grain
+        if self._huge:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, self._num_bytes)
+        self.tensor = raw[self._start : self._start + numel * dtype.itemsize].view(dtype)
 
     def release(self, keep: list[tuple[int, int]]) -> None:
         """Hand the pages back to the system."""
@@ -55,7 +73,7 @@ class HostStorage(Storage):
         for first, last in [*keep, (self._num_bytes // self._itemsize,) * 2]:
             start, stop = position * self._itemsize, first * self._itemsize
             if stop > start:
-                self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+                self._map.madvise(mmap.MADV_DONTNEED, self._start + start, stop - start)
             position = last
 
 
@@ -126,5 +144,5 @@ class Pool:
 
 def _raw(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
-        return HostStorage(num_bytes, torch.uint8).tensor
+        return HostStorage(num_bytes, torch.uint8, comes_and_goes=True).tensor
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)

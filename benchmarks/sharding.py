@@ -1,0 +1,384 @@
+"""Sharded training beside torch's FSDP2 and DDP over Gloo: step time, processor time, memory.
+
+    python benchmarks/sharding.py                                  # the tables and the plot's data
+    python benchmarks/sharding.py --sizes 10M --ranks 2 --rounds 5
+    python benchmarks/sharding.py --link 60                        # MB/s between hosts, as root
+    python benchmarks/sharding.py --memory --plot docs/images/sharding-memory.svg
+
+The contenders train the same char GPT on the same data. Each rank of each contender is a fresh
+process; all stand ready, and the contenders take one step in turn, so that a slow moment of the
+machine meets them all. A step is everything from `zero_grad` to `optimizer.step()`, and takes as
+long as its slowest rank. Reported: best and median step, processor seconds a step and rank (all
+threads, at the best step), peak resident memory of the largest rank.
+
+With `--link` every rank is a host of its own (a network namespace), whose sending is limited by a
+token bucket; "compute" is a step of the same ranks without communication, "link" the bytes that a
+rank must send at that rate. The bound is the greater of the two.
+"""
+
+# ruff: noqa: D102, D103 -- three contenders answer to the same names; main() reads top-down
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+CONTENDERS = ("echelon", "fsdp2", "ddp")
+_SEED = 1337
+
+
+@dataclass(frozen=True)
+class Size:
+    """A char GPT, and how many sequences of `context` tokens all ranks together train on a step."""
+
+    depth: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    vocabulary: int = 65
+
+
+SIZES = {
+    "10M": Size(depth=6, width=384, heads=6, context=256, batch=8),
+    "85M": Size(depth=12, width=768, heads=12, context=256, batch=4),
+}
+
+
+# ---- the model ----
+
+
+def make_model(size: Size) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+            self.out = nn.Linear(size.width, size.width, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            batch, length, width = x.shape
+            q, k, v = (
+                part.view(batch, length, size.heads, -1).transpose(1, 2)
+                for part in self.qkv(x).split(width, 2)
+            )
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1 = nn.LayerNorm(size.width, bias=False)
+            self.attention = Attention()
+            self.norm2 = nn.LayerNorm(size.width, bias=False)
+            self.up = nn.Linear(size.width, 4 * size.width, bias=False)
+            self.down = nn.Linear(4 * size.width, size.width, bias=False)
+
+        def forward(self, x: Any) -> Any:
+            x = x + self.attention(self.norm1(x))
+            return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Embedding(size.vocabulary, size.width)
+            self.position = nn.Embedding(size.context, size.width)
+            self.blocks = nn.ModuleList(Block() for _ in range(size.depth))
+            self.norm = nn.LayerNorm(size.width, bias=False)
+            self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+            self.head.weight = self.token.weight
+            for parameter in self.parameters():
+                if parameter.dim() == 2:
+                    nn.init.normal_(parameter, std=0.02)
+
+        def forward(self, ids: Any) -> Any:
+            x = self.token(ids) + self.position.weight[: ids.shape[1]]
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    torch.manual_seed(_SEED)
+    return Gpt()
+
+
+def make_batch(size: Size, step: int, rank: int, ranks: int) -> tuple[Any, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(_SEED + step)
+    shape = (size.batch, size.context + 1)
+    ids = torch.randint(0, size.vocabulary, shape, generator=generator)
+    per_rank = size.batch // ranks
+    mine = ids[rank * per_rank : (rank + 1) * per_rank]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+# ---- the contenders ----
+
+
+def wrap(contender: str, model: Any, backend: str) -> Any:
+    """Join the contender's world and wrap the model."""
+    if contender == "echelon":
+        import echelon.dist as dist
+        from echelon.dist.fsdp import fully_shard
+
+        dist.init(backend or None)
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+    if contender == "alone":
+        return model
+    import torch.distributed as torch_dist
+
+    torch_dist.init_process_group(
+        "gloo",
+        init_method=os.environ["BENCH_INIT"],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    if contender == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    for block in model.blocks:
+        torch_fully_shard(block, mesh=mesh)
+    return torch_fully_shard(model, mesh=mesh)
+
+
+def serve(contender: str, size: Size, backend: str) -> None:
+    """Be one rank: take a step for every line on standard input."""
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    imported = _peak_mib()
+    model = wrap(contender, make_model(size), backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for step, _ in enumerate(sys.stdin):
+        ids, targets = make_batch(size, step, rank, ranks)
+        start, cpu = time.perf_counter(), time.process_time()
+        optimizer.zero_grad()
+        logits = model(ids)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        answer = {
+            "wall_s": time.perf_counter() - start,
+            "cpu_s": time.process_time() - cpu,
+            "loss": loss.item(),
+            "peak_mib": _peak_mib(),
+            "imported_mib": imported,
+        }
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# ---- running them ----
+
+
+class Team:
+    """The ranks of one contender."""
+
+    def __init__(
+        self,
+        contender: str,
+        size_name: str,
+        environ: list[dict[str, str]],
+        prefixes: list[list[str]],
+        backend: str,
+    ) -> None:
+        self.contender = contender
+        self.steps: list[dict[str, Any]] = []
+        self._processes = [
+            subprocess.Popen(
+                [*prefix, sys.executable, __file__, "--serve", contender, "--sizes", size_name,
+                 "--backend", backend],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **one},
+            )
+            for one, prefix in zip(environ, prefixes, strict=True)
+        ]  # fmt: skip
+
+    def wait_until_ready(self) -> None:
+        for process in self._processes:
+            line = process.stdout.readline()  # type: ignore[union-attr]
+            if line != "ready\n":
+                raise SystemExit(f"a rank of {self.contender} said {line!r} and not 'ready'")
+
+    def step(self) -> None:
+        for process in self._processes:
+            process.stdin.write("step\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+        answers = [json.loads(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
+        self.steps.append(
+            {
+                "wall_s": max(answer["wall_s"] for answer in answers),
+                "cpu_s": statistics.mean(answer["cpu_s"] for answer in answers),
+                "loss": statistics.mean(answer["loss"] for answer in answers),
+                "peak_mib": max(answer["peak_mib"] for answer in answers),
+                "imported_mib": max(answer["imported_mib"] for answer in answers),
+            }
+        )
+
+    def close(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()  # type: ignore[union-attr]
+
+    def summary(self) -> dict[str, float]:
+        timed = self.steps[1:] or self.steps  # the first one allocates
+        best = min(timed, key=lambda one: one["wall_s"])
+        return {
+            "best_s": best["wall_s"],
+            "median_s": statistics.median(one["wall_s"] for one in timed),
+            "cpu_s": min(one["cpu_s"] for one in timed),
+            "peak_mib": self.steps[-1]["peak_mib"],
+            "imported_mib": self.steps[-1]["imported_mib"],
+            "loss": self.steps[-1]["loss"],
+        }
+
+
+@contextlib.contextmanager
+def team(
+    contender: str, size: str, ranks: int, *, hosts: list[Any] | None = None, backend: str = ""
+) -> Iterator[Team]:
+    from echelon.store import StoreServer
+
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        environ = {"WORLD_SIZE": str(ranks), "BENCH_INIT": f"file://{folder}/init"}
+        prefixes: list[list[str]] = [[] for _ in range(ranks)]
+        if hosts is None:
+            server = StoreServer("127.0.0.1", 0)
+            server.start()
+            stack.callback(server.close)
+            environ |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(server.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+        else:
+            prefixes = [host.command() for host in hosts]
+            port = _start_store(stack, hosts[0])
+            environ |= {
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+        each = [{**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        result = Team(contender, size, each, prefixes, backend)
+        stack.callback(result.close)
+        yield result
+
+
+def _start_store(stack: contextlib.ExitStack, host: Any) -> str:
+    process = subprocess.Popen(
+        host.command(sys.executable, "-m", "echelon", "store", "--host", host.address,
+                     "--port", "0"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def end() -> None:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(10)
+        process.stdout.close()  # type: ignore[union-attr]
+
+    stack.callback(end)
+    return process.stdout.readline().strip()  # type: ignore[union-attr]
+
+
+def race(
+    contenders: list[str],
+    size: str,
+    ranks: int,
+    rounds: int,
+    *,
+    hosts: list[Any] | None = None,
+    backend: str = "",
+) -> dict[str, dict[str, float]]:
+    """Let the contenders take one step in turn, `rounds` times; return what was seen."""
+    with contextlib.ExitStack() as stack:
+        teams = []
+        for one in contenders:
+            teams.append(stack.enter_context(team(one, size, ranks, hosts=hosts, backend=backend)))
+            teams[-1].wait_until_ready()
+        for number in range(rounds + 1):
+            for one in teams[number % len(teams) :] + teams[: number % len(teams)]:
+                one.step()
+        return {one.contender: one.summary() for one in teams}
+
+
+# ---- tables ----
+
+
+def show(size: str, ranks: int, result: dict[str, dict[str, float]]) -> None:
+    peer = result.get("fsdp2", next(iter(result.values())))
+    for contender, seen in result.items():
+        times = {key: seen[key] / peer[key] for key in ("best_s", "median_s", "cpu_s", "peak_mib")}
+        print(
+            f"| {size}, {ranks} | {contender} | {seen['best_s']:.3f} / {seen['median_s']:.3f} "
+            f"| {seen['cpu_s']:.3f} | {seen['peak_mib']:.0f} "
+            f"| {times['best_s']:.2f} / {times['median_s']:.2f} | {times['cpu_s']:.2f} "
+            f"| {times['peak_mib']:.2f} | {seen['loss']:.4f} |",
+            flush=True,
+        )
+
+
+def show_heading() -> None:
+    print(
+        "| size, ranks | contender | step s, best / median | cpu s | peak MiB "
+        "| x FSDP2: step | cpu | peak | loss |\n|---|---|---|---|---|---|---|---|---|"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", default="10M,85M")
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, SIZES[options.sizes], options.backend)
+        return
+    show_heading()
+    for size in options.sizes.split(","):
+        for ranks in map(int, options.ranks.split(",")):
+            show(size, ranks, race(options.contenders.split(","), size, ranks, options.rounds))
+
+
+if __name__ == "__main__":
+    main()
