@@ -14,6 +14,7 @@ A worker inherits the launcher's own environment. What is set here:
 | ECHELON_JOB_ID | the job's name |
 | ECHELON_JOB_FILE | RUN/job.json (0600): endpoint and secret |
 | ECHELON_RECORDER_SIZE | operations that the black box keeps |
+| TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
 | ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
   a carriage return is shown there as a live line |
 """
