@@ -284,7 +284,7 @@ class ProcessGroup:
         alike.sort(key=lambda rank: (chosen[rank][1], rank))
         ranks = [self.ranks[rank] for rank in alike]
         title = name or f"{self.name}/{color}"
-        return self._make_group(ranks, title, f"split/{self.name}/{number}/{color}")
+        return self._make_group(ranks, title, f"split/{number}/{color}")
 
     # ---- the end ----
 

@@ -75,7 +75,12 @@ class _World:
         engine: Backend = registry.create(backend, members, store, left_s)
         if self.backend is None:
             engine = ByDevice(members, store, engine)
-        group = ProcessGroup(members, engine, self.timeout_s, self.make)
+
+        def make_below(ranks: Sequence[int], name: str, below: str) -> ProcessGroup | None:
+            # Groups of one name may split at once: the rows of a mesh do.
+            return self.make(ranks, name, f"{path}/{below}")
+
+        group = ProcessGroup(members, engine, self.timeout_s, make_below)
         self.groups.append(group)
         return group
 

@@ -37,6 +37,20 @@ def test_a_grid_of_ranks_has_a_group_along_each_axis():
     assert results[1]["part"] == (("dp", "pp"), (2, 2), (1, 0), (1, 3))
 
 
+def _split_rows(rank, world_size):
+    """Rows have one name, and each splits on its own."""
+    dist.init()
+    row = DeviceMesh((2, 2), ("pp", "dp"))["dp"]
+    parts = [row.split(0, name="part").ranks for _ in range(4)]
+    dist.shutdown()
+    return parts
+
+
+def test_rows_of_one_name_split_apart():
+    results = run_ranks(_split_rows, 4)
+    assert results == [[(0, 1)] * 4, [(0, 1)] * 4, [(2, 3)] * 4, [(2, 3)] * 4]
+
+
 @pytest.mark.parametrize(
     ("shape", "names", "says"),
     [
