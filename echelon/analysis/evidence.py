@@ -53,6 +53,7 @@ class Incident:
     attempt: int = 0
     world_size: int = 0
     reason: str = ""
+    absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from echelon.recorder.read import read
 _RANK_FILE = re.compile(r"rank_(\d{1,7})\Z")
 _TORCH_FILE = re.compile(r"torch_rank_(\d{1,7})\Z")
 _INCIDENT = re.compile(r"incident_(\d{1,9})\Z")
+_RANK = re.compile(r"\d{1,7}\Z")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})\Z")
 _MAX_INCIDENT_BYTES = 1 << 20
 
@@ -142,7 +143,14 @@ def read_incident(path: Path) -> Incident:
         attempt=_count(values.get("attempt")),
         world_size=_count(values.get("world_size")),
         reason=_text(values.get("reason")),
+        absent=_reasons(values.get("ranks_absent")),
     )
+
+
+def _reasons(value: Any) -> dict[int, str]:
+    """Return text by rank; whatever is neither is left out."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 
 
 def _text(value: Any) -> str:

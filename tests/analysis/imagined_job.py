@@ -268,7 +268,9 @@ class Job:
     def report(self, kind: str = "stall") -> Report:
         return diagnose(self.evidence(kind))
 
-    def write(self, folder: Path, kind: str = "stall") -> Path:
+    def write(
+        self, folder: Path, kind: str = "stall", absent: dict[str, object] | None = None
+    ) -> Path:
         folder.mkdir(parents=True)
         for record in self.records():
             write_dump(record, folder / f"rank_{record.identity.rank}")
@@ -279,6 +281,7 @@ class Job:
             "attempt": 0,
             "world_size": len(self),
             "reason": "",
+            "ranks_absent": absent or {},
         }
         (folder / "incident.json").write_text(json.dumps(incident))
         return folder

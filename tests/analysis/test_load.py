@@ -64,6 +64,17 @@ def test_one_damaged_file_among_good_ones(tmp_path: Path) -> None:
     assert any("rank_1" in warning for warning in report.warnings)
 
 
+def test_why_the_launcher_has_no_dump_of_a_rank(tmp_path: Path) -> None:
+    absent = {"1": "node gpu-7 is lost", "x": "y", "2": 5, "0": ""}
+    folder = hung(1).lose(1).write(tmp_path / "incident_0", absent=absent)
+    verdict = analyze(folder).verdict
+    assert verdict is not None
+    assert (verdict.cause, verdict.culprit_ranks) == ("dead_process", (1,))
+    assert "rank 1 is missing: node gpu-7 is lost" in verdict.summary
+    assert verdict.evidence[0] == "rank 1: node gpu-7 is lost"
+    assert "machine of rank 1" in verdict.next_action
+
+
 def test_only_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(b"\x93damaged")
     with pytest.raises(DumpFormatError, match="rank_0"):

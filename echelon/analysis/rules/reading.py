@@ -50,6 +50,7 @@ class Reading:
     frame: Frame | None = None
     evidence: tuple[str, ...] = ()
     would_settle: tuple[str, ...] = ()
+    action: str = ""  # what to do next, if it is not what the cause always asks for
 
 
 # Each test takes the picture and one rank; most look at the rank alone.
@@ -308,6 +309,17 @@ def _unsettled(picture: Picture, facts: RankEvidence, frame: Frame | None) -> tu
 
 
 def _missing(picture: Picture, rank: int) -> Reading:
+    why = picture.evidence.incident.absent.get(rank, "")
+    if why:  # the launcher knows: its node was lost, or did not answer
+        return Reading(
+            cause=Cause.DEAD_PROCESS,
+            confidence=Confidence.LIKELY,
+            words=f"is missing: {why}",
+            evidence=(f"rank {rank}: {why}",),
+            would_settle=(f"the record that rank {rank}'s own node kept",),
+            action="Look at the machine of {who} and its link; if its launcher lives, its run "
+            "directory there has a dump/latest of its own.",
+        )
     unreadable = rank in picture.evidence.unreadable
     left = "its record cannot be read" if unreadable else "it left no record"
     return Reading(

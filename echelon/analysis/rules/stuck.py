@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.finding import Cause, Finding, rank_list, seconds
 from echelon.analysis.picture import Picture, is_inside
-from echelon.analysis.rules.outside import keeps_waiting
+from echelon.analysis.rules.outside import keeps_waiting, waiting_ranks
 from echelon.analysis.rules.reading import Reading, read_rank
 from echelon.analysis.rules.signals import innermost_span
 from echelon.analysis.waits import Wait
@@ -140,11 +140,15 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
     for other in [rank for rank in ranks if rank != shown][:4]:
         lines += read_rank(picture, other).evidence[:1]
     fallout = picture.fallout(ranks)
+    if set(ranks) <= set(keeps_waiting(picture)):
+        fallout = waiting_ranks(picture)
+        lines.append(f"{rank_list(fallout)} wait for peers, by what the kernel shows")
     if wait is not None:
         summary += f"; {waiting_words(picture, ranks, wait)}"
         lines.append(wait_line(wait))
     facts = picture.evidence.ranks.get(shown)
-    action = _ACTIONS.get(reading.cause, _ACTIONS[Cause.DEAD_PROCESS]).format(
+    action = reading.action or _ACTIONS.get(reading.cause, _ACTIONS[Cause.DEAD_PROCESS])
+    action = action.format(
         who=who,
         at=f" at {reading.frame}" if reading.frame else "",
         pid=facts.identity.pid if facts else 0,
