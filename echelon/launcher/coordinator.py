@@ -251,7 +251,8 @@ class Coordinator:
             )
         was_stalled = world.rule.is_stalled
         stall = world.rule.look(list(world.sights.values()), now)
-        if was_stalled and not world.rule.is_stalled:
+        running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
+        if was_stalled and not world.rule.is_stalled and running:
             for incident in self._report.incidents[-1:]:
                 incident.recovered = True
             self._say("the stall is over: the ranks make progress again")

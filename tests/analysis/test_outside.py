@@ -47,6 +47,7 @@ def test_the_rank_that_is_in_no_collective_is_named(its, words):
         "host_hang", (1,), "likely",
     )  # fmt: skip
     assert f"rank 1 {words}, in no collective" in verdict.summary
+    assert verdict.fallout_ranks == (0, 2)
     assert any("stack" in line for line in verdict.would_settle)
 
 

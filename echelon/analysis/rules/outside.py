@@ -92,6 +92,12 @@ def keeps_waiting(picture: Picture) -> tuple[int, ...]:
     return ()
 
 
+def waiting_ranks(picture: Picture) -> tuple[int, ...]:
+    """Return who, of living ranks, is seen waiting for its peers."""
+    ranks = picture.evidence.ranks.values()
+    return tuple(facts.rank for facts in ranks if facts.host.alive and waits_for_peers(facts))
+
+
 def _is_at_rendezvous(facts: RankEvidence) -> bool:
     """Before there is a group: the main thread itself waits on an open connection."""
     host = facts.host
