@@ -1,4 +1,4 @@
-"""Make the groups behind a torch group: on the host at once, on a device when first used.
+"""Make the group of ours behind a torch group.
 
 Torch hands over its store, a rank and a size; the members meet there, so no second rendezvous is
 needed, and our own `init` may be used in the same program beside it.
@@ -14,6 +14,7 @@ from typing import Any
 import echelon.recorder.recorder as black_box
 from echelon.dist import clocks
 from echelon.dist.backends import registry
+from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
 from echelon.dist.options import Options
@@ -23,7 +24,6 @@ from echelon.dist.world import choose_backend
 from echelon.errors import StoreError
 from echelon.store import PrefixStore
 
-_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 _CLOCKS_S = 30.0
 _NAME_CHARS = 8  # of torch's hashed group names
 _LONGEST_TIMEOUT_S = 1e9
@@ -58,7 +58,7 @@ def create(torch_options: Any, group_options: Any) -> TorchGroup:
 
 
 class Maker:
-    """Makes the echelon groups of one torch group, one a kind of device."""
+    """Makes the echelon group of one torch group."""
 
     def __init__(self, torch_options: Any, options: Options, is_world: bool) -> None:
         self.rank = int(torch_options.group_rank)
@@ -70,29 +70,24 @@ class Maker:
         self._torch_name = str(torch_options.group_id)
         self._torch_store = torch_options.store
 
-    def make(self, device: str, description: str) -> ProcessGroup:
-        """Make the group that carries arrays on a kind of device; every member calls this.
+    def make(self, description: str) -> ProcessGroup:
+        """Make the group; every member calls this and blocks until all have come.
 
         Args:
-            device: "cpu", "cuda" or "xpu".
             description: torch's `group_desc`, such as "mesh_dp": what verdicts call the group.
         """
+        deadline_s = time.monotonic() + self.timeout_s
         name = "world" if self.is_world else description
         if name in _NAMELESS:
             name = _short(self._torch_name)
-        deadline_s = time.monotonic() + self.timeout_s
-        store = self._own_keys(PrefixStore(f"echelon/{device}", TorchStore(self._torch_store)))
-        members = Members(
-            name=name if device == "cpu" else f"{name}/{device}",
-            rank=self.rank,
-            ranks=self.ranks,
-            options=self._options,
-        )
-        backend = choose_backend(_DEVICE_BACKENDS.get(device), members, store, deadline_s)
+        store = self._own_keys(PrefixStore("echelon", TorchStore(self._torch_store)))
+        members = Members(name=name, rank=self.rank, ranks=self.ranks, options=self._options)
+        backend = choose_backend(None, members, store, deadline_s)
         left_s = max(0.001, deadline_s - time.monotonic())
-        engine = registry.create(backend, members, store, left_s)
+        host = registry.create(backend, members, store, left_s)
+        engine = ByDevice(members, store, host)
         group = ProcessGroup(members, engine, self.timeout_s, _no_split)
-        if self.is_world and device == "cpu":
+        if self.is_world:
             self._introduce(store, one_host=backend == "shm")
         return group
 

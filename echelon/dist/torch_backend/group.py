@@ -5,8 +5,8 @@ operation's arguments become contiguous arrays (tensors.py), our group checks, r
 it out, and a `TorchWork` (work.py) is what torch gets back. A call that torch makes to wait at once
 (`asyncOp` false) is carried out on the calling thread and raises its error there, as it is.
 
-A torch group holds a group of ours on the host, made when the group is made, and one for each other
-kind of device, made by the first collective on it.
+The subclass replaces torch's whole group, whatever devices were named: arrays of the host and of a
+device all go to our group, which has an engine for each kind.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         super().__init__(maker.rank, maker.size)  # of its constructors, the one for subclasses
         self._maker = maker
         self._store = store
-        self._groups: dict[str, ProcessGroup] = {}
+        self._made: ProcessGroup | None = None
         self._making = threading.Lock()
         self._futures: dict[str, Lane] = {}
         self._coalesced: list[TorchWork] | None = None
@@ -102,7 +102,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Take the description; torch gives it last, so the members meet here."""
         self._description = description
-        self._on("cpu")
+        self._meet()
 
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
@@ -121,7 +121,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         return self
 
     def __repr__(self) -> str:
-        return f"TorchGroup({self._groups.get('cpu', self._description)!r})"
+        return f"TorchGroup({self._made or self._description!r})"
 
     # ---- one tensor a rank ----
 
@@ -129,7 +129,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         """Reduce a tensor over all ranks, in place."""
         reduction, data = Reduction.of(opts), _only(tensor, "allreduce")
         if data.layout == torch.sparse_coo:
-            sparse.all_reduce(self._on(data.device.type), data, reduction)
+            sparse.all_reduce(self._group, data, reduction)
             return self._done([data])
         start, finish = self._reducing(data, reduction)
         return self._run(opts, start, [data], finish)
@@ -140,7 +140,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         return self._run_all(opts, [self._reducing(one, reduction) for one in data], list(data))
 
     def _reducing(self, tensor: Tensor, reduction: Reduction) -> tuple[Start, Finish | None]:
-        group, (x, finish) = self._on(tensor.device.type), tensors.target(tensor)
+        group, (x, finish) = self._group, tensors.target(tensor)
         op = reduction.on(x)
 
         def start(is_async: bool) -> Work | None:
@@ -155,7 +155,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         """Reduce a tensor over all ranks into the root's."""
         reduction, data = Reduction.of(opts), _only(tensor, "reduce")
         root = opts.rootRank
-        group, (x, finish) = self._on(data.device.type), tensors.target(data)
+        group, (x, finish) = self._group, tensors.target(data)
         if root != self._maker.rank:
             finish = None
         if reduction.factor is not None:
@@ -168,7 +168,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
         """Copy the root's tensor to every rank's, of any shape and as many elements."""
         data, root = _only(tensor, "broadcast"), opts.rootRank
-        group, (x, finish) = self._on(data.device.type), tensors.target(data)
+        group, (x, finish) = self._group, tensors.target(data)
         flat = x.reshape(-1)
         return self._run(
             opts, lambda later: group.broadcast(flat, root, async_op=later), [data], finish
@@ -210,7 +210,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         return self._run_all(opts, calls, [one for of_rank in outputs for one in of_rank])
 
     def _gathering(self, out: Tensor, data: Tensor) -> Start:
-        group, x = self._on(data.device.type), tensors.source(data)
+        group, x = self._group, tensors.source(data)
         return lambda later: group.all_gather(out, x, async_op=later)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
@@ -238,7 +238,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def _scattering(
         self, output: Tensor, data: Tensor, reduction: Reduction
     ) -> tuple[Start, Finish | None]:
-        group, x = self._on(data.device.type), tensors.source(data)
+        group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
         op = reduction.on(x)
 
@@ -252,7 +252,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Collect every rank's tensor into the root's list."""
         data, root = _only(inputs, "gather"), opts.rootRank
-        group, x = self._on(data.device.type), tensors.source(data)
+        group, x = self._group, tensors.source(data)
         outs: Sequence[Tensor] = ()
         out: Tensor | None = None
         finish: Finish | None = None
@@ -267,7 +267,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Give each rank its tensor of the root's list."""
         output, root = _only(outputs, "scatter"), opts.rootRank
-        group, (out, finish) = self._on(output.device.type), tensors.target(output)
+        group, (out, finish) = self._group, tensors.target(output)
         x: Tensor | None = None
         if root == self._maker.rank:
             parts = _only_list(inputs, "scatter")
@@ -286,7 +286,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         opts: Any = None,
     ) -> TorchWork:
         """Send rows to each rank and put the rows that each sends into the output."""
-        group, x = self._on(data.device.type), tensors.source(data)
+        group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
         splits = list(output_splits) or None, list(input_splits) or None
         return self._run(
@@ -297,7 +297,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
         """Send a tensor to each rank and receive one from each."""
-        group, x = self._on(inputs[0].device.type), tensors.flat_source(inputs)
+        group, x = self._group, tensors.flat_source(inputs)
         out, finish = tensors.flat_target(outputs)
         splits = [one.numel() for one in outputs], [one.numel() for one in inputs]
         return self._run(
@@ -317,14 +317,14 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def send(self, data: Sequence[Tensor], to: int, tag: int = 0) -> TorchWork:
         """Send a tensor to a rank."""
         tensor = _only(data, "send")
-        group, x = self._on(tensor.device.type), tensors.source(tensor)
+        group, x = self._group, tensors.source(tensor)
         part = group.send(x, to, tag, async_op=True)
         return self._started([part], [tensor], None, f"send to {to}")
 
     def recv(self, data: Sequence[Tensor], source: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from a rank."""
         tensor = _only(data, "recv")
-        group, (x, finish) = self._on(tensor.device.type), tensors.target(tensor)
+        group, (x, finish) = self._group, tensors.target(tensor)
         part = group.recv(x, source, tag, async_op=True)
         return self._started([part], [tensor], finish, f"recv from {source}", source)
 
@@ -337,7 +337,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def barrier(self, opts: Any = None) -> TorchWork:
         """Block until every rank has come."""
-        group = self._on("cpu")
+        group = self._group
         limit_s = -1.0 if opts is None else opts.timeout.total_seconds()
         if limit_s > 0:
             group.monitored_barrier(limit_s)
@@ -350,7 +350,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         wait_all_ranks: bool = False,  # noqa: ARG002
     ) -> None:
         """Block until all have come; after `timeout` raise an error that names all who have not."""
-        self._on("cpu").monitored_barrier(None if timeout is None else timeout.total_seconds())
+        self._group.monitored_barrier(None if timeout is None else timeout.total_seconds())
 
     # ---- several at once ----
 
@@ -366,8 +366,8 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long the group's operations may take from now on."""
         self._maker.timeout_s = timeout.total_seconds()
-        for group in self._groups.values():
-            group.timeout_s = timeout.total_seconds()
+        if self._made is not None:
+            self._made.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -375,41 +375,42 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
         """Nothing: the group numbers its operations from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._on("cpu").num_collectives
+        return self._group.num_collectives
 
     def _has_hooks(self) -> bool:
         return False
 
     def abort(self) -> None:
         """End the group from any thread: what waits raises, here and on the other ranks."""
-        for group in list(self._groups.values()):
-            group.abort()
+        if self._made is not None:
+            self._made.abort()
 
     def shutdown(self) -> None:
         """End the group on this rank and join its threads. Safe to call twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        for group in list(self._groups.values()):
-            group.close()
+        if self._made is not None:
+            self._made.close()
         for lane in list(self._futures.values()):
             lane.close()
         _open_groups.discard(self)
 
     # ---- the way of every operation ----
 
-    def _on(self, device: str) -> ProcessGroup:
-        """Return our group for a kind of device; all members make it at their first use of it."""
-        group = self._groups.get(device)
-        if group is None:
-            with self._making:
-                group = self._groups.get(device)
-                if group is None:
-                    if self._closed:
-                        raise ValueError(f"group {self._description!r} is shut down")
-                    group = self._maker.make(device, self._description)
-                    self._groups[device] = group
-        return group
+    @property
+    def _group(self) -> ProcessGroup:
+        """Our group."""
+        return self._made or self._meet()
+
+    def _meet(self) -> ProcessGroup:
+        """Make our group, unless it is made; all members come here."""
+        with self._making:
+            if self._closed:
+                raise ValueError(f"group {self._description!r} is shut down")
+            if self._made is None:
+                self._made = self._maker.make(self._description)
+            return self._made
 
     def _run(
         self, opts: Any, start: Start, result: list[Tensor], finish: Finish | None
