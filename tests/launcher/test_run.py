@@ -523,3 +523,24 @@ def test_signals_that_were_not_asked_for_are_passed_on_or_left_alone(script, run
     job.read_until("got SIGUSR1", 1)
     job.process.send_signal(signal.SIGHUP)
     assert job.end() == -signal.SIGHUP, "not handled: the launcher has the default action"
+
+
+def test_an_attempt_finds_nothing_of_the_one_before_in_the_store(script, run_dir):
+    done = run_echelon(
+        "run", "--max-restarts", "1", "--run-dir", str(run_dir),
+        script(
+            """
+            import json, os, pathlib, sys
+            from echelon.store import TCPStore
+            job = json.loads(pathlib.Path(os.environ["ECHELON_JOB_FILE"]).read_text())
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                             timeout=20.0, secret=job["secret"])
+            print("keys", store.num_keys(), flush=True)
+            store.set("left", b"x")
+            assert store.get("left") == b"x"
+            sys.exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 9)
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0| keys 0", "0| keys 0"]

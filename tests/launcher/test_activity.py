@@ -1,0 +1,83 @@
+"""What a worker without a ring does, as its host sees it: processor time, output, bytes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from echelon.launcher import activity
+from echelon.launcher.activity import Activity
+from echelon.recorder.schema import Socket
+
+S = 1_000_000_000
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Numbers that the kernel would show."""
+    shown = {"ticks": 0, "sockets": []}
+    monkeypatch.setattr(activity, "_TICKS_PER_S", 100)
+    monkeypatch.setattr(activity, "_cpu_ticks", lambda _pid: shown["ticks"])
+    monkeypatch.setattr(activity, "descendants", lambda _pid: [])
+    monkeypatch.setattr(activity, "sockets", lambda _pid, _denied: shown["sockets"])
+    return shown
+
+
+def _socket(peer: str, num_bytes: int) -> Socket:
+    return Socket(state="ESTABLISHED", peer=peer, sent_bytes=num_bytes, received_bytes=0)
+
+
+def test_processor_time_counts_unless_it_is_a_clocks(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    for second in range(1, 61):
+        seen["ticks"] = second  # 1 %: threads that look whether it is time
+        worker.look(0, second * S)
+    assert (worker.num_signs, worker.last_mono_ns) == (0, 0)
+    seen["ticks"] += 150
+    worker.look(0, 61 * S)
+    assert (worker.num_signs, worker.last_mono_ns) == (1, 61 * S)
+
+
+def test_output_counts(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    worker.look(10, 1 * S)
+    worker.look(10, 2 * S)
+    assert (worker.num_signs, worker.last_mono_ns) == (1, 1 * S)
+
+
+def test_bytes_count_but_not_the_stores(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    for second, carried in enumerate([100, 100, 200, 200], start=6):
+        seen["sockets"] = [_socket("10.0.0.1:29500", second), _socket("10.0.0.2:4000", carried)]
+        worker.look(0, second * S)
+    assert worker.has_met
+    assert (worker.num_signs, worker.last_mono_ns) == (1, 8 * S)
+
+
+def test_what_we_asked_for_is_no_sign_of_life(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    seen["ticks"] = 500  # a dump took them
+    worker.rest(20, 9 * S)
+    worker.look(20, 10 * S)
+    assert worker.num_signs == 0
+
+
+@pytest.mark.ranks
+def test_what_a_worker_has_started_counts_too():
+    argv = ["sh", "-c", f"{sys.executable} -c 'while True: pass'; true"]
+    with subprocess.Popen(argv, start_new_session=True) as worker:
+        try:
+            watched = Activity(worker.pid, 29500, 5.0, 0)
+            for look in range(1, 1000):
+                watched.look(0, look * S // 50)
+                if watched.num_signs:
+                    break
+                select.select([], [], [], 0.02)
+        finally:
+            os.killpg(worker.pid, signal.SIGKILL)
+    assert watched.num_signs
