@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.runs import SMALL_MODEL
 from tests.launcher.cluster import free_port
 from tests.ranks import read_json
 
@@ -195,3 +196,27 @@ def test_the_script_for_other_hosts(place, section, programs):
     secret = place.folder / ".echelon-secret"
     assert secret.stat().st_mode & 0o777 == 0o600
     assert secret.read_text().strip() not in script
+
+
+def test_the_recipe_for_two_shells(tmp_path):
+    pytest.importorskip("torch")
+    recipe = Path(__file__).parents[2] / "examples/two_nodes.sh"
+    text = tmp_path / "text"
+    text.write_bytes(b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(4000)))
+    environ = {
+        **os.environ, "ENDPOINT": f"127.0.0.1:{free_port()}", "RUNS": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    environ.pop("ECHELON_SECRET", None)
+    shells = [
+        subprocess.Popen(
+            [recipe, place, *SMALL_MODEL, "--steps=3", "--data", str(text)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+            stdin=subprocess.DEVNULL,
+        )
+        for place in ("0", "1")
+    ]  # fmt: skip
+    outs = [shell.communicate(timeout=_LIMIT_S) for shell in shells]
+    assert [shell.returncode for shell in shells] == [0, 0], outs
+    assert "world: 4 ranks" in outs[0][0]
+    assert (tmp_path / "two-nodes.secret").stat().st_mode & 0o777 == 0o600
