@@ -1,13 +1,15 @@
-"""Train a small GPT on real text, data-parallel over every rank that the launcher started.
+"""Train a GPT on real text, data-parallel or sharded over every rank that the launcher started.
 
     echelon run --nproc-per-node 2 examples/train_gpt.py
     echelon run --nproc-per-node 2 examples/train_gpt.py --steps 300 --data my_book.txt
-    python examples/train_gpt.py --checkpoint gpt.pt --checkpoint-every 100
-    python examples/train_gpt.py --checkpoint gpt.pt --resume gpt.pt
+    echelon run --nproc-per-node 2 examples/train_gpt.py --preset shakespeare --shard
+    python examples/train_gpt.py --checkpoint gpt --checkpoint-every 100
+    echelon run --nproc-per-node 4 examples/train_gpt.py --checkpoint gpt --resume gpt
 
 By default it reads the source text of the Python that runs it: on every machine, tens of megabytes,
 nothing to download. It ends with the validation loss, the loss of a bigram model of the same split
 (which a model that does not attend cannot beat), and a sample of what it has learnt to write.
+A checkpoint of any number of ranks is resumed by any other, sharded or not.
 
 The parts are in `gpt/`, one noun a file; start with `gpt/loop.py`.
 """
@@ -18,27 +20,30 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from gpt.arguments import OneLineParser, positive_number, whole_number
 from gpt.bigram import bigram_loss
-from gpt.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from gpt.data import Dataset, load_dataset, validation_windows
 from gpt.loop import Trainer, TrainingSettings
 from gpt.machine import limit_threads, load_optimizers
-from gpt.model import GPTConfig
-from gpt.progress import Scale
+from gpt.model import GPT, GPTConfig
+from gpt.peak import find_peak
+from gpt.presets import PRESETS
+from gpt.progress import Scale, with_unit
 from gpt.report import Report, SilentReport
 from gpt.sample import generate
 
 import echelon.dist as dist
-from echelon import recorder
+from echelon.dist.checkpoint import peek
+from echelon.errors import CheckpointError
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
 
 PROMPT = b"def "
-SAMPLE_BYTES = 400
+SAMPLE_TOKENS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +54,19 @@ class Job:
     config: GPTConfig
     settings: TrainingSettings
     dataset: Dataset
-    resumed: dict[str, Any] | None
 
     @property
     def identity(self) -> dict[str, int]:
-        """What a checkpoint and the run that resumes it must have in common."""
-        return identity_of(self.config, self.settings, self.dataset)
+        """What a checkpoint and the run that resumes it must have in common.
+
+        It fixes the weights' shapes and the order of the data. Neither the number of ranks nor the
+        size of the batch is in it.
+        """
+        return {
+            **asdict(self.config),
+            "seed": self.settings.seed,
+            "text": self.dataset.fingerprint,
+        }
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,20 +76,41 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     at_least_0, at_least_1 = whole_number(0), whole_number(1)
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="small", help="defaults of the sizes below"
+    )
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=at_least_1, default=4)
-    model.add_argument("--width", type=at_least_1, default=128)
-    model.add_argument("--heads", type=at_least_1, default=4)
-    model.add_argument("--context", type=at_least_1, default=128, help="bytes it looks back")
+    model.add_argument("--layers", type=at_least_1)
+    model.add_argument("--width", type=at_least_1)
+    model.add_argument("--heads", type=at_least_1)
+    model.add_argument("--context", type=at_least_1, help="tokens it looks back")
+    model.add_argument(
+        "--vocabulary", type=at_least_1, help="256: bytes; fewer: characters; more: words"
+    )
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=at_least_1, default=1200)
-    training.add_argument("--batch", type=at_least_1, default=16, help="sequences, over all ranks")
-    training.add_argument("--lr", type=positive_number, default=3e-3, help="highest learning rate")
-    training.add_argument("--warmup", type=at_least_0, default=50, help="steps to the highest rate")
+    training.add_argument("--steps", type=at_least_1)
+    training.add_argument("--batch", type=at_least_1, help="sequences, over all ranks")
+    training.add_argument("--lr", type=positive_number, help="highest learning rate")
+    training.add_argument("--warmup", type=at_least_0, help="steps to the highest rate")
     training.add_argument("--clip", type=positive_number, default=1.0, help="largest gradient norm")
-    training.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of compute")
     training.add_argument("--seed", type=at_least_0, default=0)
+
+    how = parser.add_argument_group("how")
+    how.add_argument("--shard", action="store_true", help="divide the model among the ranks")
+    how.add_argument(
+        "--mixed-precision",
+        choices=("no", "bf16"),
+        default="no",
+        help="what to compute in; weights and sums stay float32",
+    )
+    how.add_argument("--compile", action="store_true", help="the blocks, by torch.compile")
+    how.add_argument(
+        "--peak-tflops",
+        type=positive_number,
+        metavar="T",
+        help="of one rank's processor; what MFU is a share of (default: measured)",
+    )
     training.add_argument("--backend", help="of the collectives (default: by device and hosts)")
 
     files = parser.add_argument_group("files")
@@ -87,17 +120,24 @@ def build_parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--checkpoint",
         type=Path,
-        metavar="FILE",
+        metavar="FOLDER",
         help="where to save, at the end at least; {step} in the name becomes the step",
     )
     files.add_argument("--checkpoint-every", type=at_least_1, metavar="STEPS")
-    files.add_argument("--resume", type=Path, metavar="FILE", help="checkpoint to go on from")
+    files.add_argument("--resume", type=Path, metavar="FOLDER", help="checkpoint to go on from")
     files.add_argument("--log", type=Path, metavar="FILE", help="one JSON line a step")
 
     watching = parser.add_argument_group("watching")
-    watching.add_argument("--eval-every", type=at_least_1, default=400, metavar="STEPS")
-    watching.add_argument("--eval-windows", type=at_least_1, default=512, help="held-out windows")
+    watching.add_argument("--eval-every", type=at_least_1, metavar="STEPS")
+    watching.add_argument("--eval-windows", type=at_least_1, help="held-out windows")
     return parser
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line; the preset gives the defaults."""
+    preset = parser.parse_args().preset
+    parser.set_defaults(**PRESETS[preset])
+    return parser.parse_args()
 
 
 def prepare(options: argparse.Namespace) -> Job:
@@ -109,11 +149,15 @@ def prepare(options: argparse.Namespace) -> Job:
         CheckpointError: the checkpoint is not one of this run.
     """
     if options.checkpoint_every and not options.checkpoint:
-        raise ValueError("--checkpoint-every needs --checkpoint FILE")
+        raise ValueError("--checkpoint-every needs --checkpoint FOLDER")
     for path in filter(None, (options.checkpoint, options.log)):
         require_folder_of(path)
     config = GPTConfig(
-        layers=options.layers, width=options.width, heads=options.heads, context=options.context
+        layers=options.layers,
+        width=options.width,
+        heads=options.heads,
+        context=options.context,
+        vocabulary=options.vocabulary,
     )
     settings = TrainingSettings(
         steps=options.steps,
@@ -122,61 +166,75 @@ def prepare(options: argparse.Namespace) -> Job:
         warmup=options.warmup,
         clip=options.clip,
         seed=options.seed,
-        bf16=options.dtype == "bf16",
+        bf16=options.mixed_precision == "bf16",
+        shard=options.shard,
+        compile=options.compile,
     )
-    dataset = load_dataset(options.data)
+    dataset = load_dataset(options.data, vocabulary=config.vocabulary)
     dataset.require_windows_of(config.context + 1)
-    resumed = None
+    job = Job(options=options, config=config, settings=settings, dataset=dataset)
     if options.resume:
-        identity = identity_of(config, settings, dataset)
-        resumed = load_checkpoint(options.resume, identity=identity)
-    return Job(options=options, config=config, settings=settings, dataset=dataset, resumed=resumed)
+        require_identity(options.resume, job.identity)
+    return job
 
 
-def identity_of(config: GPTConfig, settings: TrainingSettings, dataset: Dataset) -> dict[str, int]:
-    """Name what fixes the weights' shapes and the order of the data."""
-    return {
-        **asdict(config),
-        "batch": settings.batch,
-        "seed": settings.seed,
-        "text": dataset.fingerprint,
-    }
+def require_identity(path: Path, wanted: dict[str, int]) -> None:
+    """Check that a checkpoint comes from a run that this one can go on with.
+
+    Raises:
+        CheckpointError: it does not; the message lists every difference.
+    """
+    saved = peek(path).get("identity", {})
+    different = [
+        f"{name} {saved.get(name)} there, {value} here"
+        for name, value in wanted.items()
+        if saved.get(name) != value
+    ]
+    if different:
+        raise CheckpointError(f"{path} belongs to another run: {', '.join(different)}", path=path)
 
 
 def require_folder_of(path: Path) -> None:
-    """Check that a file can be made at `path`, rather than find out after hours of training.
+    """Check that something can be made at `path`, rather than find out after hours of training.
 
     Raises:
-        ValueError: there is no such folder, or the path is one.
+        ValueError: there is no such folder.
     """
-    if not path.parent.is_dir() or path.is_dir():
-        raise ValueError(f"cannot write {path}: no such folder, or a folder itself")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: no such folder")
 
 
 def build_report(job: Job, trainer: Trainer) -> Report:
-    """Give rank 0 a voice, and the other ranks a silent one."""
+    """Give rank 0 a voice, and the other ranks a silent one. Collective."""
+    dtype = torch.bfloat16 if job.settings.bf16 else torch.float32
+    peak = find_peak(job.options.peak_tflops, trainer.world, trainer.device, dtype)
     if trainer.world.rank != 0:
         return SilentReport()
     scale = Scale(
         num_steps=job.settings.steps,
         tokens_per_step=job.settings.batch * job.config.context,
         flops_per_token=trainer.model.flops_per_token(),
+        peak=peak,
     )
     return Report(scale, first_step=trainer.step, log=job.options.log)
 
 
 def introduce(job: Job, trainer: Trainer, report: Report) -> None:
     """Say what is trained on what."""
-    config, train = job.config, job.dataset.train
+    config, train, unit = job.config, job.dataset.train, job.dataset.vocabulary.unit
     report.say(
         f"model: {config.layers} layers, width {config.width}, {config.heads} heads, context "
-        f"{config.context}: {trainer.model.num_parameters():,} parameters, {job.options.dtype}"
+        f"{config.context}: {trainer.model.num_parameters():,} parameters, "
+        f"{'bf16 over fp32' if job.settings.bf16 else 'fp32'}"
     )
     report.say(
-        f"text: {train.size / 1e6:.1f} MB of {job.options.data or 'the standard library'}, "
-        f"{job.dataset.validation.size / 1e6:.1f} MB more held out"
+        f"text: {with_unit(train.size, unit)}s of {job.options.data or 'the standard library'}, "
+        f"{with_unit(job.dataset.validation.size, unit)}s more held out"
     )
-    report.say(f"world: {trainer.world.size} ranks, {trainer.world.backend}, {trainer.device}")
+    shared = "shards" if job.settings.shard else "replicas"
+    compiled = ", compiled blocks" if job.settings.compile else ""
+    world = trainer.world
+    report.say(f"world: {world.size} ranks, {shared}, {world.backend}, {trainer.device}{compiled}")
     if trainer.step:
         report.say(f"resumed {job.options.resume} after step {trainer.step}")
 
@@ -195,7 +253,7 @@ def train(job: Job, trainer: Trainer, report: Report) -> float:
             report.say(f"step {trainer.step}: validation loss {trainer.validate(windows):.4f}")
             report.pause_ended()
         if is_last or is_due(trainer.step, options.checkpoint_every):
-            save(job, trainer)
+            save(job, trainer, is_last=is_last)
             report.pause_ended()
     return trainer.validate(windows)
 
@@ -205,38 +263,39 @@ def is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def save(job: Job, trainer: Trainer) -> None:
-    """Save a checkpoint, if one is wanted: rank 0 writes, as all ranks hold the same state."""
-    if job.options.checkpoint is None or trainer.world.rank != 0:
+def save(job: Job, trainer: Trainer, *, is_last: bool) -> None:
+    """Save a checkpoint, if one is wanted; all but the last one while training goes on."""
+    if job.options.checkpoint is None:
         return
     path = Path(str(job.options.checkpoint).replace("{step}", str(trainer.step)))
-    with recorder.span("checkpoint"):
-        save_checkpoint(path, {"identity": job.identity, **trainer.state_dict()})
+    trainer.save(path, job.identity, in_background=not is_last)
 
 
-def conclude(job: Job, trainer: Trainer, report: Report, validation_loss: float) -> None:
+def conclude(job: Job, model: GPT, report: Report, validation_loss: float) -> None:
     """Print what the run came to. Nothing here needs the other ranks."""
     dataset, seed = job.dataset, job.settings.seed
+    unit, size = dataset.vocabulary.unit, dataset.vocabulary.size
     if report.progress.num_steps_seen:
         report.say(report.progress.summary())
-    report.say(f"validation loss {validation_loss:.4f} nats a byte, on text it never trained on")
-    bigram = bigram_loss(dataset.train, dataset.validation)
-    report.say(f"bigram loss     {bigram:.4f} nats a byte, same split: what needs no attention")
-    sample = generate(trainer.model, PROMPT, num_bytes=SAMPLE_BYTES, seed=seed)
+    report.say(f"validation loss {validation_loss:.4f} nats a {unit}, on text it never trained on")
+    bigram = bigram_loss(dataset.train, dataset.validation, size)
+    report.say(f"bigram loss     {bigram:.4f} nats a {unit}, same split: what needs no attention")
+    sample = generate(model, dataset.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS, seed=seed)
     report.say(f"sample:\n{sample}")
 
 
 def run(job: Job, world: ProcessGroup) -> None:
     """Train on this rank, and say how it went if this is rank 0."""
     trainer = Trainer.build(job.config, job.settings, job.dataset.train, world=world)
-    if job.resumed:
-        trainer.load_state_dict(job.resumed)
+    if job.options.resume:
+        trainer.resume(job.options.resume)
     report = build_report(job, trainer)
     introduce(job, trainer, report)
     validation_loss = train(job, trainer, report)
+    model = trainer.parallel.whole()
     dist.shutdown()
     if world.rank == 0:
-        conclude(job, trainer, report, validation_loss)
+        conclude(job, model, report, validation_loss)
     report.close()
 
 
@@ -245,7 +304,7 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     parser = build_parser()
     try:
-        job = prepare(parser.parse_args())
+        job = prepare(read_options(parser))
     except (ValueError, OSError, CheckpointError) as error:
         parser.error(str(error))
     limit_threads()

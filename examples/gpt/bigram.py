@@ -1,4 +1,4 @@
-"""The bar to clear: the loss of the best model that looks at one byte only.
+"""The bar to clear: the loss of the best model that looks at one token only.
 
 A transformer whose attention is broken can learn bigrams and nothing better, so a validation loss
 clearly below this one shows that attention works. Counting is exact: no training, no randomness.
@@ -9,21 +9,40 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_BYTES = 256
+from gpt.data import Tokens
+
+MAX_DENSE = 1 << 16  # pairs of bytes are counted in a table, pairs of words are sorted
 
 
-def count_pairs(blocks: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Count how often each byte follows each other one within a block: [256, 256]."""
-    counts = np.zeros(NUM_BYTES * NUM_BYTES, np.int64)
+def count_pairs(blocks: Tokens, vocabulary: int) -> NDArray[np.int64]:
+    """Count how often each token follows each other one within a block: [vocabulary squared]."""
+    counts = np.zeros(vocabulary * vocabulary, np.int64)
     for block in blocks:  # by block, so that the indices of 32 MB of text never exist at once
-        pairs = block[:-1].astype(np.uint16) * NUM_BYTES + block[1:]
-        counts += np.bincount(pairs, minlength=counts.size)
-    return counts.reshape(NUM_BYTES, NUM_BYTES)
+        counts += np.bincount(pairs_of(block, vocabulary), minlength=counts.size)
+    return counts
 
 
-def bigram_loss(train: NDArray[np.uint8], validation: NDArray[np.uint8]) -> float:
-    """Return the validation loss, in nats a byte, of add-one-smoothed pairs counted in `train`."""
-    smoothed = count_pairs(train) + 1
-    log_probability = np.log(smoothed / smoothed.sum(axis=1, keepdims=True))
-    seen = count_pairs(validation)
-    return float(-(seen * log_probability).sum() / seen.sum())
+def pairs_of(block: Tokens, vocabulary: int) -> NDArray[np.int64]:
+    """Number the pairs of neighbours in a block."""
+    return block[:-1].astype(np.int64) * vocabulary + block[1:]
+
+
+def bigram_loss(train: Tokens, validation: Tokens, vocabulary: int = 256) -> float:
+    """Return the validation loss, in nats a token, of add-one-smoothed pairs counted in `train`."""
+    if vocabulary**2 <= MAX_DENSE:
+        smoothed = count_pairs(train, vocabulary).reshape(vocabulary, -1) + 1
+        log_probability = np.log(smoothed / smoothed.sum(axis=1, keepdims=True)).ravel()
+        seen = count_pairs(validation, vocabulary)
+        return float(-(seen * log_probability).sum() / seen.sum())
+    return sparse_bigram_loss(train, validation, vocabulary)
+
+
+def sparse_bigram_loss(train: Tokens, validation: Tokens, vocabulary: int) -> float:
+    """Do the same where a table of all pairs would not fit into memory."""
+    pairs = np.concatenate([pairs_of(block, vocabulary) for block in train])
+    known, counts = np.unique(pairs, return_counts=True)
+    firsts = np.bincount(pairs // vocabulary, minlength=vocabulary)
+    asked = np.concatenate([pairs_of(block, vocabulary) for block in validation])
+    places = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+    found = np.where(known[places] == asked, counts[places], 0)
+    return float(-np.log((found + 1) / (firsts[asked // vocabulary] + vocabulary)).mean())

@@ -3,7 +3,8 @@
 A step is: fetch the batch, forward and backward on this rank's share, average the gradients, clip,
 update, average the loss. Every rank makes the same collective calls in the same order; that is
 the whole contract of data parallelism, and `break_it.py` shows what happens to those who break it:
-it overrides one of these methods and nothing else.
+it overrides one of these methods and nothing else. Whether ranks are replicas or hold shards is
+decided in `parallel.py`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor
 
 from echelon import recorder
+from echelon.dist.checkpoint import PendingSave, RandomState, load, save
 from gpt.data import BatchSource, share, tokens_and_targets
-from gpt.gradients import FOUR_MIB, GradientBuckets
+from gpt.gradients import FOUR_MIB
 from gpt.machine import choose_device
 from gpt.model import GPT, GPTConfig
+from gpt.parallel import Replicas, Shards
 from gpt.schedule import learning_rate
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from pathlib import Path
 
     from echelon.dist.group import ProcessGroup
+    from gpt.data import Tokens
 
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
 WEIGHT_DECAY = 0.1
@@ -43,7 +46,9 @@ class TrainingSettings:
     warmup: int
     clip: float
     seed: int
-    bf16: bool = False
+    bf16: bool = False  # compute in bfloat16; weights and their sums stay float32
+    shard: bool = False  # divide the model among the ranks, rather than copy it
+    compile: bool = False  # each block, by torch.compile
     bucket_bytes: int = FOUR_MIB
 
 
@@ -62,8 +67,10 @@ class Trainer:
     """One rank's part of the training of one model.
 
     Attributes:
-        step: the number of finished steps, which is also the index of the next batch.
-        buckets: the gradients, as the flat buffers that are averaged over the ranks.
+        step: the number of finished steps.
+        samples: sequences trained on, over all ranks; the position in the data.
+        parallel: replicas or shards.
+        buckets: the same; its `flats` are the gradients that are averaged over the ranks.
     """
 
     def __init__(
@@ -81,7 +88,9 @@ class Trainer:
         self.world = world
         self.device = device
         self.step = 0
-        self.buckets = GradientBuckets(model.parameters(), bucket_bytes=settings.bucket_bytes)
+        self.samples = 0
+        self.parallel = self.divide()
+        self.buckets = self.parallel
         self.optimizer = build_optimizer(model, settings.lr)
 
     @classmethod
@@ -89,7 +98,7 @@ class Trainer:
         cls,
         config: GPTConfig,
         settings: TrainingSettings,
-        blocks: NDArray[np.uint8],
+        blocks: Tokens,
         *,
         world: ProcessGroup,
     ) -> Trainer:
@@ -104,26 +113,31 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
         )
-        trainer = cls(GPT(config).to(device), source, settings, world=world, device=device)
-        trainer.broadcast_parameters()
-        return trainer
+        model = GPT(config).to(device)
+        if settings.compile:
+            for block in model.blocks:  # equal blocks share one compilation
+                block.compile()
+        return cls(model, source, settings, world=world, device=device)
 
-    def broadcast_parameters(self) -> None:
-        """Give every rank rank 0's weights, so that all start from the same point."""
-        for parameter in self.model.parameters():
-            self.world.broadcast(parameter.detach(), root=0)
+    def divide(self) -> Replicas | Shards:
+        """Divide the work among the ranks; all start from rank 0's weights."""
+        settings = self.settings
+        if settings.shard:
+            return Shards(self.model, self.world, bf16=settings.bf16)
+        return Replicas(self.model, self.world, settings.bucket_bytes)
 
     def train_step(self) -> float:
         """Train on one batch and return the loss, averaged over the global batch."""
         recorder.step(self.step)
         tokens, targets = self.next_batch()
-        self.buckets.zero()
+        self.parallel.zero()
         loss = self.compute_loss(tokens, targets)
         loss.backward()
         self.average_gradients()
         self.update()
         mean_loss = self.average_loss(loss)
         self.step += 1
+        self.samples += self.settings.batch
         return mean_loss
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -134,7 +148,7 @@ class Trainer:
 
     def fetch_batch(self) -> tuple[Tensor, Tensor]:
         """Get this step's batch from the source."""
-        return self.source.batch_at(self.step)
+        return self.source.batch_at(self.samples)
 
     def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
@@ -147,13 +161,14 @@ class Trainer:
 
     def summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy summed over all tokens, in nats."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16):
+        autocast = self.settings.bf16 and not self.settings.shard  # shards are cast when gathered
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             logits = self.model(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
     def average_gradients(self) -> None:
-        """Average each bucket over the ranks, in place."""
-        for flat in self.buckets.flats:
+        """Average over the ranks, in place, what backward has not averaged itself."""
+        for flat in self.parallel.flats:
             self.average_bucket(flat)
 
     def average_bucket(self, flat: Tensor) -> None:
@@ -163,7 +178,7 @@ class Trainer:
     def update(self) -> None:
         """Clip the gradients and let the optimizer take its step."""
         settings = self.settings
-        self.buckets.clip(settings.clip)
+        self.parallel.clip(settings.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
                 self.step,
@@ -180,7 +195,7 @@ class Trainer:
         return mean_loss.item()
 
     @torch.no_grad()
-    def validate(self, windows: NDArray[np.uint8]) -> float:
+    def validate(self, windows: Tokens) -> float:
         """Return the mean loss over all `windows` [N, T + 1]; each rank works through its share."""
         mine = windows[share(len(windows), self.world.rank, self.world.size)]
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -190,18 +205,23 @@ class Trainer:
         self.world.all_reduce(total, op="sum")
         return total.item() / (len(windows) * (windows.shape[1] - 1))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that changes in training; the position in the data is the step itself."""
+    def state(self) -> dict[str, Any]:
+        """Return all that changes in training."""
         return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "random": RandomState(),
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
+            "samples": self.samples,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken."""
-        self.step = state["step"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
+    def save(
+        self, path: Path, identity: dict[str, int], *, in_background: bool
+    ) -> PendingSave | None:
+        """Save a checkpoint. Collective; in the background, training goes on at once."""
+        return save(path, {"identity": identity, **self.state()}, async_op=in_background)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint, whatever number of ranks saved it. Collective."""
+        state = load(path, self.state())
+        self.step, self.samples = state["step"], state["samples"]

@@ -1,8 +1,8 @@
-"""A decoder-only transformer over bytes, small enough to read in one sitting.
+"""A decoder-only transformer over tokens, small enough to read in one sitting.
 
 Pre-norm blocks, rotary positions, causal attention through `F.scaled_dot_product_attention`, and an
-output head that shares its weights with the token embedding. There is no tokenizer, no dropout and
-no option that the example does not use.
+output head that shares its weights with the token embedding. There is no dropout and no option
+that the example does not use.
 
 Shapes in the comments: B sequences, T tokens, C width, H heads, D = C / H.
 """
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor, nn
 
-VOCABULARY = 256  # every byte is a token
 INIT_STD = 0.02  # GPT-2's
 ROTARY_BASE = 10_000.0  # RoFormer's, Su et al. 2021
 
@@ -29,6 +28,7 @@ class GPTConfig:
     width: int
     heads: int
     context: int
+    vocabulary: int = 256  # tokens; bytes by default
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have.
@@ -36,7 +36,7 @@ class GPTConfig:
         Raises:
             ValueError: a size below one, or heads that do not divide the width evenly.
         """
-        for name in ("layers", "width", "heads", "context"):
+        for name in ("layers", "width", "heads", "context", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.width % (2 * self.heads):
@@ -97,19 +97,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next byte at every position."""
+    """Predict the next token at every position."""
 
     rotary: Tensor  # cosines and sines: [2, T, D / 2]
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.token = nn.Embedding(VOCABULARY, config.width)
+        self.token = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width)
         table = rotary_table(config.context, config.width // config.heads)
         self.register_buffer("rotary", table, persistent=False)
         self._initialise()
+        # Counted now: once the model is sharded, a rank sees its own part alone.
+        self._num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def _initialise(self) -> None:
         """Draw the weights; layers that write to the residual stream start smaller (GPT-2)."""
@@ -121,7 +123,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next byte: int64 [B, T] -> [B, T, 256]."""
+        """Return the logits of the next token: int64 [B, T] -> [B, T, vocabulary]."""
         rotary = self.rotary[:, : tokens.shape[1]]
         x = self.token(tokens)
         for block in self.blocks:
@@ -129,8 +131,8 @@ class GPT(nn.Module):
         return F.linear(self.final_norm(x), self.token.weight)  # tied: the embedding is the head
 
     def num_parameters(self) -> int:
-        """Count the weights; the shared embedding counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Count the weights, sharded or not; the shared embedding counts once."""
+        return self._num_parameters
 
     def flops_per_token(self) -> int:
         """Return what training on one token costs: 6 N + 12 L C T floating-point operations.

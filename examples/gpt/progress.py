@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from gpt.peak import Peak
+
 REDRAW_S = 0.2  # five times a second reads as live
 SMOOTHING = 0.1  # weight of the newest step in the speed that is shown
 NUM_PLAIN_LINES = 20  # a line every 5 % of the steps
@@ -38,6 +40,15 @@ class Scale:
     num_steps: int
     tokens_per_step: int
     flops_per_token: int
+    peak: Peak | None = None  # what utilisation is a share of; None: it is not shown
+
+    def tokens_per_s(self, step_s: float) -> float:
+        """Return the rate at which steps of this length go through the text."""
+        return self.tokens_per_step / max(step_s, 1e-9)
+
+    def flops_per_s(self, step_s: float) -> float:
+        """Return the rate of floating-point operations, by the formula of `GPT.flops_per_token`."""
+        return self.tokens_per_s(step_s) * self.flops_per_token
 
 
 def live_columns(stream: TextIO) -> int | None:
@@ -55,6 +66,11 @@ def with_unit(value: float, unit: str) -> str:
     scaled = value / prefixes.get(prefix, 1.0)
     num_decimals = 2 if scaled < 10 else 1 if scaled < 100 else 0
     return f"{scaled:.{num_decimals}f} {prefix}{unit}"
+
+
+def as_milliseconds(seconds: float) -> str:
+    """Write a duration as 82.4 ms."""
+    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def as_minutes(seconds: float) -> str:
@@ -135,31 +151,41 @@ class Progress:
 
     def _figures(self, loss: float) -> tuple[str, ...]:
         """Return what is said about this step, most important first."""
-        step_s = max(self.step_s, 1e-9)
-        tokens_per_s = self.scale.tokens_per_step / step_s
-        num_steps = self.scale.num_steps
+        scale, step_s = self.scale, self.step_s
+        num_steps = scale.num_steps
+        speed = with_unit(scale.flops_per_s(step_s), "FLOP/s")
+        if scale.peak:
+            speed = f"MFU {scale.flops_per_s(step_s) / scale.peak.flops_per_s:.1%}"
         return (
             f"step {self.step:{len(str(num_steps))}}/{num_steps}",
             f"loss {loss:.5f}",
-            with_unit(tokens_per_s, "tokens/s"),
-            with_unit(tokens_per_s * self.scale.flops_per_token, "FLOP/s"),
+            with_unit(scale.tokens_per_s(step_s), "tokens/s"),
+            speed,
             f"ETA {as_minutes((num_steps - self.step) * step_s)}",
         )
 
     def summary(self) -> str:
         """Return the mean speed of the whole run, and what a FLOP is here."""
         scale = self.scale
-        tokens_per_s = self.num_steps_seen * scale.tokens_per_step / max(self.training_s, 1e-9)
-        return (
+        step_s = self.training_s / max(self.num_steps_seen, 1)
+        flops_per_s = scale.flops_per_s(step_s)
+        speed = (
             f"{self.num_steps_seen} steps in {self.training_s:.1f} s: "
-            f"{with_unit(tokens_per_s, 'tokens/s')}, "
-            f"{with_unit(tokens_per_s * scale.flops_per_token, 'FLOP/s')} "
+            f"{as_milliseconds(step_s)} an iteration, "
+            f"{with_unit(scale.tokens_per_s(step_s), 'tokens/s')}, "
+            f"{with_unit(flops_per_s, 'FLOP/s')} "
             f"({with_unit(scale.flops_per_token, 'FLOP')} a token = 6 N + 12 L C T)"
         )
+        if scale.peak is None:
+            return speed
+        share = flops_per_s / scale.peak.flops_per_s
+        peak = with_unit(scale.peak.flops_per_s, "FLOP/s")
+        return f"{speed}\nMFU {share:.1%} of {peak}, all ranks' peak together ({scale.peak.origin})"
 
     def plain_line(self, loss: float) -> str:
-        """Return the line for a log."""
-        return "  ".join(self._figures(loss))
+        """Return the line for a log; it has room for the time of an iteration too."""
+        step, loss_text, *rates = self._figures(loss)
+        return "  ".join((step, loss_text, as_milliseconds(self.step_s), *rates))
 
     def live_line(self, loss: float, columns: int) -> str:
         """Return the line for a terminal: one row of at most `columns - 1`, with a bar if it fits.

@@ -5,22 +5,25 @@ from __future__ import annotations
 import torch
 
 from gpt.model import GPT
+from gpt.tokens import Vocabulary
 
 TEMPERATURE = 0.7  # below 1: fewer surprises, more words
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: bytes, *, num_bytes: int, seed: int) -> str:
-    """Continue `prompt` by `num_bytes`, drawn one at a time; returns printable text."""
+def generate(
+    model: GPT, vocabulary: Vocabulary, prompt: bytes, *, num_tokens: int, seed: int
+) -> str:
+    """Continue `prompt` by `num_tokens`, drawn one at a time; returns printable text."""
     device = model.token.weight.device
     random = torch.Generator(device).manual_seed(seed)
-    text = torch.tensor([list(prompt)], device=device)
-    for _ in range(num_bytes):
+    text = torch.tensor([vocabulary.encode(prompt).tolist()], device=device)
+    for _ in range(num_tokens):
         logits = model(text[:, -model.config.context :])[0, -1]
         probabilities = torch.softmax(logits.float() / TEMPERATURE, dim=0)
         drawn = torch.multinomial(probabilities, 1, generator=random)
         text = torch.cat((text, drawn[None]), dim=1)
-    return printable(bytes(text[0].tolist()))
+    return printable(vocabulary.decode(text[0].tolist()))
 
 
 def printable(text: bytes) -> str:

@@ -54,10 +54,12 @@ def run(*arguments: str | Path) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def launch(num_ranks: int, run_dir: Path, script: str, *arguments: str | Path) -> Ended:
+def launch(
+    num_ranks: int, run_dir: Path, script: str, *arguments: str | Path, stall_timeout_s: int = 5
+) -> Ended:
     """Run an example under `echelon run`."""
     command = ("-m", "echelon", "run", "--nproc-per-node", str(num_ranks), "--run-dir", run_dir)
-    on_stall = ("--stall-timeout", "5", "--on-stall", "stop")
+    on_stall = ("--stall-timeout", str(stall_timeout_s), "--on-stall", "stop")
     return run(*command, *on_stall, EXAMPLES / script, *arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gpt.data import (
-    BLOCK_BYTES,
+    BLOCK_TOKENS,
     VALIDATION_EVERY,
     BatchSource,
     load_dataset,
@@ -53,24 +54,24 @@ def test_the_split_is_a_function_of_the_text():
 
 
 def test_large_texts_are_cut_into_blocks_of_the_documented_size():
-    dataset = split(bytes(BLOCK_BYTES * 33 + 5))
-    assert dataset.train.shape == (31, BLOCK_BYTES)
-    assert dataset.validation.shape == (2, BLOCK_BYTES)
+    dataset = split(bytes(BLOCK_TOKENS * 33 + 5))
+    assert dataset.train.shape == (31, BLOCK_TOKENS)
+    assert dataset.validation.shape == (2, BLOCK_TOKENS)
 
 
 def test_no_training_window_reaches_into_held_out_text():
-    dataset = split(marked_text(BLOCK_BYTES, 33))
+    dataset = split(marked_text(BLOCK_TOKENS, 33))
     assert (dataset.validation == HELD_OUT).all()
     source = source_of(dataset.train, num_sequences=64, context=1000)
     for step in range(20):
-        tokens, targets = source.batch_at(step)
+        tokens, targets = source.batch_at(64 * step)
         assert int(tokens.max()) == int(targets.max()) == 0
 
 
 def test_every_position_of_a_block_can_be_trained_on():
     """Offsets run to the last window that fits, with one more byte for the target."""
     source = source_of(np.arange(17, dtype=np.uint8)[None], context=15)
-    starts = {int(start) for step in range(20) for start in source.batch_at(step)[0][:, 0]}
+    starts = {int(start) for step in range(20) for start in source.batch_at(8 * step)[0][:, 0]}
     assert starts == {0, 1}
 
 
@@ -92,11 +93,29 @@ def test_the_ranks_shares_make_the_same_global_batch(random, world_size):
     assert torch.equal(torch.cat(shares), alone)
 
 
-def test_steps_and_seeds_draw_different_batches(random):
-    blocks = random.integers(0, 256, (4, 64), dtype=np.uint8)
+def test_samples_are_drawn_by_number_and_seed(random):
+    blocks = random.integers(0, 256, (4, 640), dtype=np.uint8)
     source = source_of(blocks)
-    assert torch.equal(source.batch_at(1)[0], source.batch_at(1)[0])
-    assert not torch.equal(source.batch_at(1)[0], source.batch_at(2)[0])
+    assert torch.equal(source.batch_at(8)[0], source.batch_at(8)[0])
+    assert not torch.equal(source.batch_at(0)[0], source.batch_at(8)[0])
+    other = dataclasses.replace(source, seed=4)
+    assert not torch.equal(source.batch_at(0)[0], other.batch_at(0)[0])
+
+
+def test_a_sample_is_the_same_in_batches_of_any_size(random):
+    """So the position in the data is the number of samples, whatever the batches were."""
+    blocks = random.integers(0, 256, (4, 640), dtype=np.uint8)
+    large = source_of(blocks, num_sequences=12).batch_at(24)[0]
+    small = [source_of(blocks, num_sequences=4).batch_at(first)[0] for first in (24, 28, 32)]
+    assert torch.equal(torch.cat(small), large)
+
+
+def test_samples_cover_the_text_evenly():
+    blocks = np.arange(40, dtype=np.uint8).reshape(4, 10)
+    tokens, _ = source_of(blocks, num_sequences=6000, context=4).batch_at(0)
+    _, counts = np.unique(tokens[:, 0], return_counts=True)
+    assert len(counts) == 4 * 6
+    assert counts.min() > 200 < counts.max() < 300  # 250 each, and chance
 
 
 def test_shares_cover_all_items_evenly():
@@ -153,4 +172,4 @@ def test_the_default_text_is_there():
     files = list(islice(standard_library(Path(sysconfig.get_path("stdlib"))), 3))
     assert all(file.suffix == ".py" for file in files)
     dataset = load_dataset(None, limit_bytes=1 << 20)
-    assert dataset.train.size == 15 * BLOCK_BYTES
+    assert dataset.train.size == 15 * BLOCK_TOKENS

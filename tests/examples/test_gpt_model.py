@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt.model import GPT, VOCABULARY, GPTConfig, rotary_table, rotate
+from gpt.model import GPT, GPTConfig, rotary_table, rotate
+from gpt.presets import PRESETS
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_attention_depends_on_distance_alone():
 
 def test_an_untrained_model_knows_nothing(model):
     logits = model(torch.arange(16)[None])
-    uniform = torch.log(torch.tensor(float(VOCABULARY)))
+    uniform = torch.log(torch.tensor(256.0))
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert torch.allclose(entropy, uniform.expand_as(entropy), atol=0.1)
 
@@ -54,7 +55,7 @@ def test_an_untrained_model_knows_nothing(model):
 def test_embedding_and_head_are_one(model):
     config = model.config
     block = 12 * config.width**2 + 4 * config.width
-    expected = VOCABULARY * config.width + config.layers * block + 2 * config.width
+    expected = config.vocabulary * config.width + config.layers * block + 2 * config.width
     assert model.num_parameters() == expected
 
 
@@ -75,3 +76,14 @@ def test_impossible_sizes_are_refused(change, message):
     sizes = {"layers": 1, "width": 16, "heads": 2, "context": 8}
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{**sizes, **change})
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("shakespeare", 10.65), ("gpt2", 123.6)])
+def test_the_presets_have_the_sizes_of_those_they_are_laid_beside(preset, millions):
+    sizes = PRESETS[preset]
+    config = GPTConfig(
+        **{name: sizes[name] for name in ("layers", "width", "heads", "context", "vocabulary")}
+    )
+    with torch.device("meta"):
+        model = GPT(config)
+    assert model.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
 
 import pytest
+import torch
+from gpt.peak import Peak, find_peak
 from gpt.progress import ERASE_LINE, Progress, Scale, live_columns, with_unit
 from gpt.report import Report
 
@@ -40,7 +43,9 @@ def test_a_log_gets_a_line_every_twentieth_of_the_run():
     run_steps(progress, clock, num_steps=200, step_s=0.5)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 20
-    assert lines[0] == ("step  10/200  loss 2.50000  2.00 ktokens/s  4.00 GFLOP/s  ETA 1:35")
+    assert lines[0] == (
+        "step  10/200  loss 2.50000  500 ms  2.00 ktokens/s  4.00 GFLOP/s  ETA 1:35"
+    )
     assert lines[-1].startswith("step 200/200")
     assert "\x1b" not in stream.getvalue()
 
@@ -49,7 +54,9 @@ def test_a_resumed_run_counts_from_where_it_was():
     progress, clock, stream = make_progress(first_step=190)
     run_steps(progress, clock, num_steps=10, step_s=0.5)
     assert len(stream.getvalue().splitlines()) == 1
-    assert progress.summary().startswith("10 steps in 5.0 s: 2.00 ktokens/s, 4.00 GFLOP/s (")
+    assert progress.summary().startswith(
+        "10 steps in 5.0 s: 500 ms an iteration, 2.00 ktokens/s, 4.00 GFLOP/s ("
+    )
 
 
 def test_a_terminal_gets_at_most_five_live_lines_a_second():
@@ -138,3 +145,34 @@ def test_the_log_has_one_line_a_step_at_full_precision(tmp_path, capsys):
     resumed.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == [{"step": 1, "loss": loss}, {"step": 2, "loss": loss}]
+
+
+def test_utilisation_is_a_share_of_a_peak_that_says_where_it_is_from():
+    clock, stream = Clock(), io.StringIO()
+    scale = dataclasses.replace(SCALE, peak=Peak(16e9, "stated"))
+    progress = Progress(scale, stream=stream, now=clock)
+    run_steps(progress, clock, num_steps=10, step_s=0.5)  # 4 GFLOP/s
+    assert "  MFU 25.0%  " in stream.getvalue()
+    assert progress.summary().endswith(
+        "MFU 25.0% of 16.0 GFLOP/s, all ranks' peak together (stated)"
+    )
+
+
+class Together:
+    """Two ranks; the other one's processor is as fast."""
+
+    size = 2
+
+    def barrier(self) -> None: ...
+
+    def all_reduce(self, x, op) -> None:
+        assert op == "sum"
+        x.mul_(2)
+
+
+def test_the_peak_is_stated_for_each_rank_or_measured_on_all():
+    device = torch.device("cpu")
+    assert find_peak(3.5, Together(), device, torch.float32) == Peak(7e12, "stated")
+    measured = find_peak(None, Together(), device, torch.float32)
+    assert measured.origin == "measured"
+    assert 1e8 < measured.flops_per_s < 1e14

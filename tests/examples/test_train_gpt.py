@@ -26,11 +26,30 @@ def text(tmp_path_factory):
 def alone(text, tmp_path_factory):
     """A run of twenty steps in one process, with what it wrote."""
     folder = tmp_path_factory.mktemp("alone")
-    files = ("--log", folder / "log", "--checkpoint", folder / "gpt_{step}.pt")
-    options = ("--steps=20", "--checkpoint-every=12", "--data", text)
-    ended = run(SCRIPT, *SMALL_MODEL, *options, *files)
+    ended = run(SCRIPT, *SMALL_MODEL, *every_twelve(folder), "--data", text)
     assert ended.code == 0, ended.explain()
     return ended, folder
+
+
+@pytest.fixture(scope="module")
+def sharded(text, tmp_path_factory):
+    """The same on two ranks that share one model."""
+    folder = tmp_path_factory.mktemp("sharded")
+    options = (*SMALL_MODEL, *every_twelve(folder), "--data", text, "--shard")
+    ended = launch(2, folder / "run", "train_gpt.py", *options)
+    assert ended.code == 0, ended.explain()
+    assert "world: 2 ranks, shards, " in ended.out
+    return ended, folder
+
+
+def every_twelve(folder):
+    files = ("--log", folder / "log", "--checkpoint", folder / "gpt_{step}")
+    return ("--steps=20", "--checkpoint-every=12", *files)
+
+
+def losses_of(log):
+    lines = read_log(log)
+    return [line["step"] for line in lines], [line["loss"] for line in lines]
 
 
 def test_two_ranks_and_one_process_train_alike(alone, text, tmp_path):
@@ -39,20 +58,31 @@ def test_two_ranks_and_one_process_train_alike(alone, text, tmp_path):
     options = (*SMALL_MODEL, "--steps=20", "--data", text, "--log", log)
     ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
     assert ended.code == 0, ended.explain()
-    one, two = read_log(alone_folder / "log"), read_log(log)
-    assert [line["step"] for line in one] == [line["step"] for line in two] == list(range(1, 21))
-    losses = [line["loss"] for line in one]
-    assert [line["loss"] for line in two] == pytest.approx(losses, abs=1e-4)
-    assert losses[-1] < losses[0] - 0.5  # they are alike because they train, not because they don't
+    one, two = losses_of(alone_folder / "log"), losses_of(log)
+    assert one[0] == two[0] == list(range(1, 21))
+    assert two[1] == pytest.approx(one[1], abs=1e-4)
+    assert one[1][-1] < one[1][0] - 0.5  # they are alike because they train, not because they don't
     assert re.search(r"validation loss +\d\.\d+", ended.out), ended.explain()
+
+
+def test_shards_and_one_process_train_alike(alone, sharded):
+    """And what rank 0 says at the end, validation and sample, is of the whole model."""
+    one, two = losses_of(alone[1] / "log"), losses_of(sharded[1] / "log")
+    assert two[1] == pytest.approx(one[1], abs=1e-4)
+    texts = [ended.out.replace("0| ", "") for ended, _ in (alone, sharded)]
+    for line in (r"validation loss (\d\.\d{3})", r"(?s)sample:\n(def .{20})"):
+        found = [re.search(line, text) for text in texts]
+        assert found[0][1] == found[1][1]
 
 
 def test_a_run_ends_with_its_figures_and_a_sample(alone):
     ended, _ = alone
     for line in (
         r"^model: 1 layers, width 32, 2 heads, context 32: 20,\d{3} parameters, fp32$",
-        r"^step 20/20  loss \d\.\d{5}  \d.*tokens/s  .*FLOP/s  ETA 0:00$",
-        r"^20 steps in .*tokens/s, .*FLOP/s \(.*FLOP a token = 6 N \+ 12 L C T\)$",
+        r"^world: 1 ranks, replicas, shm, cpu$",
+        r"^step 20/20  loss \d\.\d{5}  \d.* ms  .*tokens/s  MFU \d.*%  ETA 0:00$",
+        r"^20 steps in .* ms an iteration, .*tokens/s, .*FLOP a token = 6 N \+ 12 L C T\)$",
+        r"^MFU \d.*% of .*FLOP/s, all ranks' peak together \(measured\)$",
         r"^validation loss \d\.\d{4} ",
         r"^bigram loss     \d\.\d{4} ",
         r"^sample:\ndef ",
@@ -63,18 +93,37 @@ def test_a_run_ends_with_its_figures_and_a_sample(alone):
 def test_a_resumed_run_goes_on_exactly(alone, text, tmp_path):
     """From its checkpoint after 12 of 20 steps it takes the steps that the first run took."""
     _, alone_folder = alone
-    files = ("--log", tmp_path / "log", "--resume", alone_folder / "gpt_12.pt")
+    files = ("--log", tmp_path / "log", "--resume", alone_folder / "gpt_12")
     resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
     assert resumed.code == 0, resumed.explain()
-    assert "gpt_12.pt after step 12" in resumed.out
+    assert "gpt_12 after step 12" in resumed.out
     assert read_log(tmp_path / "log") == read_log(alone_folder / "log")[12:]
+
+
+def test_one_process_goes_on_where_two_ranks_of_shards_stopped(sharded, text, tmp_path):
+    _, folder = sharded
+    files = ("--log", tmp_path / "log", "--resume", folder / "gpt_12")
+    resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
+    assert resumed.code == 0, resumed.explain()
+    steps, losses = losses_of(folder / "log")
+    assert losses_of(tmp_path / "log")[0] == steps[12:]
+    assert losses_of(tmp_path / "log")[1] == pytest.approx(losses[12:], abs=1e-4)
+
+
+def test_three_ranks_of_shards_go_on_where_one_process_stopped(alone, text, tmp_path):
+    """Three ranks, so that neither the batch of eight nor the weights divide evenly."""
+    _, folder = alone
+    files = ("--log", tmp_path / "log", "--resume", folder / "gpt_12")
+    options = (*SMALL_MODEL, "--steps=20", "--data", text, "--shard", *files)
+    resumed = launch(3, tmp_path / "run", "train_gpt.py", *options)
+    assert resumed.code == 0, resumed.explain()
+    _, losses = losses_of(folder / "log")
+    assert losses_of(tmp_path / "log")[1] == pytest.approx(losses[12:], abs=1e-4)
 
 
 def test_a_finished_run_can_be_looked_at_again(alone, text):
     _, folder = alone
-    ended = run(
-        SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt_20.pt"
-    )
+    ended = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt_20")
     assert ended.code == 0, ended.explain()
     assert "after step 20" in ended.out
 
@@ -84,15 +133,20 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
     [
         ("--steps 0", "argument --steps: '0' is not a whole number from 1 up"),
         ("--lr -1", "argument --lr: '-1' is not a number above 0"),
-        ("--dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+        ("--mixed-precision fp8", "argument --mixed-precision: invalid choice: 'fp8'"),
+        ("--preset gpt5", "argument --preset: invalid choice: 'gpt5'"),
+        ("--preset gpt2 --heads 7", "width 768 does not split into 7 heads"),
+        ("--vocabulary 1", "a vocabulary has 2 to 65536 tokens, not 1"),
+        ("--peak-tflops 0", "argument --peak-tflops: '0' is not a number above 0"),
         ("--heads 3", "width 128 does not split into 3 heads"),
         ("--data /no/such/file", "No such file or directory: '/no/such/file'"),
         ("--data {empty}", "the text has 0 bytes"),
         ("--context 100000", "the text is too short"),
-        ("--checkpoint /no/such/folder/gpt.pt", "cannot write /no/such/folder/gpt.pt"),
-        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint FILE"),
+        ("--checkpoint /no/such/folder/gpt", "cannot write /no/such/folder/gpt"),
+        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint FOLDER"),
         ("--backend ring --data {text}", "backend 'ring' is not known"),
-        ("--resume {empty}", "cannot read the checkpoint"),
+        ("--resume {empty}", "empty: no complete checkpoint in it"),
+        ("--resume /no/such/checkpoint", "/no/such/checkpoint: no such checkpoint"),
     ],
 )
 def test_bad_options_get_one_line_and_exit_code_2(
@@ -114,7 +168,7 @@ def test_bad_options_get_one_line_and_exit_code_2(
 
 def test_a_checkpoint_of_other_settings_is_refused(alone, text):
     _, folder = alone
-    other = (*SMALL_MODEL, "--seed=1", "--data", text, "--resume", folder / "gpt_20.pt")
+    other = (*SMALL_MODEL, "--seed=1", "--data", text, "--resume", folder / "gpt_20")
     ended = run(SCRIPT, *other)
     assert ended.code == 2
     assert "belongs to another run: seed 0 there, 1 here" in ended.err
@@ -126,3 +180,13 @@ def test_more_ranks_than_sequences_are_refused(text, tmp_path):
     assert ended.code == 2, ended.explain()
     assert "--batch 1 leaves some of 2 ranks without data" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_plain_ones(alone, text, tmp_path):
+    log = tmp_path / "log"
+    options = (*SMALL_MODEL, "--steps=20", "--data", text, "--log", log, "--shard", "--compile")
+    ended = launch(2, tmp_path / "run", "train_gpt.py", *options, stall_timeout_s=60)
+    assert ended.code == 0, ended.explain()
+    assert "compiled blocks" in ended.out
+    assert losses_of(log)[1] == pytest.approx(losses_of(alone[1] / "log")[1], abs=1e-4)

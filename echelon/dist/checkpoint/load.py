@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.dist.checkpoint import pending
-from echelon.dist.checkpoint.folder import newest
+from echelon.dist.checkpoint.folder import newest, read_manifest
 from echelon.dist.checkpoint.peers import Peers, agree, find, together
-from echelon.dist.checkpoint.restore import Restore
+from echelon.dist.checkpoint.restore import Restore, plain_values
 from echelon.dist.checkpoint.safetensors_file import SafetensorsFile
 from echelon.dist.checkpoint.source import Source, Version, require
 from echelon.dist.checkpoint.torch_file import TorchFile
@@ -50,6 +50,19 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
         together(peers, doing, restore.read)
         together(peers, doing, restore.hand_over)
     return state
+
+
+def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the plain values of the newest checkpoint under `path`; needs no other ranks.
+
+    Tells what a checkpoint is of, before anything is built or loaded. Values that hold tensors are
+    left out.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or its manifest is damaged.
+    """
+    manifest = read_manifest(newest(Path(path)))
+    return plain_values(manifest)
 
 
 def _choose(path: Path) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from echelon.errors import CheckpointError
 
-
 _GRACE_S = 5.0  # for the thread to say itself that its time is over
 
 

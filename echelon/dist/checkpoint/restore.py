@@ -27,6 +27,7 @@ from echelon.dist.checkpoint.entries import (
     plain_name,
 )
 from echelon.dist.checkpoint.held import Held
+from echelon.dist.checkpoint.manifest import Manifest
 from echelon.dist.checkpoint.plain import TensorAt, unpack
 from echelon.dist.checkpoint.random_state import RandomState
 from echelon.dist.checkpoint.shards import local, wrap
@@ -101,11 +102,9 @@ class Restore:
 
     def _plan_absent(self, present: set[str]) -> None:
         """Plan to return plain values that the caller's dict does not mention."""
-        for path, kind in self._source.manifest.kinds.items():
-            if kind == VALUE and path not in present and "/" not in path:
-                tree = unpack(self._source.manifest.values[path])
-                if not _has_tensors(tree):
-                    self._plain[path] = tree
+        for path, value in plain_values(self._source.manifest).items():
+            if path not in present:
+                self._plain[path] = value
 
     def _plan_module(self, path: str, module: torch.nn.Module) -> None:
         self._modules.append(path)
@@ -243,6 +242,16 @@ def _load_extra(module: torch.nn.Module, extra: dict[str, Any]) -> None:
 
 def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
     return [(name, plain_name(name)) for name in module.state_dict(keep_vars=True)]
+
+
+def plain_values(manifest: Manifest) -> dict[str, Any]:
+    """Return the entries that are plain values without tensors, by name."""
+    values = {
+        path: unpack(manifest.values[path])
+        for path, kind in manifest.kinds.items()
+        if kind == VALUE and "/" not in path
+    }
+    return {path: value for path, value in values.items() if not _has_tensors(value)}
 
 
 def _has_tensors(tree: Any) -> bool:

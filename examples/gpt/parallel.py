@@ -1,0 +1,80 @@
+"""How the ranks divide the work of training: as replicas of the model, or with the model sharded.
+
+Both average the gradients over the ranks, clip them by the norm of all, and know the whole model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from echelon.dist.fsdp import MixedPrecision, clip_grad_norm, full_state_dict, fully_shard
+from gpt.gradients import GradientBuckets
+from gpt.model import GPT
+
+if TYPE_CHECKING:
+    from echelon.dist.group import ProcessGroup
+
+
+class Replicas:
+    """Every rank has the whole model; gradients are averaged in flat buckets.
+
+    Attributes:
+        flats: the gradients, as the buffers that are averaged over the ranks.
+    """
+
+    def __init__(self, model: GPT, world: ProcessGroup, bucket_bytes: int) -> None:
+        self.model = model
+        for parameter in model.parameters():  # all start from rank 0's weights
+            world.broadcast(parameter.detach(), root=0)
+        self.buckets = GradientBuckets(model.parameters(), bucket_bytes=bucket_bytes)
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The gradients, as buffers that are yet to be averaged."""
+        return self.buckets.flats
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        self.buckets.zero()
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients so that their joint norm is at most `max_norm`."""
+        self.buckets.clip(max_norm)
+
+    def whole(self) -> GPT:
+        """Return the whole model."""
+        return self.model
+
+
+class Shards:
+    """Every rank has a part of each block; backward itself averages the gradients."""
+
+    flats: list[Tensor] = []  # noqa: RUF012 -- none is left to average
+
+    def __init__(self, model: GPT, world: ProcessGroup, *, bf16: bool) -> None:
+        self.model = model
+        precision = None
+        if bf16:
+            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, group=world, mixed_precision=precision)
+        fully_shard(model, group=world, mixed_precision=precision)
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients so that their joint norm is at most `max_norm`. Collective."""
+        clip_grad_norm(self.model, max_norm)
+
+    def whole(self) -> GPT:
+        """Return a whole model, in the host's memory. Collective."""
+        state = full_state_dict(self.model)
+        model = GPT(self.model.config)
+        model.load_state_dict(state)
+        return model

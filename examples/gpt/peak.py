@@ -1,0 +1,57 @@
+"""The peak that utilisation (MFU) is a share of: stated by the user, or measured here. Not guessed.
+
+Measured means: what large matrix products reach on all ranks at the same time, in the dtype of the
+training. On shared cores, or a processor that slows down under load, that is less than a data
+sheet says, and closer to what training could reach.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from echelon.dist.group import ProcessGroup
+
+TERA = 1e12
+CPU_SIZE, GPU_SIZE = 1024, 8192
+MEASURED_S = 0.5
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Floating-point operations a second of all ranks together, and where the number is from."""
+
+    flops_per_s: float
+    origin: str  # "stated" or "measured"
+
+
+def find_peak(
+    stated_tflops: float | None, world: ProcessGroup, device: torch.device, dtype: torch.dtype
+) -> Peak:
+    """Return the peak: of every rank as stated, or of all ranks as measured. Collective."""
+    if stated_tflops is not None:
+        return Peak(stated_tflops * TERA * world.size, "stated")
+    world.barrier()  # all measure at the same time, as they will train
+    mine = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device)
+    world.all_reduce(mine, op="sum")
+    return Peak(mine.item(), "measured")
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of matrix products within half a second, in operations a second."""
+    size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
+    left, right = torch.ones(2, size, size, dtype=dtype, device=device)
+    best_s = float("inf")
+    torch.mm(left, right)
+    end_s = time.perf_counter() + MEASURED_S
+    while time.perf_counter() < end_s:
+        began_s = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return 2 * size**3 / best_s

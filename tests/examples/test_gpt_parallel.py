@@ -1,0 +1,49 @@
+"""Shards in the training loop: in a world of one, where they must do what replicas do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpt.loop import Trainer, TrainingSettings
+
+import echelon.dist as dist
+
+
+@pytest.fixture
+def make(dataset, tiny_config):
+    world = dist.init()
+
+    def build(**changes):
+        options = {"steps": 20, "batch": 4, "lr": 3e-3, "warmup": 3, "clip": 0.5, "seed": 0}
+        settings = TrainingSettings(**{**options, **changes})
+        return Trainer.build(tiny_config, settings, dataset.train, world=world)
+
+    yield build
+    dist.shutdown()
+
+
+def test_shards_train_as_replicas_do(make):
+    """Clipping at work: the gradients' norm is above the limit in these steps."""
+    replicas, shards = make(), make(shard=True)
+    ours = [shards.train_step() for _ in range(5)]
+    assert ours == pytest.approx([replicas.train_step() for _ in range(5)], abs=1e-6)
+    whole = dict(shards.parallel.whole().named_parameters())
+    for name, parameter in replicas.model.named_parameters():
+        torch.testing.assert_close(whole[name], parameter, rtol=1e-4, atol=1e-6)
+    assert shards.model.flops_per_token() == replicas.model.flops_per_token()
+
+
+def test_matrices_are_decayed_when_sharded_too(make):
+    groups = make(shard=True).optimizer.param_groups
+    plain = make().optimizer.param_groups
+    assert [len(group["params"]) for group in groups] == [len(group["params"]) for group in plain]
+
+
+def test_sharded_bf16_computes_in_bf16_and_keeps_float32_weights(make):
+    full, half = make(shard=True), make(shard=True, bf16=True)
+    losses = full.train_step(), half.train_step()
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
+    state = half.optimizer.state.values()
+    assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
