@@ -75,6 +75,8 @@ class _World:
         engine: Backend = registry.create(backend, members, store, left_s)
         if self.backend is None:
             engine = ByDevice(members, store, engine)
+        elif engine.device != "cpu":
+            engine = self._beside_host(engine, members, store, deadline_s)
 
         def make_below(ranks: Sequence[int], name: str, below: str) -> ProcessGroup | None:
             # Groups of one name may split at once: the rows of a mesh do.
@@ -83,6 +85,14 @@ class _World:
         group = ProcessGroup(members, engine, self.timeout_s, make_below)
         self.groups.append(group)
         return group
+
+    def _beside_host(
+        self, engine: Backend, members: Members, store: PrefixStore, deadline_s: float
+    ) -> Backend:
+        store = PrefixStore("host", store)
+        name = choose_backend(None, members, store, deadline_s)
+        left_s = max(0.001, deadline_s - time.monotonic())
+        return ByDevice(members, store, registry.create(name, members, store, left_s), engine)
 
     def close(self) -> None:
         if os.getpid() != self.pid:

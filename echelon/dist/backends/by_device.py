@@ -1,9 +1,11 @@
-"""What `init(None)` makes: arrays of the host over one backend, those of a device over its own.
+"""Arrays of the host over one backend, those of a device over its own: what `init(None)` makes.
 
-A device's engine is made when the first array of that device comes, in a collective on all ranks.
-That operation is compared over the host's backend first, device and all: a rank that passes another
-array, or one of the host, is named on every rank before anything is made. Later operations on the
-device are compared as its own backend does, which may be not at all.
+With a device's backend asked for by name ("nccl") that one is there from the beginning, and the
+host's beside it carries objects and barriers. Otherwise a device's engine is made when the first
+array of that device comes, in a collective on all ranks. That operation is compared over the host's
+backend first, device and all: a rank that passes another array, or one of the host, is named on
+every rank before anything is made. Later operations on the device are compared as its own backend
+does, which may be not at all.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ from echelon.store import PrefixStore
 class ByDevice:
     """Carries out each operation with the engine of the device on which its arrays lie."""
 
-    def __init__(self, members: Members, store: PrefixStore, host: Backend) -> None:
-        self.name = host.name
+    def __init__(
+        self, members: Members, store: PrefixStore, host: Backend, engine: Backend | None = None
+    ) -> None:
+        self.name = host.name if engine is None else engine.name
         self.device = host.device
         self._members = members
         self._store = store
         self._host = host
         self._engines = {host.device: host}
+        if engine is not None:
+            self._engines[engine.device] = engine
         self._making = threading.Lock()
 
     def lacks(self, kind: str, device: str) -> str:
