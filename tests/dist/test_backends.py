@@ -86,24 +86,3 @@ def test_a_bad_engine_name_is_one_clear_error(monkeypatch, value):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="use 'python' or 'native'"):
         dist.init("shm")
-
-
-def _sum_on_a_gpu(rank: int, world_size: int) -> float:
-    import torch
-
-    torch.cuda.set_device(0)
-    world = dist.init("nccl", timeout_s=60)
-    x = torch.full((1000,), rank + 1.0, device="cuda")
-    world.all_reduce(x)
-    out = torch.empty(world_size, device="cuda")
-    world.all_gather(out, torch.full((1,), float(rank), device="cuda"))
-    assert out.tolist() == list(range(world_size))
-    total = float(x[0])
-    dist.shutdown()
-    return total
-
-
-@pytest.mark.gpu
-def test_nccl_sums_on_two_ranks_of_one_gpu():
-    environ = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-    assert run_ranks(_sum_on_a_gpu, 2, environ=environ, timeout_s=120) == [3.0, 3.0]
