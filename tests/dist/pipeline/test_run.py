@@ -1,0 +1,227 @@
+"""The executor beyond gradients: what passes between stages, evaluation, mistakes, failures."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import echelon.dist as dist
+from echelon.dist.pipeline import Pipeline, PlanError, Stage, schedule, split
+from echelon.errors import CollectiveError
+from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Maker(nn.Module):
+    """Passes on several tensors, one of them of integers and one that wants no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        return self.layer(x).t(), torch.arange(len(x)), scale
+
+
+class User(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, count, scale):
+        assert not scale.requires_grad
+        return self.layer(x.t()).mul(scale).sum() + count.sum() * 0
+
+
+def _several_tensors(group):
+    """Tuples, views and integers pass; the module makes its own loss."""
+    torch.manual_seed(0)
+    modules = [Maker(), User()]
+    plan = schedule("zbv", 1, 1) if group.size == 1 else schedule("1f1b", 2, 3)
+    pipe = Pipeline(
+        [Stage(modules[group.rank], index=group.rank, num_stages=2)], group=group, schedule=plan
+    )
+    batch = torch.randn(6, 4), torch.arange(6.0)[:, None]
+    losses = pipe.step(batch)
+    torch.manual_seed(0)
+    alike = [Maker(), User()]
+    wanted = []
+    for x, scale in zip(*(torch.tensor_split(one, 3) for one in _batch()), strict=True):
+        wanted.append(alike[1](*alike[0](x, scale)))
+        (wanted[-1] / 3).backward()
+    for mine, theirs in zip(
+        modules[group.rank].parameters(), alike[group.rank].parameters(), strict=True
+    ):
+        assert torch.equal(mine.grad, theirs.grad)
+    if losses is not None:
+        ours, theirs = ([one.item() for one in some] for some in (losses, wanted))
+        assert ours == pytest.approx(theirs)
+
+
+def _batch():
+    torch.manual_seed(0)
+    Maker(), User()
+    return torch.randn(6, 4), torch.arange(6.0)[:, None]
+
+
+def _gradients_add_up(group):
+    """Two steps without zero_grad are one of twice the size; ties do not count the first twice."""
+    reference = Reference(2, tied=True)
+    first, last = (f"{i}:{n}" for i, n in ((0, "0.token.weight"), (1, "1.out.weight")))
+    module = make_stage(group.rank, 2)
+    pipe = Pipeline(
+        [Stage(module, index=group.rank, num_stages=2)], group=group, schedule="gpipe",
+        num_microbatches=2, loss_fn=loss_fn, ties=[[first, last]],
+    )  # fmt: skip
+    total = None
+    for step in range(2):
+        inputs, targets = make_batch(step, 4)
+        pipe.step(inputs, targets)
+        reference.train([(inputs, targets)], 2)
+        grads = [p.grad.clone() for p in reference.stages[group.rank].parameters()]
+        total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+    for mine, wanted in zip(module.parameters(), total, strict=True):
+        assert torch.allclose(mine.grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+def _evaluation(group):
+    reference = Reference(4, tied=False)
+    plan = schedule("zbv", 2, 4)
+    stages = [Stage(make_stage(i, 4), index=i, num_stages=4) for i in plan.stages_of(group.rank)]
+    pipe = Pipeline(stages, group=group, schedule="zbv", num_microbatches=4, loss_fn=loss_fn)
+    inputs, targets = make_batch(0, 6)
+    losses, outputs = pipe.evaluate(inputs, targets), pipe.evaluate(inputs)
+    pipe.step(inputs, targets)  # evaluating leaves nothing behind
+    if not pipe.has_last:
+        assert (losses, outputs) == (None, None)
+        return
+    x = inputs
+    with torch.no_grad():
+        for stage in reference.stages:
+            x = stage(x)
+    assert torch.allclose(torch.cat(outputs), x, atol=1e-6)
+    assert not outputs[0].requires_grad
+    assert len(losses) == 4
+    parts = zip(x.tensor_split(4), targets.tensor_split(4), strict=True)
+    wanted = [loss_fn(a, b).item() for a, b in parts]
+    assert [one.item() for one in losses] == pytest.approx(wanted)
+
+
+def _mistakes(group):
+    """Each is told on the rank that makes it, before anything is sent."""
+    module = nn.Linear(2, 2)
+    stage = Stage(module, index=group.rank, num_stages=2)
+    with pytest.raises(ValueError, match=r"1f1b puts stages \[\d\] on rank"):
+        Pipeline([Stage(module, index=1 - group.rank, num_stages=2)], group=group,
+                 num_microbatches=2)  # fmt: skip
+    with pytest.raises(ValueError, match="1f1b has 2 stages here"):
+        Pipeline([Stage(module, index=group.rank, num_stages=3)], group=group, num_microbatches=2)
+    with pytest.raises(ValueError, match="needs num_microbatches"):
+        Pipeline([stage], group=group)
+    with pytest.raises(ValueError, match="is for 3 ranks, not 2"):
+        Pipeline([stage], group=group, schedule=schedule("1f1b", 3, 2))
+    with pytest.raises(ValueError, match="has 4 micro-batches, not 2"):
+        Pipeline([stage], group=group, schedule=schedule("1f1b", 2, 4), num_microbatches=2)
+    with pytest.raises(ValueError, match="'0' is no copy"):
+        Pipeline([stage], group=group, num_microbatches=2, ties=[["0", "1:weight"]])
+    with pytest.raises(ValueError, match=f"rank {1 - group.rank} has schedule '1f1b' with"):
+        Pipeline([stage], group=group, num_microbatches=2 + group.rank)
+    plan = schedule("1f1b", 2, 2)
+    plan.rows[1].reverse()
+    with pytest.raises(PlanError, match=r"row 1, column 0"):
+        Pipeline([stage], group=group, schedule=plan)
+    pipe = Pipeline([stage], group=group, num_microbatches=3, loss_fn=loss_fn)
+    if group.rank == 0:
+        for batch, said in [
+            (None, "inputs are None"),
+            (torch.zeros(2, 2), "a batch of 2 cannot be split into 3"),
+            ((torch.zeros(3, 2), torch.zeros(4)), "batch sizes differ"),
+            ([1, 2, 3], "expected tensors with a batch in dim 0, got a int"),
+        ]:
+            with pytest.raises(ValueError, match=said):
+                pipe.step(batch)
+    else:
+        with pytest.raises(ValueError, match="targets are None"):
+            pipe.step()
+    with torch.no_grad(), pytest.raises(ValueError, match="use evaluate"):
+        pipe.step(torch.zeros(3, 2), torch.zeros(3))
+
+
+def _cases(rank, world_size):
+    torch.set_num_threads(1)
+    group = dist.init()
+    for case in (_several_tensors, _gradients_add_up, _evaluation, _mistakes):
+        case(group)
+    dist.shutdown()
+
+
+def test_the_executor():
+    run_ranks(_cases, 2, timeout_s=60)
+
+
+class _Dies(nn.Module):
+    def forward(self, x):
+        os._exit(7)
+
+
+def _peer_dies(rank, world_size):
+    group = dist.init(timeout_s=30)
+    module = nn.Linear(2, 2) if rank == 0 else _Dies()
+    pipe = Pipeline(
+        [Stage(module, index=rank, num_stages=2)], group=group, num_microbatches=2, loss_fn=loss_fn
+    )
+    with pytest.raises(CollectiveError, match="rank 1"):
+        pipe.step(torch.zeros(2, 2), torch.zeros(2))
+    with pytest.raises(ValueError, match="failed in an earlier step"):
+        pipe.step(torch.zeros(2, 2), torch.zeros(2))
+    return True
+
+
+def test_a_peer_that_dies_is_named_and_the_pipeline_is_over():
+    assert run_ranks(_peer_dies, 2, exit_codes={1: 7}, timeout_s=60)[0]
+
+
+def test_a_world_of_one_runs_all_stages():
+    dist.init()
+    try:
+        plan = schedule("interleaved_1f1b", 1, 2, 3)
+        stages = [Stage(make_stage(i, 3), index=i, num_stages=3) for i in range(3)]
+        pipe = Pipeline(stages, schedule=plan, loss_fn=loss_fn)
+        inputs, targets = make_batch(0, 4)
+        losses = pipe.step(inputs, targets)
+        reference = Reference(3, tied=False)
+        wanted = reference.train([(inputs, targets)], 2)[0]
+        assert [one.item() for one in losses] == [one.item() for one in wanted]
+        for stage, other in zip(stages, reference.stages, strict=True):
+            for mine, theirs in zip(stage.module.parameters(), other.parameters(), strict=True):
+                assert torch.equal(mine.grad, theirs.grad)
+    finally:
+        dist.shutdown()
+
+
+def test_split_balances_costs():
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    assert [len(part) for part in split(layers, 3)] == [2, 2, 2]
+    assert [len(part) for part in split(layers, 3, costs=[1, 1, 1, 1, 1, 5])] == [2, 3, 1]
+    assert [len(part) for part in split(layers, 2, costs=[9, 1, 1, 1, 1, 1])] == [1, 5]
+    assert split(layers, 2)[1][0] is layers[3]
+    uneven = nn.Sequential(nn.Embedding(100, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [len(part) for part in split(uneven, 2)] == [1, 3]
+    for arguments, said in [
+        ((layers, 7), "6 layers cannot be split into 7"),
+        ((layers, 0), "cannot be split into 0"),
+        ((layers, 2, [1]), "expected 6 numbers"),
+        (([1, 2], 1), "list of modules"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            split(*arguments)
+
+
+def test_a_stage_says_what_it_is_given_wrong():
+    with pytest.raises(ValueError, match="stage 2 is none of 2"):
+        Stage(nn.Identity(), index=2, num_stages=2)
+    with pytest.raises(ValueError, match=r"must be an nn.Module, got int"):
+        Stage(3, index=0, num_stages=2)
