@@ -11,6 +11,7 @@ threads wait for speak. If it is a torch program, torch's own recorder is asked 
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +25,14 @@ from echelon.recorder import signals
 from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
-from echelon.recorder.spy import spy_stacks
+from echelon.recorder.spy import can_spy, spy_stacks
 from echelon.recorder.threads import program_of, threads
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
 _SETTLED_S = 0.06
 _SECOND_LOOK_S = 2.0
+_SPY_S, _SPIES = 5.0, 8
 _STDERR_TAIL_BYTES = 16 << 10
 _STACKS_BYTES = 64 << 10
 
@@ -75,6 +77,7 @@ class _Stacks:
         self._path = folder / "stacks"
         self._from = _size(self._path)
         self._pid = pid
+        self._spied = ""
         self._seen = (self._from, time.monotonic())
         self._asked = identity.stack_signal != 0 and signals.send(
             pid, identity.pid_start_ticks, identity.stack_signal
@@ -90,10 +93,18 @@ class _Stacks:
             return False
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
+    def spy(self) -> None:
+        """Read the stacks of a process that did not answer from outside, where that is possible.
+
+        Takes 3 s at most; may run on another thread.
+        """
+        if not self.text():
+            self._spied = spy_stacks(self._pid)
+
     def text(self) -> str:
-        """Return what has come; of a process that did not answer, what py-spy sees, if it may."""
+        """Return what has come, else what was seen from outside."""
         answer = _text_from(self._path, self._from) if self._asked else ""
-        return answer or spy_stacks(self._pid)
+        return answer or self._spied
 
 
 class _Witness:
@@ -128,6 +139,11 @@ class _Witness:
         """Whether torch's dump has come, or will never come."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
+
+    def spy(self) -> None:
+        """See `_Stacks.spy`."""
+        if self._stacks is not None:
+            self._stacks.spy()
 
     def testify(self) -> None:
         """Put together all that is known now."""
@@ -220,6 +236,7 @@ def harvest(
         witness.has_torch_answered() for witness in witnesses
     ):
         idle(0.02)
+    _spy_all(witnesses, idle)
     first_look_s = time.monotonic()
     for witness in witnesses:
         witness.testify()
@@ -234,6 +251,18 @@ def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], Non
         idle(0.02)
 
 
+def _spy_all(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
+    """Read the stacks of those that did not answer, some at a time, for 5 s at most."""
+    if not can_spy():
+        return
+    deadline_s = time.monotonic() + _SPY_S
+    with concurrent.futures.ThreadPoolExecutor(_SPIES) as pool:
+        looks = [pool.submit(witness.spy) for witness in witnesses]
+        while not all(look.done() for look in looks) and time.monotonic() < deadline_s:
+            idle(0.02)
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
 def _look_again(
     witnesses: Sequence[_Witness], first_look_s: float, idle: Callable[[float], None]
 ) -> None:
@@ -242,6 +271,7 @@ def _look_again(
     for witness in witnesses:
         witness.ask()
     _wait_for_answers(witnesses, idle)
+    _spy_all([witness for witness in witnesses if witness.record.has_ring], idle)
     gap_s = time.monotonic() - first_look_s
     for witness in witnesses:
         witness.testify_later(gap_s)

@@ -15,6 +15,11 @@ from typing import Any
 TIMEOUT_S = 3.0
 
 
+def can_spy() -> bool:
+    """Whether py-spy is installed; it may still be denied."""
+    return shutil.which("py-spy") is not None
+
+
 def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S) -> str:
     """Return the Python stacks of all threads in faulthandler's form, "" if they cannot be had."""
     program = shutil.which("py-spy")
