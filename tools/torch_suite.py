@@ -35,9 +35,8 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _NAMES_ITS_BACKEND = ("test_get_backend", "test_Backend_enum_class")
 _NEEDS_MORE_RANKS = "Skipped due to small world size."
-_CHOSEN = ("TORCH_SUITE_BACKEND", "WORLD_SIZE")  # the tests read them while they load
+_CHOSEN = ("TORCH_SUITE_BACKEND", "WORLD_SIZE", "BACKEND")  # the tests read them while they load
 _ENVIRONMENT = {
-    "BACKEND": "gloo",
     "MASTER_ADDR": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -47,6 +46,7 @@ _ENVIRONMENT = {
 def _load() -> Any:
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("WORLD_SIZE", "4")
+    os.environ.setdefault("BACKEND", "gloo")
     module: Any = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     backend = os.environ.setdefault("TORCH_SUITE_BACKEND", "echelon")
     for maker in ("init_process_group", "new_group"):
@@ -190,6 +190,7 @@ def main() -> int:
     one.add_argument("backend")
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--world-size", default="4")
+    one.add_argument("--as-itself", action="store_true", help="tell the tests the true backend")
     one.add_argument("--match", default="", help="only tests whose name has this pattern")
     one.add_argument("--again", action="store_true", help="run failed tests again")
     one.add_argument("--timeout", type=int, default=60, help="seconds that one test may take")
@@ -200,7 +201,8 @@ def main() -> int:
     two.set_defaults(act=compare)
     options = parser.parse_args()
     if options.act is run:
-        wanted = dict(zip(_CHOSEN, (options.backend, options.world_size), strict=True))
+        told = options.backend if options.as_itself else "gloo"
+        wanted = dict(zip(_CHOSEN, (options.backend, options.world_size, told), strict=True))
         if {name: os.environ[name] for name in _CHOSEN} != wanted:
             os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
     return int(options.act(options))

@@ -1,7 +1,7 @@
 """Sums of sparse tensors: every rank's non-zeros go to all, and are added in rank order.
 
 Embeddings with sparse gradients use this under DDP. Three gathers: how many non-zeros each rank
-has, their places, their values, padded to the longest. Blocks until done.
+has, their places, their values, padded to the longest, all through the host. Blocks until done.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def all_reduce(group: ProcessGroup, tensor: Any, reduction: Reduction) -> None:
             f"all_reduce of sparse tensors: 'sum' and 'avg' only, not {reduction.name}"
         )
     with torch.no_grad():
-        mine = tensor.detach().coalesce()
+        mine = tensor.detach().coalesce().to("cpu")
         parts = _gather(group, mine)
         total = parts[0]
         for part in parts[1:]:
             total = (total + part).coalesce()
-        tensor.copy_(total / group.size if reduction.name == "avg" else total)
+        total = total / group.size if reduction.name == "avg" else total
+        tensor.copy_(total.to(tensor.device))
 
 
 def _gather(group: ProcessGroup, mine: Any) -> list[Any]:
