@@ -2,7 +2,8 @@
 
 With a run directory (by default the newest below runs/): this node's ranks, from their rings. With
 an endpoint, HOST:PORT as in --rdzv-endpoint: the ranks of all nodes, from whatever machine, asked
-for with the job's secret: --rdzv-secret-file, ECHELON_SECRET, or a job.json below runs/.
+for with the job's secret: --rdzv-secret-file, ECHELON_SECRET, or a job.json below runs/. A job of
+one node has no endpoint but its store's, by which its run is found below runs/.
 """
 
 from __future__ import annotations
@@ -97,24 +98,34 @@ def _show_run(run_dir: Path | None, *, once: bool) -> int:
 
 
 def _show_endpoint(args: argparse.Namespace, *, once: bool) -> int:
-    host, port = split(args.place)
-    endpoint = join(host, port)
-    secret = _secret(endpoint, args.rdzv_secret_file)
-    tls = tls_files(args, None)
-    with contextlib.closing(_dial(endpoint, secret, tls)) as link:
+    endpoint = join(*split(args.place))
+    run_dir, job = _run_with(endpoint)
+    if run_dir is not None and "rendezvous" not in job:
+        return _show_run(run_dir, once=once)
+    endpoint = job.get("rendezvous", endpoint)
+    if args.rdzv_secret_file is None and not os.environ.get("ECHELON_SECRET") and "secret" in job:
+        secret = job["secret"].encode()
+    else:
+        secret = read_secret(args.rdzv_secret_file, os.environ)
+    with contextlib.closing(_dial(endpoint, secret, tls_files(args, None))) as link:
         _show(_views(link, endpoint), once=once)
     return 0
 
 
-def _secret(endpoint: str, path: Path | None) -> bytes:
-    """Return the secret, from a run of this machine if it was not given."""
-    if path is None and not os.environ.get("ECHELON_SECRET"):
-        for job_file in _RUNS.glob("*/job.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-                job = json.loads(job_file.read_text())
-                if job["rendezvous"] == endpoint:
-                    return str(job["secret"]).encode()
-    return read_secret(path, os.environ)
+def _run_with(endpoint: str) -> tuple[Path | None, dict[str, str]]:
+    """Return the newest run below runs/ whose job has this endpoint, and what its job.json says."""
+    found: tuple[Path | None, dict[str, str]] = (None, {})
+    newest_s = 0.0
+    for job_file in _RUNS.glob("*/job.json"):
+        with contextlib.suppress(OSError, ValueError):
+            job = json.loads(job_file.read_text())
+            begun_s = job_file.stat().st_mtime
+            if not isinstance(job, dict) or begun_s < newest_s:
+                continue
+            words = {name: text for name, text in job.items() if isinstance(text, str)}
+            if endpoint in (words.get("endpoint"), words.get("rendezvous")):
+                found, newest_s = (job_file.parent, words), begun_s
+    return found
 
 
 def _dial(endpoint: str, secret: bytes, tls: TlsFiles | None) -> GrpcLink:

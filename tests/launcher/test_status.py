@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from echelon.launcher.status import newest_run, read_statuses, ring_paths
-from tests.ranks import run_echelon
+from tests.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
 
@@ -47,6 +47,9 @@ def test_a_running_job_is_shown_and_an_ended_one_too(tmp_path):
     assert shown["1"][1:4] == ["data_wait", "all_reduce", "4"]
     assert shown["1"][6] == "4"  # the step
     assert [status.phase for status in read_statuses(run_dir)] == ["ended", "ended"]
+    endpoint = read_json(run_dir / "job.json")["endpoint"]
+    shown = run_echelon("status", endpoint, cwd=tmp_path)
+    assert (shown.returncode, shown.stdout.count("ended")) == (0, 2), shown.stderr
 
 
 def test_the_newest_attempt_of_the_newest_run_counts(tmp_path):
