@@ -1,10 +1,12 @@
-"""The xccl backend: oneCCL's all_reduce, all_gather, reduce_scatter, broadcast and all_to_all.
+"""The xccl backend. Here on host memory, by oneCCL's CPU plugin; `device.py` has Intel GPUs.
+
+    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all: oneCCL's own
 
     dtypes and bitwise sums that it lacks    all_gather, summed here in rank order
     reduce, gather                           all_reduce, all_gather into memory of our own
     scatter                                  broadcast, from which each rank takes its part
     all_to_all with splits                   all_to_all of the longest piece
-    send, recv                               refused: its sends wait for the receiver, ours may not
+    send, recv                               refused: the plugin crashes (seen with 2022.1.2)
 
 Its calls block in C and cannot be aborted. So they run on a thread of the group, and the caller
 waits for that thread while it looks after deadline and peers. When an operation fails, the thread
@@ -17,24 +19,26 @@ time, so calls on two communicators must come in the same order on every rank.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import importlib
+import importlib.util
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from echelon.dist import failures
 from echelon.dist.arrays import Flat
-from echelon.dist.backends.interface import Members
+from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.lanes import Lane, LaneBackend, LanePending
 from echelon.dist.backends.operation import CALL_BYTES, Operation
 from echelon.dist.backends.shm.native import reduce
 from echelon.dist.backends.survivors import Survivors
 from echelon.dist.backends.xccl import library
+from echelon.dist.backends.xccl.ending import keep_for_ever
 from echelon.dist.mismatch import mismatch_error, split_error
 from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
@@ -42,7 +46,6 @@ from echelon.store import PrefixStore
 _SLICE_S = 0.1
 _JOIN_S = 1.0
 _BYTE = library.DTYPES["uint8"]
-_stuck: list[Any] = []  # arrays that a call which cannot be aborted may still write to
 
 
 def not_ready() -> str:
@@ -50,19 +53,36 @@ def not_ready() -> str:
     if library.folder() is None:
         return "oneCCL is not in this environment: pip install '.[xccl]' (Linux, x86-64)"
     try:
-        library.load()
+        library.load("xpu" if _has_gpu() else "cpu")
     except OSError as err:
         return f"oneCCL cannot be loaded: {err}"
     return ""
 
 
-def create(members: Members, store: PrefixStore, timeout_s: float) -> XcclBackend:
-    """Make the engine of a group; every member calls this.
+def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+    """Make the engine of a group, for Intel GPUs where they are; every member calls this.
 
     Raises:
+        ValueError: the library serves the other kind of memory in this process already.
         CollectiveTimeoutError: members did not come within `timeout_s`.
     """
-    return XcclBackend(members, store, timeout_s)
+    device = members.device or ("xpu" if _has_gpu() else "cpu")
+    try:
+        library.load(device)
+    except OSError as err:
+        raise ValueError(f"backend 'xccl': {err}") from err
+    if device == "cpu":
+        return XcclBackend(members, store, timeout_s)
+    from echelon.dist.backends.xccl.device import XpuBackend
+
+    return XpuBackend(members, store, timeout_s)
+
+
+def _has_gpu() -> bool:
+    if not Path("/dev/dri").exists() or importlib.util.find_spec("torch") is None:
+        return False
+    torch: Any = importlib.import_module("torch")
+    return bool(torch.xpu.is_available())
 
 
 class _Worker:
@@ -102,10 +122,8 @@ class _Shared:
 
     def give_up(self, *kept: Any) -> None:
         """Leave the worker where it is, keep what it works on, and let the process end anyway."""
-        _stuck.append((self, kept))
-        if not self.is_stuck:
-            self.is_stuck = True
-            _skip_destructors()
+        self.is_stuck = True
+        keep_for_ever(self, kept)
 
 
 _shared: _Shared | None = None
@@ -131,13 +149,6 @@ def _give_shared_back(shared: _Shared) -> None:
             _shared = None
     shared.lane.close()
     shared.worker.close()
-
-
-def _skip_destructors() -> None:
-    """Have exit() end the process at once: destructors of the library wait for the stuck call."""
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 class XcclBackend(LaneBackend):
@@ -177,7 +188,7 @@ class XcclBackend(LaneBackend):
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
         """Refuse messages."""
         if kind in ("send", "recv"):
-            return "has no messages: a send of oneCCL waits for its receiver"
+            return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
 
     def abort(self) -> None:

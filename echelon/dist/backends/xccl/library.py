@@ -3,7 +3,7 @@
 The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
 environment's `lib` folder, where the loader does not look. So each library that the loader misses
 is loaded from there first, by its full path; after that it is found by its name. The settings that
-choose the CPU plugin are made here too, unless the user has made them.
+choose the CPU plugin are made here too, unless the user has made them; a process has one plugin.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ DTYPES = {
     "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
 REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
+AVERAGE = 4
 _NAME = "libccl.so.2"
 _CPU_PLUGIN = "libccl_legacy_cpu.so"
 _MISSING = re.compile(r"(\S+): cannot open shared object file")
 _MAX_DEPENDENCIES = 64
+_serves = ""  # the device for which this process has loaded it
 
 
 class UniqueId(ctypes.Structure):
@@ -44,24 +46,27 @@ def folder() -> Path | None:
 
 
 @functools.cache
-def load() -> Any:
-    """Load the library for host memory.
+def load(device: str = "cpu") -> Any:
+    """Load the library for arrays on the host ("cpu") or on Intel GPUs ("xpu").
 
     Raises:
-        OSError: it is not installed, or not completely.
+        OSError: it is not installed, or not completely; or it serves the other kind already.
     """
+    global _serves
     path = folder()
     if path is None:
         raise OSError(f"{_NAME} is not in this environment")
-    for name, value in {
-        "CCL_PLUGIN": "ONECCL_LEGACY_CPU",
-        "CCL_ATL_TRANSPORT": "ofi",
-        "CCL_LOG_LEVEL": "error",
-        "FI_PROVIDER_PATH": str(path),
-    }.items():
+    if _serves not in ("", device):
+        raise OSError(f"oneCCL serves arrays on {_serves} in this process, and only those")
+    _serves = device
+    settings = {"CCL_LOG_LEVEL": "error", "FI_PROVIDER_PATH": str(path)}
+    if device == "cpu":
+        settings |= {"CCL_PLUGIN": "ONECCL_LEGACY_CPU", "CCL_ATL_TRANSPORT": "ofi"}
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
     library = _load(path / _NAME)
-    _load(path / _CPU_PLUGIN)
+    if device == "cpu":
+        _load(path / _CPU_PLUGIN)
     _declare(library)
     return library
 
@@ -90,6 +95,12 @@ def _declare(library: Any) -> None:
         "onecclAllGather": (pointer, pointer, size, number, pointer, pointer),
         "onecclBroadcast": (pointer, pointer, size, number, number, pointer, pointer),
         "onecclAllToAll": (pointer, pointer, size, number, pointer, pointer),
+        "onecclReduce": (pointer, pointer, size, number, number, number, pointer, pointer),
+        "onecclSend": (pointer, size, number, number, pointer, pointer),
+        "onecclRecv": (pointer, size, number, number, pointer, pointer),
+        "onecclGroupStart": (),
+        "onecclGroupEnd": (),
+        "onecclSetDevice": (number,),
     }.items():
         getattr(library, name).argtypes = arguments
         getattr(library, name).restype = number
@@ -98,11 +109,18 @@ def _declare(library: Any) -> None:
 
 
 class Communicator:
-    """One oneCCL communicator on host memory. Every call blocks, and cannot be aborted."""
+    """One oneCCL communicator.
 
-    def __init__(self, size: int, rank: int, unique_id: bytes) -> None:
-        self._library = load()
+    On host memory every call blocks, and cannot be aborted; on a device it is put on the stream.
+    """
+
+    def __init__(
+        self, size: int, rank: int, unique_id: bytes, device: str = "cpu", index: int = 0
+    ) -> None:
+        self._library = load(device)
         self._handle = ctypes.c_void_p()
+        if device != "cpu":
+            self._check("SetDevice", self._library.onecclSetDevice(index))
         joined = UniqueId()
         ctypes.memmove(ctypes.byref(joined), unique_id, ID_BYTES)
         self._check(
@@ -110,14 +128,18 @@ class Communicator:
             self._library.onecclCommInitRank(ctypes.byref(self._handle), size, joined, rank),
         )
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call `oneccl<name>(*arguments, communicator, no stream)`.
+    def call(self, name: str, *arguments: Any, stream: int | None = None) -> None:
+        """Call `oneccl<name>(*arguments, communicator, stream)`; no stream on host memory.
 
         Raises:
             RuntimeError: the library says that it failed.
         """
         function = getattr(self._library, f"oneccl{name}")
-        self._check(name, function(*arguments, self._handle, None))
+        self._check(name, function(*arguments, self._handle, stream))
+
+    def group(self, name: str) -> None:
+        """Call `onecclGroupStart` or `onecclGroupEnd`."""
+        self._check(name, getattr(self._library, f"oneccl{name}")())
 
     def close(self) -> None:
         """Destroy the communicator."""
@@ -129,10 +151,10 @@ class Communicator:
             raise RuntimeError(f"oneccl{name}: {text.decode(errors='replace')} ({result})")
 
 
-def unique_id() -> bytes:
+def unique_id(device: str = "cpu") -> bytes:
     """Draw the id by which the members of a new communicator find each other."""
     drawn = UniqueId()
-    result = load().onecclGetUniqueId(ctypes.byref(drawn))
+    result = load(device).onecclGetUniqueId(ctypes.byref(drawn))
     if result:
         raise RuntimeError(f"onecclGetUniqueId failed ({result})")
     return bytes(drawn)
