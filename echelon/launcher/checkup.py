@@ -172,7 +172,7 @@ class _Host:
         hosts = ", ".join(node.about.host for node in self._nodes)
         all_came = len(self._nodes) >= num_nodes
         yield Result("nodes", f"{len(self._nodes)} of {num_nodes} came: {hosts}", all_came)
-        yield from _compare_versions([node.about for node in self._nodes])
+        yield from compare_versions([node.about for node in self._nodes])
         for node in self._nodes[1:]:
             yield self._clock(node)
         troubles = [
@@ -227,7 +227,8 @@ def _take_part(
     raise LaunchError("the host did not tell the outcome in time")
 
 
-def _compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
+def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
+    """Say what all have, or who has what."""
     alike = all(node.versions == nodes[0].versions for node in nodes)
     if alike:
         yield Result("versions", f"{_words(nodes[0])} on all nodes")

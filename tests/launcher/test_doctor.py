@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import pytest
 
 from echelon.launcher import doctor
+from echelon.launcher.checkup import compare_versions
+from echelon.launcher.control.messages import CheckIn
 from tests.hosts import hosts, needs_hosts
 from tests.launcher.cluster import free_port
 from tests.ranks import run_echelon
@@ -142,3 +144,16 @@ def test_bad_usage_is_one_line(argv, said, capsys):
     text = capsys.readouterr().err
     assert said in text
     assert text.count("\n") == 1
+
+
+def test_versions_that_differ_are_named():
+    nodes = [
+        CheckIn(host=host, port=1, versions=[["python", "3.11.7"], ["torch", torch]])
+        for host, torch in (("a", "2.13.0"), ("b", "2.12.0"))
+    ]
+    assert [(one.ok, one.text) for one in compare_versions(nodes)] == [
+        (False, "a has python 3.11.7, torch 2.13.0"),
+        (False, "b has python 3.11.7, torch 2.12.0"),
+    ]
+    (alike,) = compare_versions(nodes[:1] * 2)
+    assert alike.ok
