@@ -19,6 +19,7 @@ from echelon.analysis.rules.ended import find_ended
 from echelon.analysis.rules.mismatch import find_mismatch
 from echelon.analysis.rules.missing import find_missing, find_unknown
 from echelon.analysis.rules.p2p import find_unmatched
+from echelon.analysis.rules.pipeline import find_pipeline
 from echelon.analysis.rules.skipped import find_skipped
 from echelon.analysis.rules.splits import find_split_mismatch
 from echelon.analysis.rules.straggler import find_straggler
@@ -33,6 +34,7 @@ STAGES: tuple[Rule, ...] = (
     find_mismatch,
     find_split_mismatch,
     find_ended,
+    find_pipeline,
     find_unmatched,
     find_desync,
     find_stuck,

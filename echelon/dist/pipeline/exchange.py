@@ -106,8 +106,8 @@ class Exchange:
         Raises:
             CollectiveError: a receiver is lost or did not come.
         """
-        if self._outbox.pending():
-            with span("pipeline", "step end waits for SEND"):
+        while (to := self._outbox.pending()) is not None:
+            with span("pipeline", f"the step's end waits in SEND for rank {self._group.ranks[to]}"):
                 self._outbox.wait()
 
     def _await(self, inbox: Inbox, thing: Thing, action: Action) -> None:

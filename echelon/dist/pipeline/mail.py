@@ -51,7 +51,7 @@ class Outbox:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._sent: deque[Work] = deque()
+        self._sent: deque[tuple[Work, int]] = deque()
 
     def outputs(self, boundary: int, to: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send a micro-batch's outputs."""
@@ -65,21 +65,20 @@ class Outbox:
         for tensor in tensors:
             self._send(tensor, to, _tag(boundary, 2))
 
-    def wait(self) -> None:
-        """Block until everything is sent, each message within the group's timeout."""
-        while self._sent:
-            self._sent.popleft().wait()
+    def pending(self) -> int | None:
+        """Return the rank whose receive the oldest message waits for; None if all are gone."""
+        while self._sent and self._sent[0][0].done:
+            self._sent.popleft()[0].wait()
+        return self._sent[0][1] if self._sent else None
 
-    def pending(self) -> int:
-        """Return how many messages are not gone yet."""
-        while self._sent and self._sent[0].done:
-            self._sent.popleft().wait()
-        return len(self._sent)
+    def wait(self) -> None:
+        """Block until the oldest message is gone, within the group's timeout."""
+        self._sent.popleft()[0].wait()
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         work = self._group.send(tensor.detach().contiguous(), to, tag, async_op=True)
         assert work is not None
-        self._sent.append(work)
+        self._sent.append((work, to))
 
 
 class Inbox:
