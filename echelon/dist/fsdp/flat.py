@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.dist.fsdp import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
 from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
 from echelon.dist.group import ProcessGroup
@@ -128,6 +129,8 @@ class Flat:
         replicas: ProcessGroup | None,
     ) -> None:
         first = sources[0].parameter
+        if first.device.type == "cpu":
+            heap.keep()
         self.group = group
         self.dtype = first.dtype
         self.device = first.device
