@@ -28,6 +28,7 @@ from echelon.launcher.explain import explain
 from echelon.launcher.meeting import StoreProcess
 from echelon.launcher.node import NodeAgent
 from echelon.launcher.options import Options
+from echelon.launcher.output import Terminal
 from echelon.launcher.report import Report
 from echelon.launcher.rundir import RunDirectory, write_json
 from echelon.launcher.workers import Workers
@@ -102,8 +103,9 @@ def _host(
             if isinstance(command, m.Over):
                 server.hang_up(node)
 
-    coordinator = Coordinator(options, directory, report, store, send, _say)
-    agent = _Agent(options, directory, guard, signals, link, coordinator, events)
+    terminal = _terminal(options)
+    coordinator = Coordinator(options, directory, report, store, send, terminal.say)
+    agent = _Agent(options, directory, guard, signals, link, terminal, coordinator, events)
     link.send(_hello(options))
     _say(
         f"{_ranks(options)}{_nodes(options)}; run directory {directory.shown}"
@@ -146,7 +148,7 @@ def _take_part(
         lost_after_s=options.conf.lost_after_s,
     )
     stack.callback(link.close)
-    agent = _Agent(options, directory, guard, signals, link, None, None)
+    agent = _Agent(options, directory, guard, signals, link, _terminal(options), None, None)
     _say(f"joining {meeting.address} with {_ranks(options)}")
     try:
         agent.run()
@@ -179,17 +181,19 @@ class _Agent:
         guard: Workers,
         signals: int,
         link: Link,
+        terminal: Terminal,
         coordinator: Coordinator | None,
         events: Mailbox[tuple[str, m.Event]] | None,
     ) -> None:
         self._options = options
         self._signals = signals
         self._link = link
+        self._terminal = terminal
         self._coordinator = coordinator
         self._events = events
         self._selector = selectors.DefaultSelector()
         self._node = NodeAgent(
-            options, directory, guard, self._selector, link.send, _say, self._pump
+            options, directory, guard, self._selector, link.send, terminal, self._pump
         )
         self._register(signals, self._take_signals)
         self._register(link.fileno(), lambda: None)  # wakes the loop; taken between pumps
@@ -267,6 +271,7 @@ class _Agent:
         elif isinstance(command, m.ClearUp):
             node.clear_up()
         elif isinstance(command, m.Show):
+            self._terminal.end_live()
             print(command.text, file=sys.stderr, flush=True)
         elif isinstance(command, m.TellStatus):
             node.tell_status(command.visitor)
@@ -286,6 +291,10 @@ class _Agent:
             self._pump(max(0.0, deadline_s - time.monotonic()))
         self._node.signal(signal.SIGKILL)
         self._node.clear_up()
+
+
+def _terminal(options: Options) -> Terminal:
+    return Terminal(as_json=options.logs.as_json, fold=options.logs.fold)
 
 
 def _hello(options: Options) -> m.Hello:

@@ -439,6 +439,9 @@ class Coordinator:
             return
         self._meeting.renew()
         self._roster.open(now_s)
+        here, low = len(self._roster.nodes), self._options.min_nodes
+        if here < low:
+            self._say(f"{here} of at least {low} nodes are here; waiting for the others")
 
     def _may_restart(self, world: _World, end: decide.EndAttempt) -> bool:
         """A lost node changes the world and costs no restart; a failure does."""
@@ -447,7 +450,8 @@ class Coordinator:
         if world.lost and self._options.max_nodes > 1:
             enough = len(self._roster.nodes) >= self._options.min_nodes
             if enough:
-                self._say(f"going on with {len(self._roster.nodes)} nodes")
+                number = len(self._roster.nodes)
+                self._say(f"going on with {'1 node' if number == 1 else f'{number} nodes'}")
                 return True
         if self._restarts >= self._options.max_restarts:
             return False

@@ -48,7 +48,7 @@ class NodeAgent:
         guard: Workers,
         selector: selectors.BaseSelector,
         tell: Callable[[m.Event], None],
-        say: Callable[[str], None],
+        terminal: Terminal,
         pump: Callable[[float], None],
     ) -> None:
         self._options = options
@@ -56,10 +56,9 @@ class NodeAgent:
         self._guard = guard
         self._selector = selector
         self._tell = tell
-        self._say = say
+        self._say = terminal.say
         self._pump = pump
-        logs = options.logs
-        self._terminal = Terminal(as_json=logs.as_json, fold=logs.fold)
+        self._terminal = terminal
         self._job_logs = f"{options.rdzv_id or 'none'}_{secrets.token_hex(4)}"
         self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
         self._streams: dict[int, Stream] = {}
@@ -276,20 +275,15 @@ class NodeAgent:
 
     def tell_status(self, visitor: str) -> None:
         """Tell a visitor what this node's ranks do."""
-        rows = [self._status(worker) for worker in self._workers]
-        numbers = [
-            [
-                row.rank,
-                _number(row.sequence),
-                _number(row.lag_s, 1e3),
-                _number(row.step),
-                _number(row.step_s, 1e6),
-            ]
-            for row in rows
-        ]
-        words = [[row.phase, row.operation] for row in rows]
-        host = socket.gethostname()
-        self._tell(m.Statuses(visitor=visitor, host=host, numbers=numbers, words=words))
+        rows = [self._status(worker).pack() for worker in self._workers]
+        self._tell(
+            m.Statuses(
+                visitor=visitor,
+                host=socket.gethostname(),
+                numbers=[numbers for numbers, _ in rows],
+                words=[words for _, words in rows],
+            )
+        )
 
     def _status(self, worker: Worker) -> RankStatus:
         if worker.exit_code is not None:
@@ -400,10 +394,6 @@ def _torch_sight(worker: Worker) -> list[int]:
         return [0]
     worker.torch.look()
     return [worker.torch.num_own]
-
-
-def _number(value: float | None, scale: float = 1) -> int:
-    return -1 if value is None else int(value * scale)
 
 
 def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:

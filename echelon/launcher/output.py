@@ -65,6 +65,11 @@ class Terminal:
             text = b"".join(source.prefix + line + b"\n" for line in lines)
         self.write_lines(stream, text)
 
+    def say(self, text: str) -> None:
+        """Print a line of the launcher's own; a live line makes way, and comes back changed."""
+        self.end_live()
+        print(f"echelon: {text}", file=sys.stderr, flush=True)
+
     def write_lines(self, stream: int, lines: bytes) -> None:
         """Write whole lines, in one piece. A closed terminal is not the job's problem."""
         out = self._streams[stream]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -544,3 +546,21 @@ def test_an_attempt_finds_nothing_of_the_one_before_in_the_store(script, run_dir
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["0| keys 0", "0| keys 0"]
+
+
+def test_the_launcher_does_not_speak_at_the_end_of_a_live_line(script, run_dir):
+    ours, theirs = pty.openpty()
+    program = script("import sys; print('50 %', end='\\r', flush=True); sys.exit(7)")
+    argv = [sys.executable, "-m", "echelon", "run", "--run-dir", str(run_dir), program]
+    job = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
+        while piece := os.read(ours, 65536):
+            shown += piece
+    os.close(ours)
+    assert job.wait(30) == 7
+    before, said, _ = shown.partition(b"echelon: failure")
+    assert said
+    assert b"50 %" in before
+    assert before.endswith((b"\n", b"\r\x1b[2K", b"\r\x1b[K")), shown
