@@ -169,26 +169,13 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
     """Return a row a rank; the latest, where an answer to the question before came late."""
-    rows = {
-        numbers[0]: Row(answer.host, _status(numbers, words))
-        for answer in answers
-        for numbers, words in zip(answer.numbers, answer.words, strict=False)
-        if len(numbers) >= 5 and len(words) >= 2
-    }
+    rows: dict[int, Row] = {}
+    for answer in answers:
+        with contextlib.suppress(ValueError):  # of a node whose version is another
+            for numbers, words in zip(answer.numbers, answer.words, strict=True):
+                status = RankStatus.unpack(numbers, words)
+                rows[status.rank] = Row(answer.host, status)
     return [rows[rank] for rank in sorted(rows)]
-
-
-def _status(numbers: Sequence[int], words: Sequence[str]) -> RankStatus:
-    rank, sequence, lag_ms, step, step_us = numbers[:5]
-    return RankStatus(
-        rank=rank,
-        phase=words[0],
-        operation=words[1],
-        sequence=None if sequence < 0 else sequence,
-        lag_s=None if lag_ms < 0 else lag_ms / 1e3,
-        step=None if step < 0 else step,
-        step_s=None if step_us < 0 else step_us / 1e6,
-    )
 
 
 def table(view: View) -> Table:

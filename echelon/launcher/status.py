@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,35 @@ class RankStatus:
     lag_s: float | None  # since it last began or ended anything
     step: int | None
     step_s: float | None
+
+    def pack(self) -> tuple[list[int], list[str]]:
+        """Return the numbers and the words that travel between nodes; -1: not known."""
+        return [
+            self.rank,
+            _number(self.sequence),
+            _number(self.lag_s, 1e3),
+            _number(self.step),
+            _number(self.step_s, 1e6),
+        ], [self.phase, self.operation]
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int], words: Sequence[str]) -> RankStatus:
+        """Read what `pack` made.
+
+        Raises:
+            ValueError: there is more or less.
+        """
+        rank, sequence, lag_ms, step, step_us = numbers
+        phase, operation = words
+        return cls(
+            rank=rank,
+            phase=phase,
+            operation=operation,
+            sequence=None if sequence < 0 else sequence,
+            lag_s=None if lag_ms < 0 else lag_ms / 1e3,
+            step=None if step < 0 else step,
+            step_s=None if step_us < 0 else step_us / 1e6,
+        )
 
 
 def newest_run(folder: Path) -> Path | None:
@@ -104,3 +134,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
         except DumpFormatError:
             statuses.append(silent(rank, "unreadable"))
     return statuses
+
+
+def _number(value: float | None, scale: float = 1) -> int:
+    return -1 if value is None else int(value * scale)
