@@ -11,15 +11,16 @@ The order in which failures count is the order in which they arrive here, never 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from echelon.errors import LaunchError
 from echelon.launcher import decide
+from echelon.launcher.collection import Collection
 from echelon.launcher.control import messages as m
 from echelon.launcher.decide import EndedBy
 from echelon.launcher.explain import Explanation, explain
@@ -27,7 +28,7 @@ from echelon.launcher.meeting import MeetingPlace
 from echelon.launcher.options import Options
 from echelon.launcher.report import EXIT_STALL, Ended, Incident, Report, exit_code
 from echelon.launcher.roster import Node, Roster
-from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.rundir import RunDirectory
 from echelon.recorder.watchdog import Sight, StallRule
 
 _COLLECT_S = 20.0  # a node that has not sent its dumps by then is left out
@@ -36,19 +37,6 @@ _IDLE_S = 3600.0
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
 
 Send = Callable[[str, m.Command], None]
-
-
-@dataclass(slots=True)
-class _Collection:
-    """An incident that nodes are sending their dumps for."""
-
-    number: int
-    folder: Path
-    incident: Incident
-    waiting: set[str]
-    deadline_s: float
-    files: dict[str, IO[bytes]] = field(default_factory=dict)  # by name
-    present: set[int] = field(default_factory=set)  # ranks whose black box has come
 
 
 @dataclass(slots=True)
@@ -95,7 +83,7 @@ class Coordinator:
         )
         self._roster.open(time.monotonic())
         self._world: _World | None = None
-        self._collection: _Collection | None = None
+        self._collection: Collection | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
         self._restarts = 0
@@ -127,7 +115,8 @@ class Coordinator:
         elif isinstance(event, m.DumpPart):
             self._keep_part(event)
         elif isinstance(event, m.Harvested):
-            self._note_harvested(node, event)
+            if self._collection is not None:
+                self._collection.note_harvested(node, event)
         elif isinstance(event, m.Ask):
             self._show_job(node)
         elif isinstance(event, m.Statuses):
@@ -342,73 +331,59 @@ class Coordinator:
 
     def _collect(self, world: _World, action: decide.CollectIncident) -> None:
         self._say(f"{action.kind}: {action.reason}; collecting the black boxes")
-        number, folder = self._directory.open_incident()
-        incident = Incident(folder, action.kind, world.number, action.reason)
-        self._collection = _Collection(
-            number,
-            folder,
-            incident,
-            {node for node in world.nodes if node not in world.lost},
-            time.monotonic() + _COLLECT_S,
+        try:
+            self._collection = Collection(
+                self._directory,
+                kind=action.kind,
+                reason=action.reason,
+                attempt=world.number,
+                nodes=[node for node in world.nodes if node not in world.lost],
+                deadline_s=time.monotonic() + _COLLECT_S,
+            )
+        except OSError as err:
+            self._say_not_kept(err)
+            return
+        collect = m.Collect(
+            incident=self._collection.number, kind=action.kind, reason=action.reason
         )
-        collect = m.Collect(incident=number, kind=action.kind, reason=action.reason)
         self._tell(list(self._collection.waiting), collect)
 
     def _keep_part(self, part: m.DumpPart) -> None:
-        collection = self._collection
-        if collection is None or part.incident != collection.number:
+        if self._collection is None:
             return
-        name = f"torch_rank_{part.rank:d}" if part.is_torchs else f"rank_{part.rank:d}"
-        file = collection.files.get(name)
-        if file is None:
-            file = collection.files[name] = (collection.folder / name).open("wb")
-        file.write(part.data)
-        if not part.is_torchs:
-            collection.present.add(part.rank)
-
-    def _note_harvested(self, node: str, event: m.Harvested) -> None:
-        if self._collection is not None and event.incident == self._collection.number:
-            self._collection.waiting.discard(node)
+        try:
+            self._collection.keep(part)
+        except OSError as err:
+            self._give_up_collecting(err)
 
     def _check_collection(self, now_s: float) -> None:
         collection, world = self._collection, self._world
-        if collection is None or world is None:
+        if collection is None or world is None or not collection.is_complete(now_s):
             return
-        if collection.waiting and now_s < collection.deadline_s:
+        late, world_size = set(collection.waiting), sum(map(len, world.nodes.values()))
+        try:
+            incident = collection.finish(
+                self._report.job_id, world_size, lambda rank: _why_absent(world, rank, late)
+            )
+        except OSError as err:
+            self._give_up_collecting(err)
             return
         self._collection = None
-        for file in collection.files.values():
-            file.close()
-        incident = collection.incident
-        world_size = sum(map(len, world.nodes.values()))
-        absent = sorted(set(range(world_size)) - collection.present)
-        write_json(
-            collection.folder / "incident.json",
-            {
-                "format": 1,
-                "kind": incident.kind,
-                "number": collection.number,
-                "attempt": incident.attempt,
-                "world_size": world_size,
-                "job_id": self._report.job_id,
-                "reason": incident.reason,
-                "ranks_present": sorted(collection.present),
-                "ranks_absent": {
-                    str(rank): self._why_absent(world, rank, collection) for rank in absent
-                },
-            },
-        )
-        incident.folder = self._directory.complete_incident(collection.number, collection.folder)
         self._report.incidents.append(incident)
         if incident.kind == "stall" and self._options.on_stall == "report":
             self._explain(world, incident)
 
-    def _why_absent(self, world: _World, rank: int, collection: _Collection) -> str:
-        node = next(name for name, ranks in world.nodes.items() if rank in ranks)
-        lost = node in world.lost
-        late = node in collection.waiting
-        what = "is lost" if lost else "did not answer in time" if late else "sent none"
-        return f"node {world.hosts[node]} {what}"
+    def _give_up_collecting(self, err: OSError) -> None:
+        """The disk is full, or gone: the job's end matters more than its story."""
+        if self._collection is not None:
+            with contextlib.suppress(OSError):
+                self._collection.close()
+        self._collection = None
+        self._say_not_kept(err)
+
+    def _say_not_kept(self, err: OSError) -> None:
+        where = self._directory.shown / "dump"
+        self._say(f"the incident cannot be kept in {where}: {err.strerror or err}")
 
     def _explain(self, world: _World, incident: Incident) -> None:
         incident.explained = True
@@ -486,3 +461,10 @@ class Coordinator:
 
 def _span(ranks: range) -> str:
     return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
+
+
+def _why_absent(world: _World, rank: int, late: set[str]) -> str:
+    node = next(name for name, ranks in world.nodes.items() if rank in ranks)
+    lost, late_too = node in world.lost, node in late
+    what = "is lost" if lost else "did not answer in time" if late_too else "sent none"
+    return f"node {world.hosts[node]} {what}"

@@ -1,0 +1,102 @@
+"""One incident, while the nodes send what they have of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import IO
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.report import Incident
+from echelon.launcher.rundir import RunDirectory, write_json
+
+
+class Collection:
+    """Dumps on their way into a hidden folder, which is shown once it is complete.
+
+    Args:
+        nodes: who is to send.
+        deadline_s: monotonic; a node that has not sent by then is left out.
+
+    Attributes:
+        waiting: the nodes that have not sent everything yet.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        kind: str,
+        reason: str,
+        attempt: int,
+        nodes: Iterable[str],
+        deadline_s: float,
+    ) -> None:
+        self.number, self._folder = directory.open_incident()
+        self.waiting = set(nodes)
+        self.deadline_s = deadline_s
+        self._directory = directory
+        self._kind, self._reason, self._attempt = kind, reason, attempt
+        self._files: dict[str, IO[bytes]] = {}
+        self._present: set[int] = set()  # ranks whose black box has come
+
+    def keep(self, part: m.DumpPart) -> None:
+        """Write a piece of a dump.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if part.incident != self.number:
+            return
+        name = f"torch_rank_{part.rank:d}" if part.is_torchs else f"rank_{part.rank:d}"
+        file = self._files.get(name)
+        if file is None:
+            file = self._files[name] = (self._folder / name).open("wb")
+        file.write(part.data)
+        if not part.is_torchs:
+            self._present.add(part.rank)
+
+    def note_harvested(self, node: str, event: m.Harvested) -> None:
+        """Note that a node has sent everything."""
+        if event.incident == self.number:
+            self.waiting.discard(node)
+
+    def is_complete(self, now_s: float) -> bool:
+        """Whether there is nothing more to wait for."""
+        return not self.waiting or now_s >= self.deadline_s
+
+    def finish(self, job_id: str, world_size: int, why_absent: Callable[[int], str]) -> Incident:
+        """Describe the incident in its folder, and show it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.close()
+        absent = sorted(set(range(world_size)) - self._present)
+        write_json(
+            self._folder / "incident.json",
+            {
+                "format": 1,
+                "kind": self._kind,
+                "number": self.number,
+                "attempt": self._attempt,
+                "world_size": world_size,
+                "job_id": job_id,
+                "reason": self._reason,
+                "ranks_present": sorted(self._present),
+                "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
+            },
+        )
+        folder = self._directory.complete_incident(self.number, self._folder)
+        return Incident(folder, self._kind, self._attempt, self._reason)
+
+    def close(self) -> None:
+        """Close the files.
+
+        Raises:
+            OSError: what was written last did not reach the disk.
+        """
+        while self._files:
+            self._files.popitem()[1].close()
