@@ -1,0 +1,366 @@
+"""Pipelines: a step's time beside torch's pipelining over gloo, and beside its own simulation.
+
+    python benchmarks/pipeline.py                       # about 3 minutes
+    python benchmarks/pipeline.py --preset thin --rounds 30
+
+Two ranks hold the same stages twice: once in our pipeline (over shm, and over gloo), once in
+torch's. Every round runs one step of each, in turns, so that a slow moment of the machine meets
+all; a step's time is its slowest rank's. "x torch" is the median of the rounds' ratios: below 1 is
+faster. Costs of each stage's forward, input and weight gradients are measured beforehand, with both
+ranks at it at once, and so is the link; "simulated" is the makespan that they give.
+
+Presets: `gpt` is a char-level GPT (10.7M parameters, 8 x 256 tokens); `thin` has 1/6 of its width
+and 8 times its tokens, so that messages weigh more.
+"""
+
+# ruff: noqa: D101, D102, D103 -- a script: main() reads top-down
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Preset:
+    width: int
+    num_heads: int
+    num_blocks: int
+    tokens: int
+    batch: int
+    vocabulary: int = 65
+
+
+PRESETS = {
+    "gpt": Preset(width=384, num_heads=6, num_blocks=6, tokens=256, batch=8),
+    "thin": Preset(width=64, num_heads=1, num_blocks=8, tokens=512, batch=32),
+    "tiny": Preset(width=32, num_heads=1, num_blocks=4, tokens=32, batch=4),
+}
+CASES = {  # name -> chunks a rank, whether torch has it under this name
+    "1f1b": (1, "Schedule1F1B"),
+    "interleaved_1f1b": (2, "ScheduleInterleaved1F1B"),
+    "interleaved_zero_bubble": (2, "ScheduleInterleavedZeroBubble"),
+    "zbv": (2, "ScheduleZBVZeroBubble"),
+}
+
+
+def layers(preset: Preset) -> list[Any]:
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            width = preset.width
+            self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            batch, tokens, width = x.shape
+            parts = self.mix(self.first(x)).view(batch, tokens, 3, preset.num_heads, -1)
+            q, k, v = parts.permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+            return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+    torch.manual_seed(1)
+    blocks = [Block() for _ in range(preset.num_blocks)]
+    embed = nn.Embedding(preset.vocabulary, preset.width)
+    head = nn.Sequential(
+        nn.LayerNorm(preset.width), nn.Linear(preset.width, preset.vocabulary, bias=False)
+    )
+    return [embed, *blocks, head]
+
+
+def stages_of(preset: Preset, num_stages: int, mine: tuple[int, ...]) -> dict[int, Any]:
+    from echelon.dist.pipeline import split
+
+    costs = [0.2] + [1.0] * preset.num_blocks + [0.4]
+    parts = split(layers(preset), num_stages, costs=costs)
+    return {index: parts[index] for index in mine}
+
+
+def loss_fn(output: Any, targets: Any) -> Any:
+    from torch import nn
+
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+# ---- one rank ----
+
+
+class Rank:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import torch
+        import torch.distributed as torch_dist
+
+        import echelon.dist as dist
+
+        torch.set_num_threads(1)
+        self.preset = PRESETS[arguments.preset]
+        self.num_microbatches = arguments.microbatches
+        self.rounds = arguments.rounds
+        torch_dist.init_process_group("gloo")
+        self.torch_dist = torch_dist
+        self.groups = {"shm": dist.init(backend="shm")}
+        self.groups["gloo"] = gloo_group(self.groups["shm"])
+        self.world = self.groups["shm"]
+        generator = torch.Generator().manual_seed(2)
+        shape = (self.preset.batch, self.preset.tokens)
+        high = self.preset.vocabulary
+        self.inputs = torch.randint(high, shape, generator=generator)
+        self.targets = torch.randint(high, shape, generator=generator)
+
+    def run(self, name: str) -> dict[str, Any]:
+        from echelon.dist.pipeline import schedule
+
+        chunks, torch_name = CASES[name]
+        plan = schedule(name, RANKS, self.num_microbatches, chunks if chunks > 1 else None)
+        mine = plan.stages_of(self.world.rank)
+        ways: dict[str, Callable[[], Any]] = {
+            backend: self.ours(plan, mine, group) for backend, group in self.groups.items()
+        }
+        with contextlib.suppress(NotImplementedError):
+            ways["torch"] = self.theirs(torch_name, plan, mine)
+        for way in ways.values():
+            way()  # warm
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(self.rounds):
+            order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+            for way in order:
+                times[way].append(self.timed(ways[way]))
+        costs = self.costs(plan, mine)
+        return {"times": times, "costs": costs, "simulated": self.simulated(plan, costs)}
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        """Return the time of the slowest rank."""
+        self.world.barrier()
+        began = time.perf_counter()
+        call()
+        return max(self.world.all_gather_object(time.perf_counter() - began))
+
+    def ours(self, plan: Any, mine: tuple[int, ...], group: Any) -> Callable[[], Any]:
+        from echelon.dist.pipeline import Pipeline, Stage
+
+        modules = stages_of(self.preset, plan.num_stages, mine)
+        stages = [Stage(m, index=i, num_stages=plan.num_stages) for i, m in modules.items()]
+        pipe = Pipeline(stages, group=group, schedule=plan, loss_fn=loss_fn)
+
+        def step() -> None:
+            pipe.step(self.inputs, self.targets)
+            clear(modules.values())
+
+        return step
+
+    def theirs(self, name: str, plan: Any, mine: tuple[int, ...]) -> Callable[[], Any]:
+        import torch
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
+
+        modules = stages_of(self.preset, plan.num_stages, mine)
+        owner = dict(enumerate(plan.rank_of_stage))
+        stages = []
+        for index, module in modules.items():
+            stage = pipelining.PipelineStage(module, index, plan.num_stages, torch.device("cpu"))
+            stage.stage_index_to_group_rank = owner
+            stages.append(stage)
+        made = getattr(schedules, name)(
+            stages[0] if len(stages) == 1 else stages, self.num_microbatches, loss_fn=loss_fn
+        )
+        first, last = 0 in mine, plan.num_stages - 1 in mine
+
+        def step() -> None:
+            arguments = [self.inputs] if first else []
+            options: dict[str, Any] = {"losses": [], "target": self.targets} if last else {}
+            made.step(*arguments, **options)
+            clear(modules.values())
+
+        return step
+
+    # ---- costs ----
+
+    def costs(self, plan: Any, mine: tuple[int, ...]) -> dict[str, Any]:
+        """Measure every stage's computations, on all ranks at once, and the link."""
+        own = {}
+        for index, module in stages_of(self.preset, plan.num_stages, mine).items():
+            own[index] = self.stage_costs(index, module, plan.num_stages)
+        merged = {k: v for part in self.world.all_gather_object(
+            [[index, *costs] for index, costs in own.items()]) for k, *v in part}  # fmt: skip
+        columns = list(zip(*(merged[index] for index in range(plan.num_stages)), strict=True))
+        names = ("forward", "input_grad", "weight_grad", "backward")
+        return dict(zip(names, columns, strict=True)) | {"latency": self.latency()}
+
+    def stage_costs(self, index: int, module: Any, num_stages: int) -> list[float]:
+        import torch
+
+        from echelon.dist.pipeline import Stage
+
+        stage = Stage(module, index=index, num_stages=num_stages)
+        size = self.preset.batch // self.num_microbatches
+        x = self.inputs[:size] if stage.is_first else torch.randn(
+            size, self.preset.tokens, self.preset.width)  # fmt: skip
+        samples: list[list[float]] = [[], [], [], []]
+        for _ in range(2 + max(3, self.rounds)):
+            forward, whole = self.once(stage, x, is_split=False)
+            forward_again, inputs, weights = self.once(stage, x, is_split=True)
+            for sample, value in zip(
+                samples, ((forward + forward_again) / 2, inputs, weights, whole), strict=True
+            ):
+                sample.append(value)
+        return [statistics.median(sample[2:]) for sample in samples]
+
+    def once(self, stage: Any, x: Any, *, is_split: bool) -> list[float]:
+        import torch
+
+        leaf = x.detach().requires_grad_(x.is_floating_point())
+        ticks = [time.perf_counter()]
+        output = stage.module(leaf)
+        if stage.is_last:
+            output = loss_fn(output, self.targets[: len(x)])
+        stage.keep(0, [leaf], output)
+        gradients = [torch.ones_like(output)]
+        ticks.append(time.perf_counter())
+        if is_split:
+            stage.input_half(0, gradients)
+            ticks.append(time.perf_counter())
+            stage.weight_half(0)
+        else:
+            stage.backward(0, gradients)
+        ticks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(ticks)]
+
+    def latency(self) -> float:
+        """Return the time of one activation from rank to rank, half of there and back."""
+        import torch
+
+        size = self.preset.batch // self.num_microbatches
+        x = torch.zeros(size, self.preset.tokens, self.preset.width)
+        group, peer = self.world, 1 - self.world.rank
+        samples = []
+        for _ in range(10):
+            began = time.perf_counter()
+            if group.rank == 0:
+                group.send(x, peer)
+                group.recv(x, peer)
+            else:
+                group.recv(x, peer)
+                group.send(x, peer)
+            samples.append((time.perf_counter() - began) / 2)
+        return statistics.median(samples)
+
+    def simulated(self, plan: Any, costs: dict[str, Any]) -> float:
+        from echelon.dist.pipeline import Costs, simulate
+
+        return simulate(plan, costs=Costs(**costs)).makespan
+
+
+def gloo_group(world: Any) -> Any:
+    """Make a gloo group of ours beside the shm one; a program has one backend, a benchmark two."""
+    from echelon.dist.backends import registry
+    from echelon.dist.backends.interface import Members
+    from echelon.dist.environment import Rendezvous
+    from echelon.dist.group import ProcessGroup
+    from echelon.store import PrefixStore, TCPStore
+
+    members = Members(name="gloo", rank=world.rank, ranks=world.ranks)
+    where = Rendezvous.from_environment()
+    client = TCPStore(
+        where.master_addr, where.master_port, is_master=False, secret=where.secret,
+        wait_for_workers=False,
+    )  # fmt: skip
+    store = PrefixStore("benchmark/gloo", client)
+    backend = registry.create("gloo", members, store, 60.0)
+    return ProcessGroup(members, backend, 600.0, lambda *_: None)
+
+
+def clear(modules: Any) -> None:
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+# ---- the table ----
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, action="append")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", choices=CASES, action="append")
+    parser.add_argument("--json", type=Path, help="also write all samples here")
+    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    presets = arguments.preset or ["gpt", "thin"]
+    names = arguments.only or list(CASES)
+    if arguments.rank_output:
+        arguments.preset = presets[0]
+        rank = Rank(arguments)
+        results = {name: rank.run(name) for name in names}
+        if rank.world.rank == 0:
+            arguments.rank_output.write_text(json.dumps(results))
+        rank.torch_dist.destroy_process_group()
+        return
+    everything = {preset: launch(arguments, preset, names) for preset in presets}
+    for preset, results in everything.items():
+        show(preset, arguments, results)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(everything, indent=1))
+
+
+def launch(arguments: argparse.Namespace, preset: str, names: list[str]) -> dict[str, Any]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "results.json")
+        command = [
+            sys.executable, "-m", "echelon", "run", "--nproc-per-node", str(RANKS),
+            "--run-dir", str(Path(folder, "run")), "--stall-timeout", "600", __file__,
+            "--preset", preset, "--microbatches", str(arguments.microbatches),
+            "--rounds", str(arguments.rounds), "--rank-output", str(output),
+            *[word for name in names for word in ("--only", name)],
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
+        return json.loads(output.read_text())
+
+
+def show(preset: str, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    print(f"\n{preset}: {PRESETS[preset]}, {arguments.microbatches} micro-batches, "
+          f"{arguments.rounds} rounds, medians")  # fmt: skip
+    print("| schedule | torch, gloo (ms) | ours, shm | x torch | ours, gloo | x torch "
+          "| simulated | shm / simulated |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
+    for name, result in results.items():
+        times = result["times"]
+        ms = {way: 1000 * statistics.median(samples) for way, samples in times.items()}
+        cells = [name, f"{ms['torch']:.0f}" if "torch" in ms else "-"]
+        for way in ("shm", "gloo"):
+            cells.append(f"{ms[way]:.0f}")
+            if "torch" not in ms:
+                cells.append("-")
+                continue
+            ratios = [a / b for a, b in zip(times[way], times["torch"], strict=True)]
+            cells.append(f"{statistics.median(ratios):.2f}")
+        simulated = 1000 * result["simulated"]
+        cells += [f"{simulated:.0f}", f"{ms['shm'] / simulated:.2f}"]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
