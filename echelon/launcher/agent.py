@@ -30,7 +30,7 @@ from echelon.launcher.node import NodeAgent
 from echelon.launcher.options import Options
 from echelon.launcher.output import Terminal
 from echelon.launcher.report import Report
-from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.rundir import RunDirectory
 from echelon.launcher.workers import Workers
 
 _LOOP_S = 0.5
@@ -75,7 +75,7 @@ def _host(
     job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": report.job_id}
     if meeting is not None:
         job["rendezvous"] = meeting.address  # `echelon status` finds the secret by it
-    write_json(directory.job_file, job)
+    directory.write_job(job)
     events: Mailbox[tuple[str, m.Event]] = Mailbox()
     stack.callback(events.close)
     link = LocalLink(lambda event: events.put((options.node_name, event)))
@@ -119,7 +119,10 @@ def _host(
         _say(f"ended: {err}")
     finally:
         agent.close()
-        report.write(directory.path / "report.json")
+        try:
+            report.write(directory.path / "report.json")
+        except OSError as err:
+            _say(f"report.json cannot be written: {err.strerror or err}")
     return report.exit_code
 
 
@@ -138,7 +141,7 @@ def _take_part(
     secret = meeting.secret.decode("utf-8", "replace")
     job = {"rendezvous": meeting.address, "secret": secret}
     if not directory.has_job(job):  # the host's own, on a file system that both share, says more
-        write_json(directory.job_file, job)
+        directory.write_job(job)
     link = GrpcLink(
         meeting.address,
         meeting.secret,

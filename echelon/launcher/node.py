@@ -6,6 +6,7 @@ workers do goes to the coordinator, through `tell`, whether that lives in this p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import selectors
@@ -14,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from echelon.errors import DumpFormatError, LaunchError
 from echelon.launcher import environment
@@ -62,6 +64,7 @@ class NodeAgent:
         self._job_logs = f"{options.rdzv_id or 'none'}_{secrets.token_hex(4)}"
         self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
         self._streams: dict[int, Stream] = {}
+        self._has_lost_output = False
         self._rings: dict[int, LiveRing] = {}
         self._activities: dict[int, Activity] = {}  # of ranks without a ring
         self._workers: list[Worker] = []
@@ -136,7 +139,8 @@ class NodeAgent:
             )
             source = Source(rank, command.node_rank, command.num_nodes > 1)
             logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
-            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # its files will say that they cannot be made
+                logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._workers[-1].logs = logs
             for number, pipe in enumerate(pipes, start=1):
                 self._add_stream(number, pipe, source, logs, local_rank)
@@ -327,13 +331,27 @@ class NodeAgent:
             pipe,
             number,
             source,
-            (folder / f"{name}.log").open("wb"),
+            self._open(folder / f"{name}.log", "wb"),
             self._terminal if plan.is_shown(local_rank, number) else None,
             tuple(text.encode() for text in filters),
-            filtered.open("ab") if filters else None,
+            self._open(filtered, "ab") if filters else None,
+            self._note_lost,
         )
         self._streams[pipe] = stream
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
+
+    def _open(self, path: Path, mode: str) -> BinaryIO | None:
+        """Open a file for output; None where that is impossible, which is said."""
+        try:
+            return cast(BinaryIO, path.open(mode))
+        except OSError as err:
+            self._note_lost(err)
+            return None
+
+    def _note_lost(self, err: OSError) -> None:
+        if not self._has_lost_output:
+            self._has_lost_output = True
+            self._say(f"output is no longer kept in files ({err.strerror or err}); the job goes on")
 
     def _pass_output(self, stream: Stream) -> None:
         if stream.pipe in self._streams and not stream.pump():

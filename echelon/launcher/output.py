@@ -7,11 +7,12 @@ terminal it is shown below everything else until the next one replaces it, and n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -140,16 +141,18 @@ class Stream:
     Attributes:
         terminal: None if it is not shown.
         filters: a line with one of these in it goes to `filtered` as well.
+        on_lost: called when a file takes no more: what comes is still shown, and no longer kept.
         num_bytes: how much has come.
     """
 
     pipe: int
     number: int  # 1: stdout, 2: stderr
     source: Source
-    log: BinaryIO
+    log: BinaryIO | None
     terminal: Terminal | None
     filters: tuple[bytes, ...] = ()
     filtered: BinaryIO | None = None
+    on_lost: Callable[[OSError], None] = field(default=lambda _: None, repr=False)
     num_bytes: int = 0
     _rest: bytes = field(default=b"", repr=False)
 
@@ -160,8 +163,7 @@ class Stream:
             self.flush()
             return False
         self.num_bytes += len(data)
-        self.log.write(data)
-        self.log.flush()
+        self._keep(data)
         if self.terminal is not None or self.filtered is not None:
             self._cut(self._rest + data)
         return True
@@ -175,9 +177,22 @@ class Stream:
     def close(self) -> None:
         """Close the pipe and the files."""
         os.close(self.pipe)
-        self.log.close()
-        if self.filtered is not None:
-            self.filtered.close()
+        for file in (self.log, self.filtered):
+            if file is not None:
+                with contextlib.suppress(OSError):  # a full disk: that was said
+                    file.close()
+
+    def _keep(self, data: bytes) -> None:
+        if self.log is None:
+            return
+        try:
+            self.log.write(data)
+            self.log.flush()
+        except OSError as err:
+            lost, self.log = self.log, None
+            with contextlib.suppress(OSError):
+                lost.close()
+            self.on_lost(err)
 
     def _cut(self, data: bytes) -> None:
         whole, newline, rest = data.rpartition(b"\n")
@@ -195,10 +210,14 @@ class Stream:
 
     def _pass(self, lines: Sequence[bytes]) -> None:
         if self.filtered is not None:
-            for line in lines:
-                if any(text in line for text in self.filters):
-                    self.filtered.write(line + b"\n")
-            self.filtered.flush()
+            try:
+                for line in lines:
+                    if any(text in line for text in self.filters):
+                        self.filtered.write(line + b"\n")
+                self.filtered.flush()
+            except OSError as err:
+                self.filtered = None
+                self.on_lost(err)
         if self.terminal is not None:
             self.terminal.show(self.number, self.source, lines)
 

@@ -52,6 +52,17 @@ class RunDirectory:
         """The endpoint and the secret."""
         return self.path / "job.json"
 
+    def write_job(self, job: dict[str, Any]) -> None:
+        """Write job.json.
+
+        Raises:
+            LaunchError: it cannot be written.
+        """
+        try:
+            write_json(self.job_file, job)
+        except OSError as err:
+            raise LaunchError(f"{self.job_file}: {err.strerror or err}") from err
+
     def has_job(self, job: Mapping[str, str]) -> bool:
         """Whether the job's file is there already and says at least this."""
         try:
@@ -81,9 +92,16 @@ class RunDirectory:
         return self.path / f"rank_{rank}" / f"attempt_{attempt}"
 
     def make_rank_dir(self, rank: int, attempt: int) -> Path:
-        """Make the folder of a rank's attempt."""
+        """Make the folder of a rank's attempt.
+
+        Raises:
+            LaunchError: it cannot be made.
+        """
         folder = self.rank_dir(rank, attempt)
-        folder.mkdir(mode=0o700, parents=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+        except OSError as err:
+            raise LaunchError(f"{folder}: {err.strerror or err}") from err
         return folder
 
     def open_incident(self) -> tuple[int, Path]:
@@ -106,13 +124,21 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file of mode 0600, in one step."""
+    """Write a JSON file of mode 0600, in one step.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
     part = path.with_name(f".{path.name}.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-    part.rename(path)
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _next_number(paths: Any, pattern: re.Pattern[str]) -> int:

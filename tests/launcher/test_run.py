@@ -564,3 +564,38 @@ def test_the_launcher_does_not_speak_at_the_end_of_a_live_line(script, run_dir):
     assert said
     assert b"50 %" in before
     assert before.endswith((b"\n", b"\r\x1b[2K", b"\r\x1b[K")), shown
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 kB, where one may be mounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as err:
+        pytest.skip(f"nothing can be mounted here: {err}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+@pytest.mark.netns
+def test_a_full_disk_ends_no_job(script, small_disk):
+    program = script(
+        """
+        import sys
+        for _ in range(2000):
+            print("x" * 200)
+        print("done")
+        sys.exit(int(sys.argv[1]))
+        """
+    )
+    done = run_echelon("run", "--run-dir", str(small_disk / "run"), program, "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 2001, "what is not kept is shown all the same"
+    assert done.stderr.count("output is no longer kept in files (No space left on device)") == 1
+    assert "Traceback" not in done.stderr
+    done = run_echelon("run", "--run-dir", str(small_disk / "run"), program, "7")
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (2, 7), done.stderr  # whether there is room for a folder is chance
