@@ -202,6 +202,7 @@ struct ec_engine {
     uint64_t position; /* chunks of all finished collectives: equal on all ranks between them */
     int64_t looked_ns;
     int64_t spin_ns; /* how long to spin before the next sleep */
+    unsigned num_slept;
     struct ec_inbox *inboxes;
 
     /* Under `lock`. */

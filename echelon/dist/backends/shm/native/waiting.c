@@ -18,10 +18,11 @@
 #endif
 
 /* How long to spin before sleeping follows what spinning brought: doubled when the peer came in
- * time, cut to a quarter when it did not. Measured on two cores beside busy neighbours: a yield
- * there costs a whole time slice of the neighbour (ms), and a fixed spin costs all of itself
- * whenever the peer is the one whom it keeps off the core. */
-enum { EC_LEAST_SPIN_NS = 4000, EC_MOST_SPIN_NS = 100000, EC_PAUSES = 64 };
+ * time, cut to a quarter when it did not, and tried at full length once in a while, since a short
+ * spin never sees the end of waits that are longer. Measured on two cores beside busy neighbours:
+ * a yield there costs a whole time slice of the neighbour (ms), and a fixed spin costs all of
+ * itself whenever the peer is the one whom it keeps off the core. */
+enum { EC_LEAST_SPIN_NS = 4000, EC_MOST_SPIN_NS = 100000, EC_PAUSES = 64, EC_TRY_AGAIN = 16 };
 
 int64_t ec_now_ns(void)
 {
@@ -96,7 +97,8 @@ static bool moves_while_spinning(struct ec_engine *engine, struct ec_op *const *
             relax();
         }
     } while (ec_now_ns() < stop);
-    set_spin(engine, engine->spin_ns / 4);
+    engine->num_slept++;
+    set_spin(engine, engine->num_slept % EC_TRY_AGAIN ? engine->spin_ns / 4 : EC_MOST_SPIN_NS);
     return false;
 }
 
