@@ -46,24 +46,30 @@ class StoreProcess:
     """
 
     def __init__(self, bind: str, host: str, secret: str) -> None:
+        self.host = host
+        self._bind, self._secret = bind, secret
+        self._admitted: dict[str, None] = {}
+        self._process = self._start()
+        self.port = self._read_port()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", "echelon.store", "--host", bind, "--port", "0"]
+        command = [sys.executable, "-m", "echelon.store", "--host", self._bind, "--port", "0"]
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*command, "--secret-file", f"/dev/fd/{read_end}"],
                 pass_fds=[read_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is the agent's to handle
             )
-            os.write(write_end, secret.encode())
+            os.write(write_end, self._secret.encode())
         finally:
             os.close(read_end)
             os.close(write_end)
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self.host = host
-        self.port = self._read_port()
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        return process
 
     def admit(self, address: str) -> None:
         """Let torch's clients in from a numeric address; never blocks.
@@ -71,20 +77,35 @@ class StoreProcess:
         Raises:
             LaunchError: the server cannot be told.
         """
+        self._admitted[address] = None
         self._tell(f"admit {address}")
 
     def renew(self) -> None:
-        """Drop all members and keys; waits at most 5 s for the server to say that it has.
+        """Drop all members and keys, or begin a new server, at another port, for one that is gone.
+
+        Waits at most 5 s for the server to say that it has, and 30 s for a new one.
 
         Raises:
-            LaunchError: it does not say so.
+            LaunchError: no server can be had.
         """
-        self._tell("renew")
+        if self._is_renewed():
+            return
+        self._process.kill()
+        self.close()
+        self._process = self._start()
+        self.port = self._read_port()
+        for address in self._admitted:
+            self._tell(f"admit {address}")
+
+    def _is_renewed(self) -> bool:
+        try:
+            self._tell("renew")
+        except LaunchError:
+            return False
         out = self._process.stdout
         assert out is not None
         ready, _, _ = select.select([out], [], [], _ANSWER_S)
-        if not ready or out.readline() != b"renew\n":
-            raise LaunchError("the store server does not answer; it cannot be used again")
+        return bool(ready) and out.readline() == b"renew\n"
 
     def _tell(self, line: str) -> None:
         pipe = self._process.stdin

@@ -157,3 +157,13 @@ def test_versions_that_differ_are_named():
     ]
     (alike,) = compare_versions(nodes[:1] * 2)
     assert alike.ok
+
+
+@pytest.mark.ranks
+def test_a_schedulers_endpoint_without_a_secret_is_a_line_and_no_end():
+    environ = {name: value for name, value in os.environ.items() if name != "ECHELON_SECRET"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
+             "SLURM_JOB_NODELIST": "localhost,other"}  # fmt: skip
+    done = run_echelon("doctor", env={**environ, **slurm})
+    assert "! nodes           not checked: several nodes need a secret" in done.stdout, done.stdout
+    assert "shm ready" in done.stdout

@@ -566,6 +566,32 @@ def test_the_launcher_does_not_speak_at_the_end_of_a_live_line(script, run_dir):
     assert before.endswith((b"\n", b"\r\x1b[2K", b"\r\x1b[K")), shown
 
 
+def test_a_store_that_was_killed_is_replaced_at_the_next_start(script, run_dir):
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--max-restarts", "1", "--run-dir", str(run_dir),
+        script(
+            """
+            import os, pathlib, signal, sys
+            import echelon.dist as dist
+            world = dist.init(timeout_s=30)
+            world.barrier()
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                agent = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().split()[3])
+                children = pathlib.Path(f"/proc/{agent}/task/{agent}/children").read_text()
+                for pid in children.split() if world.rank == 0 else []:
+                    if b"echelon.store" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(int(pid), signal.SIGKILL)
+                        print("killed it", flush=True)
+                sys.exit(9)
+            print("met again")
+            dist.shutdown()
+            """
+        ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout.count("killed it"), done.stdout.count("met again")) == (1, 2)
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 200 kB, where one may be mounted."""
