@@ -1,4 +1,4 @@
-"""A link that passes through this process: every frame of it waits for as long as the test says.
+"""A link that passes through this process: frames wait as long as the test says, or get lost.
 
 The kernel's own delay (netem) is missing on many machines. Two tap devices, one in each network
 namespace, are read and written by one thread; their frames are whole, since a tap has the kernel
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import random
 import select
 import struct
 import threading
@@ -32,12 +33,16 @@ def may_be_made() -> str:
 class Wire:
     """A wire between tap `near[1]` in namespace `near[0]` and `far` likewise.
 
-    The owner may set `delay_s` (each way) at any time. Frames keep their order.
+    The owner may set at any time `delay_s` (each way) and `loss` (the share of frames that vanish,
+    chosen by a seeded generator). Frames keep their order.
     """
 
     def __init__(self, near: tuple[str, str], far: tuple[str, str]) -> None:
         self.delay_s = 0.0
+        self.loss = 0.0
         self.num_delayed = 0
+        self.num_lost = 0
+        self._dice = random.Random(1)
         self._ends = [_open_tap(*near), _open_tap(*far)]
         self._stop_read, self._stop_write = os.pipe()
         self._thread = threading.Thread(target=self._carry, name="wire")
@@ -61,8 +66,12 @@ class Wire:
             now_s = time.monotonic()
             for end, other in ((near, far), (far, near)):
                 if end in ready:
+                    frame = os.read(end, _FRAME_BYTES)
+                    if self._dice.random() < self.loss:
+                        self.num_lost += 1
+                        continue
                     self.num_delayed += self.delay_s > 0
-                    waiting.append((now_s + self.delay_s, other, os.read(end, _FRAME_BYTES)))
+                    waiting.append((now_s + self.delay_s, other, frame))
             while waiting and waiting[0][0] <= now_s:
                 _, end, frame = waiting.popleft()
                 _write(end, frame)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import SMALL_MODEL
-from tests.launcher.cluster import free_port
+from tests.launcher.cluster import Cluster, free_port
+from tests.machine import needs_machine
 from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
@@ -171,6 +172,32 @@ def _pod(
             "PATH": f"{place.programs}:{os.environ['PATH']}",
         },
     )  # fmt: skip
+
+
+@pytest.mark.netns
+@needs_machine
+def test_the_first_pods_name_may_come_to_life_after_the_pods(tmp_path):
+    names = tmp_path / "hosts"
+    names.write_text("127.0.0.1 localhost\n")
+    with_names = (
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount --bind {names} /etc/hosts && exec "$@"',
+        "sh",
+    )
+    job = Cluster(tmp_path, _WORKER, endpoint=f"train-0.train:{free_port()}")
+    try:
+        pods = [job.start("--nnodes", "2", rank=r, before=with_names) for r in (1, 0)]
+        pods[0].wait_for("joining train-0.train")
+        pods[1].wait_for("2 ranks on each of 2 nodes")
+        with names.open("a") as file:
+            file.write("127.0.0.1 train-0.train\n")
+        assert [pod.end() for pod in pods] == [0, 0], job.told()
+    finally:
+        job.close()
+    assert job.left() == []
 
 
 def _made_local(script: str) -> str:
