@@ -94,6 +94,14 @@ def floods_its_output() -> None:
     os._exit(16)
 
 
+def the_store_is_killed() -> None:
+    agent = parent_of(os.getppid())
+    for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        if b"echelon.store" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+    os._exit(17)
+
+
 def its_agent_is_killed() -> None:
     os.kill(parent_of(os.getppid()), signal.SIGKILL)
     signal.pause()
@@ -131,6 +139,7 @@ CAUSES: dict[Callable[[], None], str] = {
     leaves_a_fork: "dead_process",
     ends_with_a_thread_at_work: "dead_process",
     floods_its_output: "dead_process",
+    the_store_is_killed: "dead_process",
     its_agent_is_killed: "dead_process",
     its_guard_is_killed: "dead_process",
     its_agent_is_frozen: "dead_process",
@@ -146,7 +155,11 @@ def plan(seed: int, attempt: int, names: list[str]) -> tuple[str, int]:
     """Return the fault of an attempt and the rank that commits it."""
     dice = random.Random(f"{seed}/{attempt}")
     name = dice.choice(names)
-    ranks = range(2, WORLD_SIZE) if FAULTS[name] in OF_A_NODE else range(WORLD_SIZE)
+    ranks = range(WORLD_SIZE)
+    if FAULTS[name] in OF_A_NODE:
+        ranks = range(2, WORLD_SIZE)
+    elif FAULTS[name] is the_store_is_killed:
+        ranks = range(2)  # the store is on the first node
     return name, dice.choice(ranks)
 
 
