@@ -30,6 +30,7 @@ from gpt.loop import Trainer, TrainingSettings
 from gpt.machine import limit_threads, load_optimizers
 from gpt.model import GPT, GPTConfig
 from gpt.peak import find_peak
+from gpt.pipeline import PipelineTrainer
 from gpt.presets import PRESETS
 from gpt.progress import Scale, with_unit
 from gpt.report import Report, SilentReport
@@ -99,6 +100,19 @@ def build_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     how.add_argument("--shard", action="store_true", help="divide the model among the ranks")
     how.add_argument(
+        "--pipeline",
+        type=at_least_1,
+        default=1,
+        metavar="STAGES",
+        help="divide the model into stages, one after the other; the number of ranks divides by it",
+    )
+    how.add_argument(
+        "--microbatches",
+        type=at_least_1,
+        metavar="N",
+        help="of a pipeline (default: twice the stages)",
+    )
+    how.add_argument(
         "--mixed-precision",
         choices=("no", "bf16"),
         default="no",
@@ -159,6 +173,11 @@ def prepare(options: argparse.Namespace) -> Job:
         context=options.context,
         vocabulary=options.vocabulary,
     )
+    microbatches = options.microbatches or (2 * options.pipeline if options.pipeline > 1 else 1)
+    if microbatches > 1 and options.pipeline == 1:
+        raise ValueError("--microbatches needs --pipeline")
+    if options.pipeline > config.layers:
+        raise ValueError(f"--pipeline {options.pipeline}: there are only {config.layers} layers")
     settings = TrainingSettings(
         steps=options.steps,
         batch=options.batch,
@@ -169,6 +188,8 @@ def prepare(options: argparse.Namespace) -> Job:
         bf16=options.mixed_precision == "bf16",
         shard=options.shard,
         compile=options.compile,
+        pipeline=options.pipeline,
+        microbatches=microbatches,
     )
     dataset = load_dataset(options.data, vocabulary=config.vocabulary)
     dataset.require_windows_of(config.context + 1)
@@ -213,7 +234,7 @@ def build_report(job: Job, trainer: Trainer) -> Report:
     scale = Scale(
         num_steps=job.settings.steps,
         tokens_per_step=job.settings.batch * job.config.context,
-        flops_per_token=trainer.model.flops_per_token(),
+        flops_per_token=job.config.flops_per_token(),
         peak=peak,
     )
     return Report(scale, first_step=trainer.step, log=job.options.log)
@@ -224,7 +245,7 @@ def introduce(job: Job, trainer: Trainer, report: Report) -> None:
     config, train, unit = job.config, job.dataset.train, job.dataset.vocabulary.unit
     report.say(
         f"model: {config.layers} layers, width {config.width}, {config.heads} heads, context "
-        f"{config.context}: {trainer.model.num_parameters():,} parameters, "
+        f"{config.context}: {config.num_parameters():,} parameters, "
         f"{'bf16 over fp32' if job.settings.bf16 else 'fp32'}"
     )
     report.say(
@@ -232,6 +253,8 @@ def introduce(job: Job, trainer: Trainer, report: Report) -> None:
         f"{with_unit(job.dataset.validation.size, unit)}s more held out"
     )
     shared = "shards" if job.settings.shard else "replicas"
+    if job.settings.pipeline > 1:
+        shared = f"{job.settings.pipeline} stages of {shared}"
     compiled = ", compiled blocks" if job.settings.compile else ""
     world = trainer.world
     report.say(f"world: {world.size} ranks, {shared}, {world.backend}, {trainer.device}{compiled}")
@@ -286,7 +309,8 @@ def conclude(job: Job, model: GPT, report: Report, validation_loss: float) -> No
 
 def run(job: Job, world: ProcessGroup) -> None:
     """Train on this rank, and say how it went if this is rank 0."""
-    trainer = Trainer.build(job.config, job.settings, job.dataset.train, world=world)
+    kind = PipelineTrainer if job.settings.pipeline > 1 else Trainer
+    trainer = kind.build(job.config, job.settings, job.dataset.train, world=world)
     if job.options.resume:
         trainer.resume(job.options.resume)
     report = build_report(job, trainer)
@@ -297,6 +321,22 @@ def run(job: Job, world: ProcessGroup) -> None:
     if world.rank == 0:
         conclude(job, model, report, validation_loss)
     report.close()
+
+
+def unfit(settings: TrainingSettings, world_size: int) -> str | None:
+    """Return why these settings are not for so many ranks, None if they are."""
+    stages, microbatches = settings.pipeline, settings.microbatches
+    if world_size % stages:
+        return f"--pipeline {stages} does not divide {world_size} ranks"
+    data_size = world_size // stages
+    if settings.batch < data_size:
+        return f"--batch {settings.batch} leaves some of {world_size} ranks without data"
+    if settings.batch // data_size < microbatches:
+        return (
+            f"--batch {settings.batch} over {data_size} ranks of a stage cannot be split into "
+            f"{microbatches} micro-batches"
+        )
+    return None
 
 
 def main() -> None:
@@ -313,8 +353,9 @@ def main() -> None:
         world = dist.init(job.options.backend)
     except ValueError as error:
         parser.error(str(error))
-    if job.settings.batch < world.size:
-        parser.error(f"--batch {job.settings.batch} leaves some of {world.size} ranks without data")
+    reason = unfit(job.settings, world.size)
+    if reason:
+        parser.error(reason)
     run(job, world)
 
 

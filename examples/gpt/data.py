@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,6 +33,7 @@ BLOCK_TOKENS = 64 * 1024
 VALIDATION_EVERY = 16  # one block in 16 is held out
 LIMIT_BYTES = 32 * 1024 * 1024  # enough text; reading more only delays the first step
 WORDS_COST = 4  # finding words takes longer, and a word is several bytes
+NOT_COUNTED = -100  # as a target: cross_entropy leaves it out
 DRAWS_A_COUNT = 4  # Philox draws four numbers for each value of its counter
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -150,6 +152,22 @@ def validation_windows(blocks: Tokens, *, num_windows: int, context: int) -> Tok
     whole = blocks[:, : in_a_block * (context + 1)].reshape(-1, context + 1)
     chosen = np.linspace(0, len(whole) - 1, min(num_windows, len(whole)), dtype=np.int64)
     return whole[chosen]
+
+
+def evaluation_batches(
+    windows: Tokens, *, rank: int, world_size: int, num_sequences: int, at_least: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Divide windows among the ranks, in batches; every rank gets equally many.
+
+    Ranks whose model is sharded have to call it equally often, and a pipeline needs a sequence for
+    each micro-batch: what a batch lacks is made up by sequences that count for nothing.
+    """
+    mine = windows[share(len(windows), rank, world_size)]
+    longest = -(-len(windows) // world_size)
+    for first in range(0, longest, num_sequences):
+        tokens, targets = tokens_and_targets(mine[first : first + num_sequences])
+        lacking = (0, 0, 0, max(0, at_least - len(tokens)))
+        yield F.pad(tokens, lacking), F.pad(targets, lacking, value=NOT_COUNTED)
 
 
 def tokens_and_targets(windows: Tokens) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echelon import recorder
 from echelon.dist.checkpoint import PendingSave, RandomState, load, save
-from gpt.data import BatchSource, share, tokens_and_targets
+from gpt.data import BatchSource, evaluation_batches
 from gpt.gradients import FOUR_MIB
 from gpt.machine import choose_device
 from gpt.model import GPT, GPTConfig
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from echelon.dist.group import ProcessGroup
     from gpt.data import Tokens
+    from gpt.pipeline import Stages
 
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
 WEIGHT_DECAY = 0.1
@@ -49,10 +50,12 @@ class TrainingSettings:
     bf16: bool = False  # compute in bfloat16; weights and their sums stay float32
     shard: bool = False  # divide the model among the ranks, rather than copy it
     compile: bool = False  # each block, by torch.compile
+    pipeline: int = 1  # stages, one after the other
+    microbatches: int = 1  # into which a rank's share of the batch is split, in a pipeline
     bucket_bytes: int = FOUR_MIB
 
 
-def build_optimizer(model: GPT, lr: float) -> torch.optim.AdamW:
+def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
     """Return AdamW that decays the matrices, and leaves gains and biases alone."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -69,29 +72,29 @@ class Trainer:
     Attributes:
         step: the number of finished steps.
         samples: sequences trained on, over all ranks; the position in the data.
-        parallel: replicas or shards.
+        parallel: how the ranks divide the work: replicas, shards or stages.
         buckets: the same; its `flats` are the gradients that are averaged over the ranks.
+        model: what of the model this rank trains.
     """
 
     def __init__(
         self,
-        model: GPT,
+        parallel: Replicas | Shards | Stages,
         source: BatchSource,
         settings: TrainingSettings,
         *,
         world: ProcessGroup,
         device: torch.device,
     ) -> None:
-        self.model = model
+        self.parallel = self.buckets = parallel
+        self.model = parallel.model
         self.source = source
         self.settings = settings
         self.world = world
         self.device = device
         self.step = 0
         self.samples = 0
-        self.parallel = self.divide()
-        self.buckets = self.parallel
-        self.optimizer = build_optimizer(model, settings.lr)
+        self.optimizer = build_optimizer(self.model, settings.lr)
 
     @classmethod
     def build(
@@ -104,7 +107,6 @@ class Trainer:
     ) -> Trainer:
         """Make this rank's model and its share of the data, and start from rank 0's weights."""
         device = choose_device(world)
-        torch.manual_seed(settings.seed)
         source = BatchSource(
             blocks=blocks,
             num_sequences=settings.batch,
@@ -113,26 +115,30 @@ class Trainer:
             rank=world.rank,
             world_size=world.size,
         )
+        model = cls.make_model(config, settings, device)
+        parallel: Replicas | Shards
+        if settings.shard:
+            parallel = Shards(model, world, bf16=settings.bf16)
+        else:
+            parallel = Replicas(model, world, settings.bucket_bytes)
+        return cls(parallel, source, settings, world=world, device=device)
+
+    @staticmethod
+    def make_model(config: GPTConfig, settings: TrainingSettings, device: torch.device) -> GPT:
+        """Make the model that the seed gives."""
+        torch.manual_seed(settings.seed)
         model = GPT(config).to(device)
         if settings.compile:
             for block in model.blocks:  # equal blocks share one compilation
                 block.compile()
-        return cls(model, source, settings, world=world, device=device)
-
-    def divide(self) -> Replicas | Shards:
-        """Divide the work among the ranks; all start from rank 0's weights."""
-        settings = self.settings
-        if settings.shard:
-            return Shards(self.model, self.world, bf16=settings.bf16)
-        return Replicas(self.model, self.world, settings.bucket_bytes)
+        return model
 
     def train_step(self) -> float:
         """Train on one batch and return the loss, averaged over the global batch."""
         recorder.step(self.step)
         tokens, targets = self.next_batch()
         self.parallel.zero()
-        loss = self.compute_loss(tokens, targets)
-        loss.backward()
+        loss = self.backward(tokens, targets)
         self.average_gradients()
         self.update()
         mean_loss = self.average_loss(loss)
@@ -150,13 +156,19 @@ class Trainer:
         """Get this step's batch from the source."""
         return self.source.batch_at(self.samples)
 
+    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Run forward and backward; return this rank's term of the loss."""
+        loss = self.compute_loss(tokens, targets)
+        loss.backward()
+        return loss
+
     def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
 
         Dividing by the fair share, not by the tokens at hand, keeps that true where the batch does
         not divide evenly among the ranks.
         """
-        fair_share = self.settings.batch * targets.shape[1] / self.world.size
+        fair_share = self.settings.batch * targets.shape[1] / self.source.world_size
         return self.summed_loss(tokens, targets) / fair_share
 
     def summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -197,10 +209,15 @@ class Trainer:
     @torch.no_grad()
     def validate(self, windows: Tokens) -> float:
         """Return the mean loss over all `windows` [N, T + 1]; each rank works through its share."""
-        mine = windows[share(len(windows), self.world.rank, self.world.size)]
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for first in range(0, len(mine), EVALUATION_SEQUENCES):
-            tokens, targets = tokens_and_targets(mine[first : first + EVALUATION_SEQUENCES])
+        batches = evaluation_batches(
+            windows,
+            rank=self.source.rank,
+            world_size=self.source.world_size,
+            num_sequences=EVALUATION_SEQUENCES,
+            at_least=self.settings.microbatches,
+        )
+        for tokens, targets in batches:
             total += self.summed_loss(tokens.to(self.device), targets.to(self.device))
         self.world.all_reduce(total, op="sum")
         return total.item() / (len(windows) * (windows.shape[1] - 1))

@@ -44,6 +44,21 @@ class GPTConfig:
                 f"width {self.width} does not split into {self.heads} heads of an even size"
             )
 
+    def num_parameters(self) -> int:
+        """Count the weights of the whole model; the shared embedding counts once."""
+        block = 12 * self.width**2 + 4 * self.width
+        return self.vocabulary * self.width + self.layers * block + 2 * self.width
+
+    def flops_per_token(self) -> int:
+        """Return what training on one token costs: 6 N + 12 L C T floating-point operations.
+
+        Two operations per weight forward and four backward make 6 N; N counts the embedding once,
+        as the head that it is. Scores and weighted sum of attention make 12 L C T. This is the
+        convention of the PaLM paper (appendix B): nothing is taken off for the causal half.
+        """
+        attention = 12 * self.layers * self.width * self.context
+        return 6 * self.num_parameters() + attention
+
 
 def rotary_table(context: int, head_width: int) -> Tensor:
     """Return cosines and sines of every position's angles: [2, T, D / 2]."""
@@ -110,8 +125,6 @@ class GPT(nn.Module):
         table = rotary_table(config.context, config.width // config.heads)
         self.register_buffer("rotary", table, persistent=False)
         self._initialise()
-        # Counted now: once the model is sharded, a rank sees its own part alone.
-        self._num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     def _initialise(self) -> None:
         """Draw the weights; layers that write to the residual stream start smaller (GPT-2)."""
@@ -132,15 +145,8 @@ class GPT(nn.Module):
 
     def num_parameters(self) -> int:
         """Count the weights, sharded or not; the shared embedding counts once."""
-        return self._num_parameters
+        return self.config.num_parameters()
 
     def flops_per_token(self) -> int:
-        """Return what training on one token costs: 6 N + 12 L C T floating-point operations.
-
-        Two operations per weight forward and four backward make 6 N; N counts the embedding once,
-        as the head that it is. Scores and weighted sum of attention make 12 L C T. This is the
-        convention of the PaLM paper (appendix B): nothing is taken off for the causal half.
-        """
-        config = self.config
-        attention = 12 * config.layers * config.width * config.context
-        return 6 * self.num_parameters() + attention
+        """Return what training on one token costs."""
+        return self.config.flops_per_token()

@@ -16,7 +16,7 @@ LIMIT_S = 120  # far above what a run takes; a hang fails the test instead of th
 INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "ECHELON_", "PET_")
 
 SMALL_MODEL = (
-    "--layers=1",
+    "--layers=2",
     "--width=32",
     "--heads=2",
     "--context=32",

@@ -12,8 +12,10 @@ import pytest
 import torch
 from gpt.data import (
     BLOCK_TOKENS,
+    NOT_COUNTED,
     VALIDATION_EVERY,
     BatchSource,
+    evaluation_batches,
     load_dataset,
     read_text,
     share,
@@ -173,3 +175,16 @@ def test_the_default_text_is_there():
     assert all(file.suffix == ".py" for file in files)
     dataset = load_dataset(None, limit_bytes=1 << 20)
     assert dataset.train.size == 15 * BLOCK_TOKENS
+
+
+def test_evaluation_counts_every_window_once_on_equally_many_batches():
+    windows = np.arange(33 * 3, dtype=np.uint8).reshape(33, 3)
+    everyones = [
+        list(evaluation_batches(windows, rank=rank, world_size=2, num_sequences=16, at_least=4))
+        for rank in range(2)
+    ]
+    assert [len(batches) for batches in everyones] == [2, 2]
+    batches = [batch for batches in everyones for batch in batches]
+    assert all(len(tokens) == len(targets) >= 4 for tokens, targets in batches)
+    counted = [targets[targets[:, 0] != NOT_COUNTED] for _, targets in batches]
+    assert torch.equal(torch.cat(counted), torch.from_numpy(windows[:, 1:].astype(np.int64)))

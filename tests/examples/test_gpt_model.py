@@ -56,7 +56,7 @@ def test_embedding_and_head_are_one(model):
     config = model.config
     block = 12 * config.width**2 + 4 * config.width
     expected = config.vocabulary * config.width + config.layers * block + 2 * config.width
-    assert model.num_parameters() == expected
+    assert model.num_parameters() == expected == sum(p.numel() for p in model.parameters())
 
 
 def test_flops_follow_the_stated_formula(model):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 
 import pytest
 import train_gpt
+from gpt.loop import TrainingSettings
 
-from tests.examples.runs import EXAMPLES, SMALL_MODEL, launch, read_log, run
+from tests.examples import runs
+from tests.examples.runs import EXAMPLES, SMALL_MODEL, read_log, run
 
 SCRIPT = EXAMPLES / "train_gpt.py"
+launch = partial(runs.launch, stall_timeout_s=60)  # no stall is looked for here
 pytestmark = pytest.mark.ranks
 
 
@@ -78,7 +82,7 @@ def test_shards_and_one_process_train_alike(alone, sharded):
 def test_a_run_ends_with_its_figures_and_a_sample(alone):
     ended, _ = alone
     for line in (
-        r"^model: 1 layers, width 32, 2 heads, context 32: 20,\d{3} parameters, fp32$",
+        r"^model: 2 layers, width 32, 2 heads, context 32: 33,\d{3} parameters, fp32$",
         r"^world: 1 ranks, replicas, shm, cpu$",
         r"^step 20/20  loss \d\.\d{5}  \d.* ms  .*tokens/s  MFU \d.*%  ETA 0:00$",
         r"^20 steps in .* ms an iteration, .*tokens/s, .*FLOP a token = 6 N \+ 12 L C T\)$",
@@ -121,6 +125,23 @@ def test_three_ranks_of_shards_go_on_where_one_process_stopped(alone, text, tmp_
     assert losses_of(tmp_path / "log")[1] == pytest.approx(losses[12:], abs=1e-4)
 
 
+def test_a_grid_of_stages_and_shards_goes_on_and_is_gone_on_from(alone, text, tmp_path):
+    """One process, then four ranks in two stages of shards, then one process again."""
+    _, folder = alone
+    common = (*SMALL_MODEL, "--steps=20", "--data", text)
+    grid = ("--pipeline=2", "--shard", "--checkpoint", tmp_path / "{step}", "--checkpoint-every=4")
+    files = ("--resume", folder / "gpt_12", "--log", tmp_path / "grid")
+    ended = launch(4, tmp_path / "run", "train_gpt.py", *common, *grid, *files)
+    assert ended.code == 0, ended.explain()
+    assert "world: 4 ranks, 2 stages of shards, " in ended.out
+    files = ("--resume", tmp_path / "16", "--log", tmp_path / "after")
+    ended = run(SCRIPT, *common, *files)
+    assert ended.code == 0, ended.explain()
+    _, losses = losses_of(folder / "log")
+    assert losses_of(tmp_path / "grid")[1] == pytest.approx(losses[12:], abs=1e-4)
+    assert losses_of(tmp_path / "after")[1] == pytest.approx(losses[16:], abs=1e-4)
+
+
 def test_a_finished_run_can_be_looked_at_again(alone, text):
     _, folder = alone
     ended = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt_20")
@@ -137,6 +158,8 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--preset gpt5", "argument --preset: invalid choice: 'gpt5'"),
         ("--preset gpt2 --heads 7", "width 768 does not split into 7 heads"),
         ("--vocabulary 1", "a vocabulary has 2 to 65536 tokens, not 1"),
+        ("--microbatches 4", "--microbatches needs --pipeline"),
+        ("--pipeline 5", "--pipeline 5: there are only 4 layers"),
         ("--peak-tflops 0", "argument --peak-tflops: '0' is not a number above 0"),
         ("--heads 3", "width 128 does not split into 3 heads"),
         ("--data /no/such/file", "No such file or directory: '/no/such/file'"),
@@ -174,6 +197,25 @@ def test_a_checkpoint_of_other_settings_is_refused(alone, text):
     assert "belongs to another run: seed 0 there, 1 here" in ended.err
 
 
+@pytest.mark.parametrize(
+    ("changes", "world_size", "reason"),
+    [
+        ({}, 4, None),
+        ({"pipeline": 2, "microbatches": 4}, 4, None),
+        ({}, 9, "--batch 8 leaves some of 9 ranks without data"),
+        ({"pipeline": 2}, 3, "--pipeline 2 does not divide 3 ranks"),
+        (
+            {"pipeline": 2, "microbatches": 4},
+            6,
+            "--batch 8 over 3 ranks of a stage cannot be split into 4 micro-batches",
+        ),
+    ],
+)
+def test_a_world_that_the_settings_do_not_fit_is_refused(changes, world_size, reason):
+    fixed = {"steps": 1, "batch": 8, "lr": 1.0, "warmup": 0, "clip": 1.0, "seed": 0}
+    assert train_gpt.unfit(TrainingSettings(**fixed, **changes), world_size) == reason
+
+
 def test_more_ranks_than_sequences_are_refused(text, tmp_path):
     options = (*SMALL_MODEL, "--batch=1", "--data", text)
     ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
@@ -186,7 +228,7 @@ def test_more_ranks_than_sequences_are_refused(text, tmp_path):
 def test_compiled_blocks_train_as_plain_ones(alone, text, tmp_path):
     log = tmp_path / "log"
     options = (*SMALL_MODEL, "--steps=20", "--data", text, "--log", log, "--shard", "--compile")
-    ended = launch(2, tmp_path / "run", "train_gpt.py", *options, stall_timeout_s=60)
+    ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
     assert ended.code == 0, ended.explain()
     assert "compiled blocks" in ended.out
     assert losses_of(log)[1] == pytest.approx(losses_of(alone[1] / "log")[1], abs=1e-4)
