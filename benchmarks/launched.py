@@ -171,8 +171,9 @@ class Agent:
 class Job:
     """The nodes of one job under one launcher, the first of which hosts it."""
 
-    def __init__(self, launcher: str, folder: Path) -> None:
+    def __init__(self, launcher: str, folder: Path, round_number: int) -> None:
         self.launcher = launcher
+        self.round = round_number
         self.folder = folder
         self.events_file = folder / "events"
         self.events_file.touch()
@@ -260,10 +261,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(launcher: str) -> Iterator[Job]:
+def job(launcher: str, round_number: int) -> Iterator[Job]:
     """Make a job's folder; at the end nothing is left of either."""
     with tempfile.TemporaryDirectory(prefix="bench-launcher-") as folder:
-        made = Job(launcher, Path(folder))
+        made = Job(launcher, Path(folder), round_number)
         try:
             yield made
         finally:

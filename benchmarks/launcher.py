@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import math
 import re
 import shutil
@@ -24,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,13 +113,11 @@ def stubborn_peer(made: Job) -> float:
 
 
 # Every second pair has the later rank first: whoever goes by rank is right half of the time.
-_pairs: Iterator[tuple[int, int]] = itertools.cycle(
-    pair for low in itertools.combinations(range(4), 2) for pair in (low, low[::-1])
-)
+PAIRS = [pair for low in itertools.combinations(range(4), 2) for pair in (low, low[::-1])]
 
 
 def two_failures(made: Job) -> float:
-    first, second = _pair_of_round(made)
+    first, second = PAIRS[made.round % len(PAIRS)]
     agent = made.start("two_failures", str(first), str(second), nproc=4)
     made.wait_ready(4)
     _write_whole(made.folder / "go", str(time.monotonic() + 0.3))
@@ -128,17 +127,6 @@ def two_failures(made: Job) -> float:
         return float(verdict is not None and verdict["culprit_ranks"] == [first])
     root = re.search(r"Root Cause.*?rank\s*:\s*(\d+)", said, re.DOTALL)
     return float(root is not None and int(root[1]) == first)
-
-
-_last_pair = (0, 1)
-
-
-def _pair_of_round(made: Job) -> tuple[int, int]:
-    """Return the next pair of ranks, the same for both launchers of a round."""
-    global _last_pair
-    if made.is_ours:
-        _last_pair = next(_pairs)
-    return _last_pair
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -243,8 +231,6 @@ def _pour(port: int, data: bytes) -> None:
 
 
 def _store_port(folder: Path) -> int:
-    import json
-
     return int(json.loads((folder / "run/job.json").read_text())["endpoint"].rpartition(":")[2])
 
 
@@ -415,7 +401,7 @@ def measure(probe: Probe, rounds: int | None, launchers: Sequence[str]) -> str:
     for index in range(max(num.values())):
         for name in launchers:
             if index < num[name]:
-                with job(name) as made:
+                with job(name, index) as made:
                     values[name].append(probe.run(made))
                 print(f"{probe.name} {name}: {values[name][-1]:.3g}", file=sys.stderr, flush=True)
     shown = {name: probe.tell(found) if found else "-" for name, found in values.items()}
