@@ -6,8 +6,9 @@
 Two ranks hold the same stages twice: once in our pipeline (over shm, and over gloo), once in
 torch's. Every round runs one step of each, in turns, so that a slow moment of the machine meets
 all; a step's time is its slowest rank's. "x torch" is the median of the rounds' ratios: below 1 is
-faster. Costs of each stage's forward, input and weight gradients are measured beforehand, with both
-ranks at it at once, and so is the link; "simulated" is the makespan that they give.
+faster. Processor time is that of both ranks and all their threads. Costs of each stage's forward,
+input and weight gradients are measured beforehand, with both ranks at it at once, and so is the
+link; "simulated" is the makespan that they give.
 
 Presets: `gpt` is a char-level GPT (10.7M parameters, 8 x 256 tokens); `thin` has 1/6 of its width
 and 8 times its tokens, so that messages weigh more.
@@ -138,19 +139,25 @@ class Rank:
         for way in ways.values():
             way()  # warm
         times: dict[str, list[float]] = {way: [] for way in ways}
+        cpu: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(self.rounds):
             order = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
             for way in order:
-                times[way].append(self.timed(ways[way]))
+                wall, processor = self.timed(ways[way])
+                times[way].append(wall)
+                cpu[way].append(processor)
         costs = self.costs(plan, mine)
-        return {"times": times, "costs": costs, "simulated": self.simulated(plan, costs)}
+        simulated = self.simulated(plan, costs)
+        return {"times": times, "cpu": cpu, "costs": costs, "simulated": simulated}
 
-    def timed(self, call: Callable[[], Any]) -> float:
-        """Return the time of the slowest rank."""
+    def timed(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """Return the slowest rank's time, and all ranks' processor time, all threads."""
         self.world.barrier()
-        began = time.perf_counter()
+        began, before = time.perf_counter(), time.process_time()
         call()
-        return max(self.world.all_gather_object(time.perf_counter() - began))
+        wall, processor = time.perf_counter() - began, time.process_time() - before
+        each = self.world.all_gather_object([wall, processor])
+        return max(one[0] for one in each), sum(one[1] for one in each)
 
     def ours(self, plan: Any, mine: tuple[int, ...], group: Any) -> Callable[[], Any]:
         from echelon.dist.pipeline import Pipeline, Stage
@@ -344,8 +351,8 @@ def show(preset: str, arguments: argparse.Namespace, results: dict[str, Any]) ->
     print(f"\n{preset}: {PRESETS[preset]}, {arguments.microbatches} micro-batches, "
           f"{arguments.rounds} rounds, medians")  # fmt: skip
     print("| schedule | torch, gloo (ms) | ours, shm | x torch | ours, gloo | x torch "
-          "| simulated | shm / simulated |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
+          "| simulated | shm / simulated | processor, shm x torch | gloo x torch |")  # fmt: skip
+    print("|---|" + "---|" * 9)
     for name, result in results.items():
         times = result["times"]
         ms = {way: 1000 * statistics.median(samples) for way, samples in times.items()}
@@ -359,6 +366,10 @@ def show(preset: str, arguments: argparse.Namespace, results: dict[str, Any]) ->
             cells.append(f"{statistics.median(ratios):.2f}")
         simulated = 1000 * result["simulated"]
         cells += [f"{simulated:.0f}", f"{ms['shm'] / simulated:.2f}"]
+        for way in ("shm", "gloo"):
+            pairs = zip(result["cpu"][way], result["cpu"].get("torch", []), strict=False)
+            shares = [a / b for a, b in pairs]
+            cells.append(f"{statistics.median(shares):.2f}" if shares else "-")
         print("| " + " | ".join(cells) + " |")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.action import Action, Kind, computations
-from echelon.dist.pipeline.mail import GradientInbox, Inbox, Outbox, OutputInbox
+from echelon.dist.pipeline.mail import GradientInbox, Inbox, Outbox, OutputInbox, Room
 from echelon.dist.pipeline.needs import Product, Thing, needs
 from echelon.dist.pipeline.plan import Plan
 from echelon.recorder import span
@@ -32,6 +32,7 @@ class Exchange:
         group: ProcessGroup,
         plan: Plan,
         devices: Mapping[int, torch.device],
+        rooms: dict[int, Room],
         *,
         backward: bool,
     ) -> None:
@@ -41,10 +42,12 @@ class Exchange:
             group: the pipeline's ranks.
             plan: whose stages.
             devices: of this rank's stages.
+            rooms: of each boundary; kept from step to step.
             backward: whether gradients come back.
         """
         self._group = group
         self._owner = plan.rank_of_stage
+        self._rooms = rooms
         self._outbox = Outbox(group)
         self._here: dict[Thing, Tensors] = {}
         self._outputs: dict[int, OutputInbox] = {}  # by the stage that makes them
@@ -54,7 +57,9 @@ class Exchange:
             if self._is_elsewhere(before):
                 order = _order(plan, before, Kind.FORWARD)
                 source = self._owner[before]
-                self._outputs[before] = OutputInbox(group, source, order, before, device)
+                self._outputs[before] = OutputInbox(
+                    group, source, order, before, device, rooms.setdefault(before, {})
+                )
             if backward and self._is_elsewhere(after):
                 order = _order(plan, after, Kind.BACKWARD, Kind.INPUT_GRAD)
                 self._gradients[after] = GradientInbox(group, self._owner[after], order, stage)
@@ -78,7 +83,8 @@ class Exchange:
         elif forth:
             if to in self._gradients:
                 self._gradients[to].expect(thing.microbatch, tensors)
-            self._outbox.outputs(thing.stage, self._owner[to], tensors)
+            room = self._rooms.setdefault(thing.stage, {})
+            self._outbox.outputs(thing.stage, self._owner[to], thing.microbatch, tensors, room)
         else:
             self._outbox.gradients(to, self._owner[to], tensors)
 

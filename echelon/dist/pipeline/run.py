@@ -27,6 +27,7 @@ from echelon.dist.pipeline.catalogue import schedule as schedule_of
 from echelon.dist.pipeline.check import check_plan
 from echelon.dist.pipeline.exchange import Exchange
 from echelon.dist.pipeline.lower import add_sharding
+from echelon.dist.pipeline.mail import Room
 from echelon.dist.pipeline.needs import Product, Thing
 from echelon.dist.pipeline.parameters import gradient_sync, is_sharded, reduce_gradients, reshard
 from echelon.dist.pipeline.parameters import unshard as gather
@@ -91,6 +92,7 @@ class Pipeline:
         self._by_index = {stage.index: stage for stage in self.stages}
         self._ties = Ties(ties, self.stages, self.plan.rank_of_stage, self.group)
         self._failed = False
+        self._rooms: dict[int, Room] = {}
         self._ties.begin()
 
     @cached_property
@@ -215,7 +217,9 @@ class _Run:
         self._targets = targets
         self._backward = backward
         devices = {index: stage.device for index, stage in self._stages.items()}
-        self._exchange = Exchange(pipeline.group, pipeline.plan, devices, backward=backward)
+        self._exchange = Exchange(
+            pipeline.group, pipeline.plan, devices, pipeline._rooms, backward=backward
+        )
         self.sharded = [stage for stage in pipeline.stages if is_sharded(stage)]
         self.results: list[Any] = [None] * pipeline.num_microbatches
 
