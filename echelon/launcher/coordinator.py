@@ -31,7 +31,7 @@ from echelon.launcher.roster import Node, Roster
 from echelon.launcher.rundir import RunDirectory
 from echelon.recorder.watchdog import Sight, StallRule
 
-_COLLECT_S = 20.0  # a node that has not sent its dumps by then is left out
+_COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
 _CLEAR_S = 8.0
 _IDLE_S = 3600.0
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
