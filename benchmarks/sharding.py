@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 CONTENDERS = ("echelon", "fsdp2", "ddp")
@@ -362,17 +363,60 @@ def show_heading() -> None:
     )
 
 
+@contextlib.contextmanager
+def throttled(count: int, mb_per_s: float) -> Iterator[list[Any]]:
+    """Make hosts that each send at most so much."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.hosts import hosts
+
+    with hosts(count) as made:
+        for host in made:
+            limit = ["rate", f"{int(mb_per_s * 8000)}kbit", "burst", "256kb", "latency", "100ms"]
+            command = host.command("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+            subprocess.run(command, check=True, timeout=20)
+        yield made
+
+
+def race_throttled(size: str, ranks: int, rounds: int, mb_per_s: float) -> None:
+    """Print how close each contender comes to the greater of computing and sending."""
+    with throttled(ranks, mb_per_s) as hosts:
+        result = race(["alone", "fsdp2", "echelon", "ddp"], size, ranks, rounds, hosts=hosts)
+    num_bytes = 4 * sum(p.numel() for p in make_model(SIZES[size]).parameters())
+    one_way_s = num_bytes * (ranks - 1) / ranks / (mb_per_s * 1e6)
+    compute = result.pop("alone")
+    for contender, seen in result.items():
+        link_s = (2 if contender == "ddp" else 3) * one_way_s
+        bounds = [max(compute[key], link_s) for key in ("best_s", "median_s")]
+        print(
+            f"| {size}, {ranks}, {mb_per_s:.0f} MB/s | {contender} "
+            f"| {seen['best_s']:.2f} / {seen['median_s']:.2f} "
+            f"| {compute['best_s']:.2f} / {compute['median_s']:.2f} | {link_s:.2f} "
+            f"| {seen['best_s'] / bounds[0]:.2f} / {seen['median_s'] / bounds[1]:.2f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="10M,85M")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--link", type=float, metavar="MB/S", help="limit what a rank sends")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, SIZES[options.sizes], options.backend)
+        return
+    if options.link:
+        print(
+            "| size, ranks, link | contender | step s, best / median | compute s | link s "
+            "| x bound |\n|---|---|---|---|---|---|"
+        )
+        for size in options.sizes.split(","):
+            for ranks in map(int, options.ranks.split(",")):
+                race_throttled(size, ranks, options.rounds, options.link)
         return
     show_heading()
     for size in options.sizes.split(","):

@@ -26,6 +26,7 @@ import torch
 
 from echelon.dist.fsdp.backward import Backward
 from echelon.dist.fsdp.layout import tag_of
+from echelon.dist.fsdp.pages import Pages
 from echelon.dist.fsdp.storage import Pool
 from echelon.dist.fsdp.unit import State, Unit
 from echelon.dist.group import ProcessGroup
@@ -52,12 +53,14 @@ class Driver:
             self.reducer = group.split(0, group.rank, f"{group.name}/reduce")
         self.units: list[Unit] = []
         self.pool = Pool()
+        self.pages = Pages()
         self.hash = 0
         self._near: dict[int, ProcessGroup] = {}
         self._num_flats = 0
         self._open: list[Unit] = []
         self._last: Unit | None = None
         self._next: dict[Unit, Unit] = {}
+        self._final: Unit | None = None  # asked for last: its backward comes first
         self._place: dict[Unit, int] = {}
         self._ahead: set[Unit] = set()
         self._ended: list[Unit] = []
@@ -113,14 +116,18 @@ class Driver:
             if unit in self._ended:
                 self._ended.remove(unit)
             self._ended.append(unit)
-        if not self._open:
+        at_end = not self._open
+        kept = unit.held or (has_graph and (unit is self._final or (unit.outer and at_end)))
+        if at_end:
+            self._final = self._last
             self._last = None
-        kept = unit.held or (has_graph and unit.outer and not self._open)
         if unit.reshard and not kept:
             unit.release(for_backward=has_graph)
         for owner in unit.borrowed:
             if owner.reshard and not owner.held and owner not in self._open:
                 owner.release(for_backward=has_graph)
+        if at_end and not has_graph:
+            self.pages.trim()
 
     # ---- gathering ----
 
@@ -177,6 +184,7 @@ class Driver:
             unit.forget_backward()
             if not unit.held:
                 unit.release()
+        self.pages.trim()
 
     def place(self, unit: Unit) -> int:
         """Return a number by which the units' forwards began in order."""
@@ -213,6 +221,7 @@ class Driver:
             unit.forget_backward()
             for member in unit.members:
                 member.leaf.grad = None
+        self.pages.trim()
 
     # ---- recording ----
 

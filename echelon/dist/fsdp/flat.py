@@ -30,6 +30,7 @@ from torch import nn
 
 from echelon.dist.fsdp import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
+from echelon.dist.fsdp.pages import Pages
 from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
@@ -111,6 +112,7 @@ class Flat:
         compute_dtype, reduce_dtype: None: as the shards; as the computation.
         offload: keep the chunk in the host's memory.
         replicas: ranks that keep a copy of my chunk.
+        pages: passes memory on between flats.
 
     Attributes:
         unit: whose flat this is.
@@ -127,6 +129,7 @@ class Flat:
         reduce_dtype: torch.dtype | None,
         offload: bool,
         replicas: ProcessGroup | None,
+        pages: Pages,
     ) -> None:
         first = sources[0].parameter
         if first.device.type == "cpu":
@@ -137,7 +140,7 @@ class Flat:
         self.compute_dtype = compute_dtype or first.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self.layout = self._plan(sources)
-        self.full = make_storage(self.layout.numel, self.compute_dtype, self.device)
+        self.full = make_storage(self.layout.numel, self.compute_dtype, self.device, pages)
         self.full.take()
         self._offload = offload and self.device.type != "cpu"
         self._alike = self.compute_dtype == self.dtype and not self._offload

@@ -88,6 +88,7 @@ def fully_shard(
     hooks.install(unit)
     states.install(unit)
     optimizers.install()
+    driver.pages.trim()
     return module
 
 
@@ -183,6 +184,7 @@ def _flat(sources: list[Source], driver: Driver, precision: MixedPrecision, offl
         precision.reduce_dtype if casts else None,
         offload,
         driver.replicas,
+        driver.pages,
     )
 
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Sequence
 
 import torch
+
+from echelon.dist.fsdp.pages import Pages
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 
 
-def make_storage(numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
+def make_storage(numel: int, dtype: torch.dtype, device: torch.device, pages: Pages) -> Storage:
     """Return memory for `numel` elements, none of it resident yet."""
     if device.type == "cpu":
-        return HostStorage(numel, dtype, comes_and_goes=True)
+        return HostStorage(numel, dtype, pages)
     return DeviceStorage(numel, dtype, device)
 
 
@@ -46,31 +49,52 @@ class HostStorage(Storage):
     """An anonymous private mapping. Touched pages are resident, released ones are not.
 
     Args:
-        comes_and_goes: ask for huge pages: memory that is taken and given back at every step is
-            faulted in at every step, and 4 KB at a time that takes several times as long as to
-            fill it.
+        pages: where memory that comes and goes is passed on to others of the same size; it lies
+            in huge pages then, where the system has them. None: the memory stays.
+
+    Attributes:
+        address, num_bytes: of the mapping's aligned part.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, *, comes_and_goes: bool = False) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, pages: Pages | None = None) -> None:
         self._itemsize = dtype.itemsize
         num_bytes = max(1, numel * dtype.itemsize)
-        self._huge = comes_and_goes and num_bytes >= _HUGE_BYTES
-        grain = _HUGE_BYTES if self._huge else PAGE_BYTES
-        self._num_bytes = -(-num_bytes // grain) * grain
-        spare = grain if self._huge else 0  # the system aligns to small pages only
+        huge = pages is not None and num_bytes >= _HUGE_BYTES
+        grain = _HUGE_BYTES if huge else PAGE_BYTES
+        self.num_bytes = -(-num_bytes // grain) * grain
+        spare = grain if huge else 0  # the system aligns to small pages only
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, self._num_bytes + spare, flags=flags)
+        self._map = mmap.mmap(-1, self.num_bytes + spare, flags=flags)
         raw = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start = -raw.data_ptr() % grain
-        if self._huge:
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, self._num_bytes)
+        self.address = raw.data_ptr() + self._start
         self.tensor = raw[self._start : self._start + numel * dtype.itemsize].view(dtype)
+        self._pages = pages if huge else None
+        self._has_memory = False
+        if huge:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, self.num_bytes)
+        if self._pages is not None:
+            self._pages.join(self)
+
+    def take(self) -> None:
+        """Have memory: an idle storage's, else what the system gives when it is touched."""
+        if not self._has_memory and self._pages is not None:
+            self._pages.supply(self)
+        self._has_memory = True
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Hand the pages back to the system."""
+        """Pass the memory on, or give it back."""
+        if not self._has_memory:
+            return
+        self._has_memory = bool(keep)
+        if keep or self._pages is None or not self._pages.keep(self):
+            self.give_back(keep)
+
+    def give_back(self, keep: Sequence[tuple[int, int]] = ()) -> None:
+        """Hand the pages to the system."""
         position = 0
-        for first, last in [*keep, (self._num_bytes // self._itemsize,) * 2]:
+        for first, last in [*keep, (self.num_bytes // self._itemsize,) * 2]:
             start, stop = position * self._itemsize, first * self._itemsize
             if stop > start:
                 self._map.madvise(mmap.MADV_DONTNEED, self._start + start, stop - start)
@@ -144,5 +168,5 @@ class Pool:
 
 def _raw(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
-        return HostStorage(num_bytes, torch.uint8, comes_and_goes=True).tensor
+        return HostStorage(num_bytes, torch.uint8, Pages()).tensor
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,82 @@
+"""Pages: physical memory that moves from the unit that was released to the one that is gathered.
+
+Memory that is given back to the system comes back zeroed, which costs as much as a gather. So what
+one unit releases is moved under the addresses of the next unit of the same size: a change of page
+tables (mremap), 70 us for 64 MB in huge pages against 3 ms of zeroing, or 40 ms in small pages
+(measured). Only as much is kept for that as few units need; `trim` gives the rest back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.dist.fsdp.storage import HostStorage
+
+_MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Linux 5.7
+_MOST_IDLE = 2
+
+
+class Pages:
+    """Idle memory of storages that were released; each is still mapped where it was."""
+
+    def __init__(self) -> None:
+        self._alike: Counter[int] = Counter()
+        self._idle: list[HostStorage] = []
+
+    def join(self, storage: HostStorage) -> None:
+        """Let a storage give and take."""
+        self._alike[storage.num_bytes] += 1
+
+    def keep(self, storage: HostStorage) -> bool:
+        """Keep the memory of a storage for the next; False if it is to be given back."""
+        size = storage.num_bytes
+        same = sum(one.num_bytes == size for one in self._idle)
+        if same >= min(_MOST_IDLE, self._alike[size] - 1) or _mremap() is None:
+            return False
+        self._idle.append(storage)
+        return True
+
+    def supply(self, storage: HostStorage) -> None:
+        """Put idle memory behind a storage, if there is some of its size."""
+        if storage in self._idle:
+            self._idle.remove(storage)
+            return
+        for donor in self._idle:
+            if donor.num_bytes == storage.num_bytes:
+                self._idle.remove(donor)
+                if not _move(donor.address, storage.address, storage.num_bytes):
+                    donor.give_back()
+                return
+
+    def trim(self) -> None:
+        """Give all idle memory back to the system."""
+        for storage in self._idle:
+            storage.give_back()
+        self._idle.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that lie idle."""
+        return sum(storage.num_bytes for storage in self._idle)
+
+
+@functools.lru_cache(maxsize=1)
+def _mremap() -> Any:
+    try:
+        call = ctypes.CDLL(None).mremap
+    except (AttributeError, OSError):
+        return None
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    call.argtypes.append(ctypes.c_void_p)
+    return call
+
+
+def _move(source: int, target: int, num_bytes: int) -> bool:
+    """Move pages between two mappings; both stay mapped, the source empty."""
+    flags = _MAY_MOVE | _FIXED | _DO_NOT_UNMAP
+    return bool(_mremap()(source, num_bytes, num_bytes, flags, target) == target)
