@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-_NAMESPACES = ["unshare", "--pid", "--net", "--ipc", "--mount", "--fork", "--mount-proc"]
+_NAMESPACES = [
+    "unshare", "--pid", "--net", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc"
+]  # fmt: skip
 
 # This script is process 1, so whatever the command left behind has become its child. What is found
 # goes to the file named first. What is about to end has a moment.

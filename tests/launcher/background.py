@@ -51,7 +51,10 @@ class Node:
 
     def end(self) -> int:
         """Wait for the end; return the exit code."""
-        code = self.process.wait(WAIT_S)
+        try:
+            code = self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError("it does not end:\n" + "\n".join(self.lines)) from None
         self._reader.join(WAIT_S)
         return code
 
