@@ -50,8 +50,8 @@ class Simulation:
     plan: Plan
     makespan: float
     bubble: float
-    peak_activations: tuple[int, ...]
-    peak_bytes: tuple[float, ...]
+    peak_activations: list[int]
+    peak_bytes: list[float]
     slots: tuple[tuple[Slot, ...], ...]
     critical_path: tuple[Slot, ...]
 
@@ -87,8 +87,8 @@ def simulate(
         plan=plan,
         makespan=makespan,
         bubble=1 - busy / (makespan * plan.num_ranks) if makespan else 0.0,
-        peak_activations=tuple(count for count, _ in peaks),
-        peak_bytes=tuple(held for _, held in peaks),
+        peak_activations=[count for count, _ in peaks],
+        peak_bytes=[held for _, held in peaks],
         slots=tuple(tuple(row) for row in slots),
         critical_path=tuple(_critical_path(slots)),
     )

@@ -57,7 +57,7 @@ def test_the_closed_form_holds_throughout_its_domain(name):
             assert found.makespan == work + idle, numbers
             assert found.bubble == pytest.approx(idle / (work + idle)), numbers
             num_cases += 1
-        peaks = tuple(eval(peak, {"min": min}, {**numbers, "r": r}) for r in range(p))
+        peaks = [eval(peak, {"min": min}, {**numbers, "r": r}) for r in range(p)]
         assert found.peak_activations == peaks, numbers
     assert num_cases > 50
 

@@ -43,8 +43,8 @@ def test_stages_may_cost_differently():
 def test_memory_is_counted_in_bytes_of_each_stage():
     plan = schedule("1f1b", 2, 4)
     found = simulate(plan, costs=Costs(activation_bytes=(100, 7)))
-    assert found.peak_activations == (2, 1)
-    assert found.peak_bytes == (200, 7)
+    assert found.peak_activations == [2, 1]
+    assert found.peak_bytes == [200, 7]
 
 
 def test_the_critical_path_is_as_long_as_the_makespan():
