@@ -69,6 +69,7 @@ def _keep_contract_on_hosts(
     """Ranks that believe to be on several hosts: the logic of two levels, without networks."""
     hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
     hierarchy.host_identity = lambda: {"boot": f"host {hosts[rank]}"}
+    hierarchy._CHUNK_BYTES = 100_000  # so that arrays of a few MB are cut into many
     traits = contract.Traits(ordered=False, is_slow=is_slow)
     return _keep_contract(rank, world_size, "shm+gloo", traits)
 

@@ -14,14 +14,16 @@ numbers of ranks take one flat Gloo mesh.
 
 The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
 every rank: inside first, then across, and the latter while the first step inside runs. Between two
-hosts a share of moderate size is summed after one exchange, which moves what a ring would in two.
+hosts shares are swapped whole and summed, which moves as much as a ring does, in half its steps.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +56,8 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
     return HierarchyBackend(members, store, timeout_s)
 
 
-_ONE_EXCHANGE_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20  # of a share, between two hosts
+_MOST_KEPT_BYTES = 4 << 20
 _Agree = Callable[[], None]
 
 
@@ -107,6 +110,7 @@ class HierarchyBackend(LaneBackend):
         self._size = members.size
         self._lost: CollectiveError | None = None
         self._closed = False
+        self._kept: dict[str, Flat] = {}
         deadline_s = time.monotonic() + timeout_s
         facts = gather(members, store, "levels", host_identity(), deadline_s)
         hosts: dict[str, list[int]] = {}
@@ -257,28 +261,95 @@ class HierarchyBackend(LaneBackend):
         assert self._across is not None
         data, num_inside = _array(operation.target), self._inside.members.size
         op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
-        length = -(-len(data) // num_inside)
-        padded = data
-        if length * num_inside != len(data):
-            padded = np.zeros(length * num_inside, data.dtype)
-            padded[: len(data)] = data
-        share = np.empty(length, data.dtype)
-        self._step(
-            self._inside, "reduce_scatter", padded, share, operation, deadline_s, reduce_op=op
-        )
-        agree()
-        if len(self._hosts) == 2 and share.nbytes <= _ONE_EXCHANGE_BYTES:
-            both = np.empty((2, length), data.dtype)
-            self._step(self._across, "all_gather", share, both.reshape(-1), operation, deadline_s)
-            reduce(share, list(both), op, operation.dtype)
+        if len(self._hosts) == 2 and len(data):
+            self._all_reduce_between_two(operation, deadline_s, agree, op)
         else:
+            length = -(-len(data) // num_inside)
+            share, padded = self._reduce_inside(operation, deadline_s, data, length, op)
+            agree()
             self._step(
                 self._across, "all_reduce", share, share, operation, deadline_s, reduce_op=op
             )
+            self._gather_inside(operation, deadline_s, share, padded, data)
+        self._average(operation, data)
+
+    def _all_reduce_between_two(
+        self, operation: Operation, deadline_s: float, agree: _Agree, op: str
+    ) -> None:
+        """Swap shares with the other host in chunks: while one travels, the next is summed."""
+        data, num_inside = _array(operation.target), self._inside.members.size
+        most = max(1, _CHUNK_BYTES // data.itemsize)
+        flying: Callable[[], None] | None = None
+        for turn, start in enumerate(range(0, len(data), num_inside * most)):
+            chunk = data[start : start + num_inside * most]
+            length, side = -(-len(chunk) // num_inside), str(turn & 1)
+            share, padded = self._reduce_inside(operation, deadline_s, chunk, length, op, side)
+            if turn == 0:
+                agree()
+            theirs = self._scratch("theirs" + side, length, data.dtype)
+            work = self._gloo.start_exchange(theirs, share)
+            if flying is not None:
+                flying()
+            flying = functools.partial(
+                self._land, operation, deadline_s, op, work, share, theirs, padded, chunk
+            )
+        assert flying is not None
+        flying()
+
+    def _land(
+        self,
+        operation: Operation,
+        deadline_s: float,
+        op: str,
+        work: Any,
+        share: Flat,
+        theirs: Flat,
+        padded: Flat,
+        chunk: Flat,
+    ) -> None:
+        self._gloo.finish(operation, deadline_s, work)
+        parts = [share, theirs] if self._mine == 0 else [theirs, share]
+        reduce(share, parts, op, operation.dtype)
+        self._gather_inside(operation, deadline_s, share, padded, chunk)
+
+    def _reduce_inside(
+        self,
+        operation: Operation,
+        deadline_s: float,
+        data: Flat,
+        length: int,
+        op: str,
+        side: str = "",
+    ) -> tuple[Flat, Flat]:
+        """Return my share of the host's sum, and the data as it was cut into equal shares."""
+        padded = data
+        if length * self._inside.members.size != len(data):
+            padded = np.zeros(length * self._inside.members.size, data.dtype)
+            padded[: len(data)] = data
+        share = self._scratch("share" + side, length, data.dtype)
+        self._step(
+            self._inside, "reduce_scatter", padded, share, operation, deadline_s, reduce_op=op
+        )
+        return share, padded
+
+    def _gather_inside(
+        self, operation: Operation, deadline_s: float, share: Flat, padded: Flat, data: Flat
+    ) -> None:
         self._step(self._inside, "all_gather", share, padded, operation, deadline_s)
         if padded is not data:
             np.copyto(data, padded[: len(data)])
-        self._average(operation, data)
+
+    def _scratch(self, name: str, length: int, dtype: Any) -> Flat:
+        """Return memory for this operation: the same each time, since fresh pages cost as much as
+        the exchange of what they hold; but none that is large is kept.
+        """
+        num_bytes = length * np.dtype(dtype).itemsize
+        if num_bytes > _MOST_KEPT_BYTES:
+            return np.empty(length, dtype)
+        kept = self._kept.get(name)
+        if kept is None or kept.nbytes < num_bytes:
+            kept = self._kept[name] = np.empty(max(num_bytes, 1), np.uint8)
+        return kept[:num_bytes].view(dtype)
 
     def _reduce_scatter(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
@@ -287,7 +358,7 @@ class HierarchyBackend(LaneBackend):
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
         by_place = [ranks[place] for place in range(num_inside) for ranks in self._hosts]
         rows = source.reshape(self._size, len(target))[by_place]
-        share = np.empty(num_hosts * len(target), source.dtype)
+        share = self._scratch("share", num_hosts * len(target), source.dtype)
         self._step(
             self._inside, "reduce_scatter", rows.reshape(-1), share, operation, deadline_s,
             reduce_op=op,
@@ -303,9 +374,9 @@ class HierarchyBackend(LaneBackend):
         agree()
         source, target = _array(operation.source), _array(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
-        column = np.empty(num_hosts * len(source), source.dtype)
+        column = self._scratch("share", num_hosts * len(source), source.dtype)
         self._step(self._across, "all_gather", source, column, operation, deadline_s)
-        whole = np.empty(num_inside * len(column), source.dtype)
+        whole = self._scratch("whole", num_inside * len(column), source.dtype)
         self._step(self._inside, "all_gather", column, whole, operation, deadline_s)
         blocks = whole.reshape(num_inside, num_hosts, len(source))
         rows = target.reshape(self._size, len(source))

@@ -166,6 +166,11 @@ class GlooBackend(LaneBackend):
         """Start collecting bytes of all; `finish` waits for them. All members must come to it."""
         return self._transport.all_gather(out, data)
 
+    def start_exchange(self, out: Flat, data: Flat) -> Any:
+        """Start to swap all of `data` with the only other member, unequal sizes excluded."""
+        splits = [0, data.nbytes] if self._rank == 0 else [data.nbytes, 0]
+        return self._transport.all_to_all(out, data, splits, splits)
+
     def finish(self, operation: Operation, deadline_s: float, work: Any) -> None:
         """Wait for what was started, in place of `operation`."""
         with self._failing(operation, deadline_s):
