@@ -60,7 +60,7 @@ class Rendezvous:
                 f"echelon/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
                 f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             ),
-            secret=_secret(),
+            secret=store_secret(),
         )
 
 
@@ -96,7 +96,12 @@ def _number(name: str, default: int | None = None) -> int:
         raise ValueError(f"{name}={text!r} is not a number") from None
 
 
-def _secret() -> str | None:
+def store_secret() -> str | None:
+    """Return what the launcher's store asks its clients for; None for an open store.
+
+    Raises:
+        ValueError: the launcher's job file cannot be read.
+    """
     path = os.environ.get("ECHELON_JOB_FILE")
     if not path:
         return None

@@ -19,9 +19,9 @@ from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
 from echelon.dist.options import Options
 from echelon.dist.torch_backend.group import TorchGroup
-from echelon.dist.torch_backend.store import TorchStore
+from echelon.dist.torch_backend.store import Meeting
 from echelon.dist.world import choose_backend
-from echelon.errors import StoreError
+from echelon.errors import CollectiveTimeoutError, StoreError, StoreTimeoutError
 from echelon.store import PrefixStore
 
 _CLOCKS_S = 30.0
@@ -69,6 +69,7 @@ class Maker:
         self._options = options
         self._torch_name = str(torch_options.group_id)
         self._torch_store = torch_options.store
+        self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
         """Make the group; every member calls this and blocks until all have come.
@@ -80,7 +81,16 @@ class Maker:
         name = "world" if self.is_world else description
         if name in _NAMELESS:
             name = _short(self._torch_name)
-        store = self._own_keys(PrefixStore("echelon", TorchStore(self._torch_store)))
+        meeting = self._meet(name)
+        try:
+            group = self._make(name, meeting.store, deadline_s)
+        except BaseException:
+            meeting.withdraw()
+            raise
+        self._meeting = meeting
+        return group
+
+    def _make(self, name: str, store: PrefixStore, deadline_s: float) -> ProcessGroup:
         members = Members(name=name, rank=self.rank, ranks=self.ranks, options=self._options)
         backend = choose_backend(None, members, store, deadline_s)
         left_s = max(0.001, deadline_s - time.monotonic())
@@ -91,10 +101,22 @@ class Maker:
             self._introduce(store, one_host=backend == "shm")
         return group
 
-    def _own_keys(self, store: PrefixStore) -> PrefixStore:
-        """Return a name space that no earlier group of this name has used."""
-        number = store.add(f"uses/{self.rank}", 1)
-        return PrefixStore(str(number), store)
+    def close(self) -> None:
+        """Leave the store; call it when the group is closed."""
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def _meet(self, name: str) -> Meeting:
+        try:
+            return Meeting(self._torch_store, self.rank, self.timeout_s)
+        except StoreTimeoutError as err:
+            raise CollectiveTimeoutError(
+                f"setting up group {name!r} ({self.size} ranks) after {self.timeout_s:.1f} s: "
+                f"missing: {self.ranks[0]}. See stderr.log of that rank",
+                group=name,
+                operation="init",
+                ranks=self.ranks[:1],
+            ) from err
 
     def _introduce(self, store: PrefixStore, *, one_host: bool) -> None:
         """Tell the black box who we are, as `init` does."""

@@ -394,6 +394,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
             self._made.close()
         for lane in list(self._futures.values()):
             lane.close()
+        self._maker.close()
         _open_groups.discard(self)
 
     # ---- the way of every operation ----

@@ -1,31 +1,112 @@
-"""Torch's store as one of ours: where the members of a torch group meet.
+"""Where the members of a torch group meet: at torch's own store, so there is no second rendezvous.
 
-Torch hands a backend the store of its own rendezvous, of whatever kind. So no second rendezvous is
-needed, and programs that meet through a file or with a store of their own work as well.
+Torch hands a backend the store of its own rendezvous. Where that is a TCPStore, ours or torch's,
+our own client joins the same server: its waits make no noise, let signals through, and cost one
+round trip on our server. One client serves all groups of a process. Any other kind of store, a
+file's or a program's own, is used through torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import threading
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
 
+from echelon.dist.environment import store_secret
 from echelon.errors import StoreConnectionError, StoreError
 from echelon.recorder import span
+from echelon.store import PrefixStore, TCPStore
 from echelon.store.base import Store
 from echelon.store.deadline import Deadline
 
-_SLICE_S = 1.0  # a signal's handler runs between two slices, and other threads get their turn
 _torch: Any = torch.distributed
+_lock = threading.Lock()
+_clients: dict[tuple[int, str, int], TCPStore] = {}
+_users: Counter[tuple[int, str, int]] = Counter()
+
+
+class Meeting:
+    """One torch group's place in a store. Close it when the group is closed."""
+
+    def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
+        """Agree on a place that no other group has; blocks until group rank 0 has named it.
+
+        Raises:
+            StoreTimeoutError: group rank 0 did not come within `timeout_s`.
+        """
+        self._through_torch = through_torch = TorchStore(torch_store)
+        self._rank = rank
+        self._place = f"echelon/place/{through_torch.add(f'echelon/uses/{rank}', 1)}"
+        if rank == 0:
+            through_torch.set(self._place, secrets.token_hex(8))
+        try:
+            place = through_torch.get(self._place, timeout=timeout_s).decode()
+        except StoreError:
+            through_torch.add(f"echelon/uses/{rank}", -1)  # a second try meets at the same number
+            raise
+        self._client: tuple[int, str, int] | None = None
+        below: Store = through_torch
+        root = _root(torch_store)
+        if isinstance(root, _torch.TCPStore):
+            self._client = (os.getpid(), str(root.host), int(root.port))
+            below = _join(self._client, timeout_s)
+        self.store = PrefixStore(f"echelon/torch/{place}", below)
+
+    def withdraw(self) -> None:
+        """Leave as if this rank had not come: the group was not made and may be tried again."""
+        with contextlib.suppress(StoreError):
+            self._through_torch.add(f"echelon/uses/{self._rank}", -1)
+            if self._rank == 0:
+                self._through_torch.delete_key(self._place)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the store, if no other group of this process is there."""
+        client, self._client = self._client, None
+        if client is None or client[0] != os.getpid():
+            return
+        with _lock:
+            _users[client] -= 1
+            if not _users[client]:
+                _clients.pop(client).close()
+
+
+def _join(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
+    with _lock:
+        if client not in _clients:
+            _clients[client] = _connect(client, timeout_s)
+        _users[client] += 1
+        return _clients[client]
+
+
+def _connect(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
+    _, host, port = client
+    secret = store_secret()
+    try:
+        return TCPStore(host, port, timeout=timeout_s, secret=secret, observer=_observed)
+    except StoreConnectionError:
+        if secret is None:
+            raise
+    # A store of the program's own, not the launcher's.
+    return TCPStore(host, port, timeout=timeout_s, observer=_observed)
+
+
+def _observed(operation: str, key: str) -> span:
+    return span("store", f"{operation} {key}")
 
 
 class TorchStore(Store):
     """A torch store; the names of keys and their values go through as they are."""
 
     def __init__(self, store: Any) -> None:
-        self._store = _own_connection(store)
-        self.observer = lambda operation, key: span("store", f"{operation} {key}")
+        self._store = store
+        self.observer = _observed
 
     @property
     def endpoint(self) -> str:
@@ -61,18 +142,13 @@ class TorchStore(Store):
         return bool(self._ask("delete_key", key))
 
     def _do_wait(self, keys: list[bytes], deadline: Deadline) -> None:
-        while True:
-            slice_s = max(0.001, min(_SLICE_S, deadline.left_s))
-            try:
-                self._store.wait(_names(keys), timedelta(seconds=slice_s))
-            except RuntimeError as err:  # of several classes, by kind of store
-                if "timeout" not in str(err).lower():
-                    raise self._lost("wait", keys[0], err) from err
-                if deadline.left_s > 0:
-                    continue
-                missing = [key for key in keys if not self._do_check([key])]
-                self._raise_wait_timeout("wait", keys, missing, deadline)
-            return
+        try:
+            self._store.wait(_names(keys), timedelta(seconds=max(0.001, deadline.left_s)))
+        except RuntimeError as err:  # of several classes, by kind of store
+            if "timeout" not in str(err).lower():
+                raise self._lost("wait", keys[0], err) from err
+            missing = [key for key in keys if not self._do_check([key])]
+            self._raise_wait_timeout("wait", keys, missing, deadline)
 
     def _do_num_keys(self) -> int:
         return int(self._call("num_keys", b""))
@@ -97,7 +173,7 @@ class TorchStore(Store):
     def _do_queue_pop(self, key: bytes) -> bytes | None:
         if not self._do_queue_len(key):
             return None
-        return self._do_queue_pop_wait(key, Deadline(_SLICE_S))
+        return self._do_queue_pop_wait(key, Deadline(1.0))
 
     def _do_queue_pop_wait(self, key: bytes, deadline: Deadline) -> bytes:
         item = b"%s/item/%d" % (key, self._do_add(key + b"/popped", 1))
@@ -132,11 +208,4 @@ def _names(keys: list[bytes]) -> list[str]:
 def _root(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return store
-
-
-def _own_connection(store: Any) -> Any:
-    """Return a store with a connection of its own, so that our waits block nobody else's calls."""
-    if isinstance(_root(store), _torch.TCPStore) and hasattr(store, "clone"):
-        return store.clone()
     return store

@@ -14,12 +14,12 @@ from tests.ranks import run_echelon
 pytestmark = pytest.mark.ranks
 
 _PROGRAM = """\
-import torch.distributed as dist, torch
+import sys, torch.distributed as dist, torch
 dist.init_process_group("{backend}", pg_options={options})
 x = torch.ones(3)
 dist.all_reduce(x)
 assert x.tolist() == [float(dist.get_world_size())] * 3, x
-print("rank", dist.get_rank(), "done")
+sys.stdout.write("rank %d done\\n" % dist.get_rank())
 {end}
 """
 
@@ -33,7 +33,7 @@ def _program(folder: Path, backend: str = "echelon", options: str = "None", end:
 def _python(*argv: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *argv],
-        capture_output=True, text=True, timeout=60, check=False, cwd=folder,
+        capture_output=True, text=True, timeout=150, check=False, cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -80,7 +80,9 @@ def test_unmodified_programs_run_under_torchrun_and_end_cleanly(tmp_path, end):
 def test_unmodified_programs_run_under_our_launcher(tmp_path):
     options = "__import__('echelon.dist').dist.Options(reduction='rank_ordered')"
     program = _program(tmp_path, "cpu:echelon,cuda:echelon", options)
-    done = run_echelon("run", "--nproc-per-node=2", f"--run-dir={tmp_path / 'run'}", program)
+    done = run_echelon(
+        "run", "--nproc-per-node=2", f"--run-dir={tmp_path / 'run'}", program, timeout_s=150
+    )
     assert done.returncode == 0, done.stderr
     assert "rank 0 done" in done.stdout
 

@@ -51,7 +51,8 @@ def _run(tmp_path: Path, body: str, *options: str) -> tuple[Any, str, int]:
     program = tmp_path / "train.py"
     program.write_text(_HEAD + body)
     folder = tmp_path / "run"
-    done = run_echelon("run", "--nproc-per-node=3", f"--run-dir={folder}", *options, str(program))
+    argv = ("--nproc-per-node=3", f"--run-dir={folder}", *options, str(program))
+    done = run_echelon("run", *argv, timeout_s=150)
     report = json.loads((folder / "report.json").read_text())
     incident = report["incidents"][0]
     verdict = folder / incident["folder"] / "verdict.json"
