@@ -99,6 +99,11 @@ def _every_schedule(rank, world_size, num_microbatches):
         for tied in (False, True):
             pipe = _pipeline(name, world, num_microbatches, tied=tied)
             _train(pipe, 1, 0, name, tied=tied, num_steps=2 if tied else 1)
+    if world_size == 4:  # sharding at its hardest needs no other ranks to divide by
+        alone = DeviceMesh((4, 1), ("pp", "dp"))
+        for name in NAMES:
+            pipe = _pipeline(name, alone["pp"], 4, tied=True, shard_over=alone["dp"])
+            _train(pipe, 1, 0, name, tied=True)
     dist.shutdown()
 
 
