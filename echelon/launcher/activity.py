@@ -3,6 +3,9 @@
 Processor time of the worker and of all that it started, output, and bytes on its connections. The
 store's connection does not count: clients ask it about time-outs for as long as they hang.
 
+A worker that does nothing inside a collective of torch's Gloo backend has an operation pending, as
+a ring would say.
+
 Threads that only look at a clock use a little processor time for ever, so less than a fiftieth of a
 core is none. Connections are looked at only once a worker has done nothing for a while.
 """
@@ -13,7 +16,7 @@ import os
 
 from echelon.recorder.proc import read_text
 from echelon.recorder.sockets import sockets
-from echelon.recorder.threads import descendants
+from echelon.recorder.threads import descendants, program_of, threads
 
 _NO_SHARE = 0.02  # of a core
 _MIN_TICKS = 2
@@ -33,16 +36,21 @@ class Activity:
         self.last_mono_ns = now_mono_ns
         self.num_signs = 0
         self.has_met = False  # it has a connection to the store
+        self.is_in_collective = False  # and does nothing else
 
     def look(self, num_printed_bytes: int, now_mono_ns: int) -> None:
         """Note what it has done since the last look."""
         ticks = self._cpu_ticks()
         elapsed_s = (now_mono_ns - self._since_ns) / 1e9
+        self.is_in_collective = False
         busy = ticks - self._ticks > max(_MIN_TICKS, _NO_SHARE * elapsed_s * _TICKS_PER_S)
         if busy or num_printed_bytes != self._printed or self._has_sent(now_mono_ns):
             self.num_signs += 1
             self.last_mono_ns = now_mono_ns
             self.rest(num_printed_bytes, now_mono_ns, ticks)
+        elif now_mono_ns - self.last_mono_ns >= self._quiet_ns:
+            seen = threads(program_of(self._pid), [])
+            self.is_in_collective = any(thread.is_in_collective for thread in seen)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
         """Count from now: what it has done so far was noted, or asked for by us."""

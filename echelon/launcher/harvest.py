@@ -33,6 +33,7 @@ _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside t
 _SETTLED_S = 0.06
 _SECOND_LOOK_S = 2.0
 _SPY_S, _SPIES = 5.0, 8
+_SAMPLE_S = 0.3  # a share of a core takes so long to show, in ticks of 10 ms
 _STDERR_TAIL_BYTES = 16 << 10
 _STACKS_BYTES = 64 << 10
 
@@ -130,6 +131,11 @@ class _Witness:
         """Ask a living process for its stacks."""
         alive = self.worker.alive
         self._stacks = _Stacks(self.worker.folder, self._pid, self._identity) if alive else None
+
+    @property
+    def is_seen_from_outside(self) -> bool:
+        """Whether only its processor time will tell whether it is busy."""
+        return self.worker.alive and not self.record.has_ring
 
     def has_answered(self) -> bool:
         """Whether there is nothing more to wait for."""
@@ -237,6 +243,9 @@ def harvest(
     ):
         idle(0.02)
     _spy_all(witnesses, idle)
+    if any(witness.is_seen_from_outside for witness in witnesses):
+        while (left_s := asked_s + _SAMPLE_S - time.monotonic()) > 0:
+            idle(left_s)
     first_look_s = time.monotonic()
     for witness in witnesses:
         witness.testify()

@@ -121,6 +121,10 @@ class NodeAgent:
         self._num_ended = 0
         self._activities.clear()
         attempt = self._attempt(command)
+        if command.num_nodes > 1:
+            ranks = attempt.ranks
+            here = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+            self._say(f"a world of {command.world_size} ranks begins; {here} on this node")
         self._workers = []
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
@@ -272,7 +276,8 @@ class NodeAgent:
             self._activities[worker.rank] = activity
         activity.look(self._num_printed(worker.rank), now)
         age_ms = _age_ms(now, activity.last_mono_ns)
-        return [int(activity.has_met), age_ms, -1, activity.num_signs, 0]
+        pending_ms = age_ms if activity.is_in_collective else -1
+        return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
 
     def _num_printed(self, rank: int) -> int:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)

@@ -307,6 +307,16 @@ class HostThread:
     call: str = ""  # the kernel call it waits in; "": it runs, or that is not known
     timed: bool = False  # it waits in a futex with a timeout
 
+    @property
+    def is_gloos(self) -> bool:
+        """Whether it is one of those on which torch's Gloo backend runs its collectives."""
+        return self.name == "pt_gloo_runloop"
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether it is inside one: only for its peers does it wait with a timeout."""
+        return self.is_gloos and self.call == "futex" and self.timed
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:

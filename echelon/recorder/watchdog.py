@@ -14,6 +14,7 @@ spans and steps of some rank must have moved.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class StallRule:
             self._reported = None
         stall = dumped or self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
         if stall is not None:
-            self._reported = ended
+            self._reported = _over_if_more(sights)
         return stall
 
     def _dumped(self, sights: Sequence[Sight], now: int) -> Stall | None:
@@ -101,3 +102,15 @@ class StallRule:
         if started and not telling[0].records:
             what = "no rank computed, printed or sent anything"
         return Stall(f"{what} for {limit_s:g} s", latest)
+
+
+def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
+    """Return, for each rank, the number above which a stall that was just seen is over.
+
+    Where ranks without a ring wait in an operation, what the others do ends nobody's waiting.
+    """
+    waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
+    return {
+        sight.rank: sys.maxsize if waiting and sight.rank not in waiting else sight.num_ended
+        for sight in sights
+    }

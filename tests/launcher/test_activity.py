@@ -12,7 +12,7 @@ import pytest
 
 from echelon.launcher import activity
 from echelon.launcher.activity import Activity
-from echelon.recorder.schema import Socket
+from echelon.recorder.schema import HostThread, Socket
 
 S = 1_000_000_000
 
@@ -20,11 +20,12 @@ S = 1_000_000_000
 @pytest.fixture
 def seen(monkeypatch):
     """Numbers that the kernel would show."""
-    shown = {"ticks": 0, "sockets": []}
+    shown = {"ticks": 0, "sockets": [], "threads": []}
     monkeypatch.setattr(activity, "_TICKS_PER_S", 100)
     monkeypatch.setattr(activity, "_cpu_ticks", lambda _pid: shown["ticks"])
     monkeypatch.setattr(activity, "descendants", lambda _pid: [])
     monkeypatch.setattr(activity, "sockets", lambda _pid, _denied: shown["sockets"])
+    monkeypatch.setattr(activity, "threads", lambda _pid, _denied: shown["threads"])
     return shown
 
 
@@ -57,6 +58,18 @@ def test_bytes_count_but_not_the_stores(seen):
         worker.look(0, second * S)
     assert worker.has_met
     assert (worker.num_signs, worker.last_mono_ns) == (1, 8 * S)
+
+
+def test_doing_nothing_inside_a_collective_is_an_operation_pending(seen):
+    worker = Activity(1, 29500, 5.0, 0)
+    seen["threads"] = [HostThread(name="pt_gloo_runloop", call="futex", timed=True)]
+    worker.look(0, 4 * S)
+    assert not worker.is_in_collective, "it may be a short one"
+    worker.look(0, 5 * S)
+    assert (worker.is_in_collective, worker.last_mono_ns) == (True, 0)
+    seen["ticks"] = 500
+    worker.look(0, 6 * S)
+    assert not worker.is_in_collective
 
 
 def test_what_we_asked_for_is_no_sign_of_life(seen):

@@ -58,6 +58,8 @@ for step in range(6):
     if me == 1 and step == 3:
         if fault in ("sleeps", "dumps"):
             load_batch()
+        while fault == "spins":
+            pass
         if fault == "raises":
             raise ValueError("a bad batch")
 print("sum", int(x[0]) > 0, flush=True)
@@ -85,14 +87,21 @@ def train(tmp_path, script):
     return run
 
 
-@pytest.mark.parametrize("fault", ["sleeps", "never comes"])
-def test_a_hung_program_names_the_rank_that_the_others_wait_for(train, fault):
+@pytest.mark.parametrize(
+    ("fault", "does"),
+    [
+        ("sleeps", "sleeps (clock_nanosleep)"),
+        ("never comes", "sleeps (clock_nanosleep)"),
+        ("spins", "runs"),
+    ],
+)
+def test_a_hung_program_names_the_rank_that_the_others_wait_for(train, fault, does):
     done, verdict = train(fault)
     assert done.returncode == 3, done.stderr
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), verdict
     assert any("rank 1" in line for line in verdict["evidence"])
     if not can_spy():
-        assert "sleeps (clock_nanosleep), in no collective" in verdict["summary"]
+        assert f"rank 1 {does}, in no collective" in verdict["summary"]
         assert any("py-spy" in line for line in verdict["would_settle"])
 
 

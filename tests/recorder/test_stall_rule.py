@@ -151,3 +151,19 @@ def test_a_dump_of_torchs_counts_once():
     assert watched.look([foreign(progress=103, signs=1, dumps=1)], 103 * S) is None
     assert not watched.is_stalled
     assert watched.look([foreign(progress=104, signs=2, dumps=2)], 104 * S) is not None
+
+
+def test_a_busy_rank_does_not_end_the_waiting_of_others():
+    watched = rule()
+    busy = foreign(1, progress=110, signs=5)
+
+    def waits(signs, pending):
+        return Sight(rank=0, initialised=True, progress_mono_ns=int(pending * S), num_ended=signs,
+                     pending_mono_ns=int(pending * S), records=False)  # fmt: skip
+
+    assert "rank 0 has an operation pending" in watched.look([waits(3, 100), busy], 111 * S).reason
+    busy = foreign(1, progress=112, signs=6)
+    assert watched.look([waits(3, 100), busy], 112 * S) is None
+    assert watched.is_stalled
+    assert watched.look([waits(4, 113), busy], 113 * S) is None
+    assert not watched.is_stalled

@@ -14,7 +14,6 @@ from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import main_thread
 
-_GLOO_THREAD = "pt_gloo_runloop"
 _NETWORK_CALLS = frozenset(
     {
         "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "epoll_pwait2",
@@ -46,10 +45,7 @@ def is_in_collective(facts: RankEvidence) -> bool:
     stack = main_thread(facts.host.stacks)
     if stack is not None:
         return any(frame.file.endswith(_COLLECTIVES) for frame in stack.frames)
-    return any(
-        thread.name == _GLOO_THREAD and thread.call == "futex" and thread.timed
-        for thread in facts.host.threads
-    )
+    return any(thread.is_in_collective for thread in facts.host.threads)
 
 
 def outside_words(facts: RankEvidence) -> str:
@@ -70,7 +66,7 @@ def outside_lines(facts: RankEvidence) -> list[str]:
     """Say what the kernel shows of a rank's threads."""
     words = outside_words(facts)
     lines = [f"rank {facts.rank}: its main thread {words}"] if words else []
-    gloo = [thread for thread in facts.host.threads if thread.name == _GLOO_THREAD]
+    gloo = [thread for thread in facts.host.threads if thread.is_gloos]
     if gloo:
         inside = is_in_collective(facts)
         what = "one waits for a peer" if inside else "none is in a collective"
@@ -106,5 +102,5 @@ def _is_at_rendezvous(facts: RankEvidence) -> bool:
         connected
         and host.threads
         and host.threads[0].call in _NETWORK_CALLS
-        and not any(thread.name == _GLOO_THREAD for thread in host.threads)
+        and not any(thread.is_gloos for thread in host.threads)
     )
