@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
 
 PROMPT = b"def "
-SAMPLE_TOKENS = 400
+SAMPLE_TOKENS = {"byte": 400, "character": 400, "word": 100}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +303,7 @@ def conclude(job: Job, model: GPT, report: Report, validation_loss: float) -> No
     report.say(f"validation loss {validation_loss:.4f} nats a {unit}, on text it never trained on")
     bigram = bigram_loss(dataset.train, dataset.validation, size)
     report.say(f"bigram loss     {bigram:.4f} nats a {unit}, same split: what needs no attention")
-    sample = generate(model, dataset.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS, seed=seed)
+    sample = generate(model, dataset.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS[unit], seed=seed)
     report.say(f"sample:\n{sample}")
 
 

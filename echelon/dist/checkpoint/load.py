@@ -37,11 +37,12 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
         TypeError: `state` is no dict of entries.
     """
     chosen = Path(path)
-    peers = find()
+    peers = find(to_write=False)
     with span("checkpoint", f"load {chosen}"), contextlib.ExitStack() as stack:
         agree(peers, pending.finish(), f"{chosen}: the save before")
         doing = f"{chosen}: not loaded"
-        version = together(peers, doing, lambda: _choose(chosen) if peers.rank == 0 else "")
+        is_first = peers.rank == 0 or peers.size == 1
+        version = together(peers, doing, lambda: _choose(chosen) if is_first else "")
         where = Path(peers.all_gather(version)[0])  # one choice: somebody may be saving
         source = together(peers, doing, lambda: _open(where, state))
         stack.callback(source.close)

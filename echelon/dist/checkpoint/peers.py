@@ -31,11 +31,13 @@ class Peers(Protocol):
 
 
 class Alone:
-    """One process."""
+    """One process, of whatever rank."""
 
-    rank = 0
     size = 1
     timeout_s = _DEFAULT_TIMEOUT_S
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value."""
@@ -84,8 +86,11 @@ class TorchWorld:
         return [theirs.cpu() for theirs in everyones]
 
 
-def find() -> Peers:
+def find(*, to_write: bool) -> Peers:
     """Return the ranks of this job.
+
+    Args:
+        to_write: ranks that have not met must not write to one place; each may read by itself.
 
     Raises:
         ValueError: the environment says that there are several, and they have not met.
@@ -97,11 +102,13 @@ def find() -> Peers:
     if torch_dist.is_available() and torch_dist.is_initialized():
         return TorchWorld()
     num_expected = os.environ.get("WORLD_SIZE", "1")
-    if num_expected != "1":
+    if num_expected == "1":
+        return Alone()
+    if to_write:
         raise ValueError(
             f"WORLD_SIZE is {num_expected}, and there is no world: call echelon.dist.init() first"
         )
-    return Alone()
+    return Alone(int(os.environ.get("RANK", "0")))
 
 
 def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result:

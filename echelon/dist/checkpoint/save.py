@@ -62,7 +62,7 @@ def save(
     root = Path(path)
     if root.suffix in (".pt", ".pth", ".safetensors") or root.is_file():
         raise ValueError(f"{root}: a checkpoint is a folder; `export` makes such a file of one")
-    peers = find()
+    peers = find(to_write=True)
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):
         job = _prepare(root, state, peers, keep=keep, timeout_s=limit_s)

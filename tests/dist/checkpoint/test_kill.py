@@ -202,13 +202,8 @@ def _no_space(rank, world_size, path):
     assert state["step"] == 1
     save(path, state_at(5))
     dist.shutdown()
-    return load_alone(path) if rank == 0 else None
-
-
-def load_alone(path):
-    os.environ.pop("WORLD_SIZE")
-    return loaded_step(path)
+    return loaded_step(path)  # without a world each rank reads by itself
 
 
 def test_a_full_disk_of_one_rank_fails_the_save_on_all(memory):
-    assert run_ranks(_no_space, 2, str(memory / "checkpoint")) == [5, None]
+    assert run_ranks(_no_space, 2, str(memory / "checkpoint")) == [5, 5]
