@@ -58,6 +58,7 @@ def process_lines(facts: RankEvidence) -> list[str]:
         channel = f", waiting in {host.wait_channel}" if host.wait_channel else ""
         lines.append(f"rank {facts.rank}: process state {host.process_state}{channel}")
     if host.cpu_share is not None:
-        kind = "busy" if host.cpu_share > 0.5 else "idle"
+        runs = host.process_state == "R" and host.cpu_share > 0.02  # others may have the cores
+        kind = "busy" if host.cpu_share > 0.5 or runs else "idle"
         lines.append(f"rank {facts.rank} is {kind}: {host.cpu_share:.0%} of a core")
     return lines
