@@ -3,7 +3,8 @@
     python benchmarks/sharding.py                                  # the tables and the plot's data
     python benchmarks/sharding.py --sizes 10M --ranks 2 --rounds 5
     python benchmarks/sharding.py --link 60                        # MB/s between hosts, as root
-    python benchmarks/sharding.py --memory --plot docs/images/sharding-memory.svg
+    python benchmarks/sharding.py --plot docs/images/sharding-memory.svg   # memory against ranks
+    python benchmarks/sharding.py --compile                       # blocks against the whole model
 
 The contenders train the same char GPT on the same data. Each rank of each contender is a fresh
 process; all stand ready, and the contenders take one step in turn, so that a slow moment of the
@@ -396,6 +397,59 @@ def race_throttled(size: str, ranks: int, rounds: int, mb_per_s: float) -> None:
         )
 
 
+def plot_memory(path: str, size: str, counts: list[int]) -> None:
+    """Measure peak memory against the number of ranks, and draw it beside 16 bytes a parameter.
+
+    Two steps each: the second one has everything that any later one has.
+    """
+    import sharding_plot
+
+    lines: dict[str, dict[int, float]] = {one: {} for one in CONTENDERS}
+    formula = {}
+    numel = sum(p.numel() for p in make_model(SIZES[size]).parameters())
+    for ranks in counts:
+        for contender in CONTENDERS:
+            seen = race([contender], size, ranks, 1)[contender]
+            lines[contender][ranks] = seen["peak_mib"]
+            formula[ranks] = seen["imported_mib"] + 16 * numel / ranks / 2**20
+        print(ranks, {name: round(line[ranks]) for name, line in lines.items()}, flush=True)
+    title = f"Peak resident memory of a rank, {size} parameters, fp32 AdamW, MiB"
+    labels = {"echelon": "fully_shard", "fsdp2": "FSDP2, Gloo", "ddp": "DDP, Gloo"}
+    series = [(labels[name], line) for name, line in lines.items()]
+    Path(path).write_text(sharding_plot.draw(title, "ranks", series, ("16 P / N", formula)))
+
+
+def time_compilation(size: str) -> None:
+    """Print the first and the best step with the blocks compiled, and with the whole model."""
+    print("| compiled | first step s | best step s |\n|---|---|---|", flush=True)
+    for what in ("nothing", "each block", "the whole"):
+        code = f"import sharding; sharding.compile_and_step({size!r}, {what!r})"
+        folder = Path(__file__).resolve().parent
+        with tempfile.TemporaryDirectory() as cache:
+            environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+            subprocess.run([sys.executable, "-c", code], cwd=folder, env=environ, check=True)
+
+
+def compile_and_step(size: str, what: str) -> None:
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(1)
+    model = make_model(SIZES[size])
+    if what == "each block":
+        for block in model.blocks:
+            block.compile()
+    elif what == "the whole":
+        model.compile()
+    times = []
+    for step in range(4):
+        ids, targets = make_batch(SIZES[size], step, 0, 2)
+        start = time.perf_counter()
+        functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).backward()
+        times.append(time.perf_counter() - start)
+    print(f"| {what} | {times[0]:.1f} | {min(times[1:]):.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="10M,85M")
@@ -403,11 +457,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--link", type=float, metavar="MB/S", help="limit what a rank sends")
+    parser.add_argument("--plot", metavar="FILE", help="draw memory against ranks (SVG)")
+    parser.add_argument("--compile", action="store_true", help="time cold starts")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, SIZES[options.sizes], options.backend)
+        return
+    counts = list(map(int, options.ranks.split(",")))
+    if options.plot:
+        plot_memory(options.plot, options.sizes.split(",")[-1], counts)
+        return
+    if options.compile:
+        time_compilation(options.sizes.split(",")[0])
         return
     if options.link:
         print(
@@ -415,12 +478,12 @@ def main() -> None:
             "| x bound |\n|---|---|---|---|---|---|"
         )
         for size in options.sizes.split(","):
-            for ranks in map(int, options.ranks.split(",")):
+            for ranks in counts:
                 race_throttled(size, ranks, options.rounds, options.link)
         return
     show_heading()
     for size in options.sizes.split(","):
-        for ranks in map(int, options.ranks.split(",")):
+        for ranks in counts:
             show(size, ranks, race(options.contenders.split(","), size, ranks, options.rounds))
 
 

@@ -71,8 +71,8 @@ def _mremap() -> Any:
     except (AttributeError, OSError):
         return None
     call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-    call.argtypes.append(ctypes.c_void_p)
+    address, length = ctypes.c_void_p, ctypes.c_size_t
+    call.argtypes = [address, length, length, ctypes.c_int, address]
     return call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -49,7 +50,7 @@ def fully_shard(
         mixed_precision: dtypes of computation and communication.
         ignored: parameters that stay as they are; keeping them equal is up to the caller.
         offload_to_cpu: shards, their gradients and so the optimizer's state lie in the host's
-            memory. Has no effect for parameters that are there anyway.
+            memory. Warns where the parameters are there anyway.
         prefetch: how many units are gathered ahead while this one computes.
         device: where parameters that are on the meta device are to be made; None: the CPU.
         init: called with each module that has parameters on the meta device, after they were made;
@@ -74,6 +75,8 @@ def fully_shard(
     skipped = {id(parameter) for parameter in ignored}
     meta.make_real(_parts(modules), skipped, device, init)
     sources, borrowed = _sources(modules, skipped)
+    if offload_to_cpu and all(source.parameter.device.type == "cpu" for source in sources):
+        warnings.warn("offload_to_cpu has no effect on a model on the CPU", stacklevel=2)
     unit = Unit(
         modules,
         [_flat(part, driver, precision, offload_to_cpu) for part in _alike(sources)],

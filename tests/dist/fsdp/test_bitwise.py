@@ -67,6 +67,6 @@ def _rank(rank, size, cases):
 def test_equals_one_process(size):
     cases = list(CASES)
     if size == 4:
-        cases.append({"reshard_after_forward": 2})
+        cases.insert(0, {"reshard_after_forward": 2})
     for different in run_ranks(_rank, size, cases, timeout_s=120):
         assert different == [(case, []) for case in cases]

@@ -225,17 +225,20 @@ def test_a_rank_that_dies_in_backward_is_named():
 
 
 def _compiled(rank, size):
+    from torch._dynamo.utils import counters
+
     from echelon.dist.fsdp import full_state_dict, fully_shard
 
     models.join()
     expected = models.train_alone(size, 2)
     ways = {
-        "module, then sharded": lambda block: fully_shard(torch.compile(block, backend="eager")),
+        "compiled, then sharded": lambda block: fully_shard(torch.compile(block, backend="eager")),
         "sharded, then compiled": lambda b: torch.compile(fully_shard(b), backend="eager"),
         "in place, then sharded": lambda b: b.compile(backend="eager") or fully_shard(b),
     }
     for way, compiled in ways.items():
         torch._dynamo.reset()
+        counters.clear()
         model = models.make()
         for index, block in enumerate(model.blocks):
             model.blocks[index] = compiled(block)
@@ -245,6 +248,8 @@ def _compiled(rank, size):
             models.loss_of(model, step * size + rank).backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert counters["stats"]["unique_graphs"] == 1, way  # it serves all equal blocks
+        assert not counters["graph_break"], way
         state = {n.replace("_orig_mod.", ""): v for n, v in full_state_dict(model).items()}
         assert [n for n in expected if not torch.equal(state[n], expected[n])] == [], way
     dist.shutdown()
