@@ -19,9 +19,6 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
-import grpc
-import grpc.aio
-
 from echelon.errors import LaunchError
 from echelon.launcher.conf import LOST_AFTER_S
 from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
@@ -36,6 +33,7 @@ from echelon.launcher.control.messages import (
     pack,
     unpack,
 )
+from echelon.launcher.control.quiet import grpc
 from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
 from echelon.launcher.tls import TlsFiles
 
