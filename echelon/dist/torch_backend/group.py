@@ -24,6 +24,7 @@ import torch
 from echelon.dist.backends.lanes import Lane
 from echelon.dist.group import ProcessGroup
 from echelon.dist.torch_backend import sparse, tensors
+from echelon.dist.torch_backend.identity import Identity
 from echelon.dist.torch_backend.reduction import Reduction
 from echelon.dist.torch_backend.tensors import Finish
 from echelon.dist.torch_backend.work import TorchWork, joined
@@ -32,90 +33,25 @@ from echelon.dist.work import Work
 if TYPE_CHECKING:
     from echelon.dist.torch_backend.create import Maker
 
-_core: Any = torch._C._distributed_c10d
-
 Tensor = Any
 Start = Callable[[bool], Work | None]
 
 _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
-class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
+class TorchGroup(Identity):
     """Ranks that act together, as torch sees them."""
 
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_shrinking = False
-
     def __init__(self, maker: Maker, store: Any) -> None:
-        super().__init__(maker.rank, maker.size)  # of its constructors, the one for subclasses
+        super().__init__(maker.rank, maker.size, store)
         self._maker = maker
-        self._store = store
         self._made: ProcessGroup | None = None
         self._making = threading.Lock()
         self._futures: dict[str, Lane] = {}
         self._coalesced: list[TorchWork] | None = None
-        self._torch_name = ""
-        self._description = ""
         self._pid = os.getpid()
         self._closed = False
         _open_groups.add(self)
-
-    # ---- who we are ----
-
-    def rank(self) -> int:
-        """My rank within the group."""
-        return self._maker.rank
-
-    def size(self) -> int:
-        """Number of members."""
-        return self._maker.size
-
-    def name(self) -> str:
-        """The backend's name."""
-        return "echelon"
-
-    getRank = rank  # noqa: N815 -- C++ looks these names up
-    getSize = size  # noqa: N815
-    getBackendName = _get_backend_name = name  # noqa: N815
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name of the group, by which compiled code finds it."""
-        return self._torch_name
-
-    @property
-    def group_desc(self) -> str:
-        """What the user calls the group."""
-        return self._description
-
-    def getGroupName(self) -> str:  # noqa: D102, N802 -- C++ looks this name up
-        return self._torch_name
-
-    def getGroupDesc(self) -> str:  # noqa: D102, N802
-        return self._description
-
-    def setGroupName(self, name: str) -> None:  # noqa: D102, N802
-        self._torch_name = name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take the description; torch gives it last, so the members meet here."""
-        self._description = description
-        self._meet()
-
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-
-    @property
-    def _device_types(self) -> list[Any]:
-        kinds = ["cpu"]
-        kinds += [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()]
-        return [torch.device(kind) for kind in kinds]
-
-    def get_group_store(self) -> Any:
-        """Return torch's store for this group."""
-        return self._store
 
     def _get_backend(self, device: Any) -> TorchGroup:  # noqa: ARG002 -- one for all devices
         return self
@@ -127,7 +63,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def allreduce(self, tensor: Any, opts: Any = None, timeout: Any = None) -> TorchWork:  # noqa: ARG002
         """Reduce a tensor over all ranks, in place."""
-        reduction, data = Reduction.of(opts), _only(tensor, "allreduce")
+        reduction, data = Reduction.of(opts), tensors.only(tensor, "allreduce")
         if data.layout == torch.sparse_coo:
             sparse.all_reduce(self._group, data, reduction)
             return self._done([data])
@@ -153,7 +89,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def reduce(self, tensor: Any, opts: Any = None) -> TorchWork:
         """Reduce a tensor over all ranks into the root's."""
-        reduction, data = Reduction.of(opts), _only(tensor, "reduce")
+        reduction, data = Reduction.of(opts), tensors.only(tensor, "reduce")
         root = opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         if root != self._maker.rank:
@@ -167,7 +103,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
         """Copy the root's tensor to every rank's, of any shape and as many elements."""
-        data, root = _only(tensor, "broadcast"), opts.rootRank
+        data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         flat = x.reshape(-1)
         return self._run(
@@ -178,7 +114,7 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Collect every rank's tensor into a list of tensors."""
-        outs, x = _only_list(outputs, "allgather"), _only(inputs, "allgather")
+        outs, x = tensors.only_list(outputs, "allgather"), tensors.only(inputs, "allgather")
         tensors.same_sizes([*outs, x], "all_gather")
         out, finish = tensors.flat_target(outs)
         start = self._gathering(out, x)
@@ -216,7 +152,10 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Reduce lists of tensors over all ranks; keep my part."""
         reduction = Reduction.of(opts)
-        output, parts = _only(outputs, "reduce_scatter"), _only_list(inputs, "reduce_scatter")
+        output, parts = (
+            tensors.only(outputs, "reduce_scatter"),
+            tensors.only_list(inputs, "reduce_scatter"),
+        )
         tensors.same_sizes([*parts, output], "reduce_scatter")
         start, finish = self._scattering(output, tensors.flat_source(parts), reduction)
         return self._run(opts, start, [output], finish)
@@ -251,13 +190,13 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Collect every rank's tensor into the root's list."""
-        data, root = _only(inputs, "gather"), opts.rootRank
+        data, root = tensors.only(inputs, "gather"), opts.rootRank
         group, x = self._group, tensors.source(data)
         outs: Sequence[Tensor] = ()
         out: Tensor | None = None
         finish: Finish | None = None
         if root == self._maker.rank:
-            outs = _only_list(outputs, "gather")
+            outs = tensors.only_list(outputs, "gather")
             tensors.same_sizes([*outs, x], "gather")
             out, finish = tensors.flat_target(outs)
         return self._run(
@@ -266,11 +205,11 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Give each rank its tensor of the root's list."""
-        output, root = _only(outputs, "scatter"), opts.rootRank
+        output, root = tensors.only(outputs, "scatter"), opts.rootRank
         group, (out, finish) = self._group, tensors.target(output)
         x: Tensor | None = None
         if root == self._maker.rank:
-            parts = _only_list(inputs, "scatter")
+            parts = tensors.only_list(inputs, "scatter")
             tensors.same_sizes([*parts, out], "scatter")
             x = tensors.flat_source(parts)
         return self._run(
@@ -316,14 +255,14 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def send(self, data: Sequence[Tensor], to: int, tag: int = 0) -> TorchWork:
         """Send a tensor to a rank."""
-        tensor = _only(data, "send")
+        tensor = tensors.only(data, "send")
         group, x = self._group, tensors.source(tensor)
         part = group.send(x, to, tag, async_op=True)
         return self._started([part], [tensor], None, f"send to {to}")
 
     def recv(self, data: Sequence[Tensor], source: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from a rank."""
-        tensor = _only(data, "recv")
+        tensor = tensors.only(data, "recv")
         group, (x, finish) = self._group, tensors.target(tensor)
         part = group.recv(x, source, tag, async_op=True)
         return self._started([part], [tensor], finish, f"recv from {source}", source)
@@ -331,8 +270,8 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
     def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
         """Refuse: a message's sender has to be named."""
         raise ValueError(
-            f"recv of {tuple(_only(data, 'recv').shape)} with tag {tag} from any rank: backend "
-            "'echelon' receives from a named rank only; pass src"
+            f"recv of {list(tensors.only(data, 'recv').shape)} with tag {tag} from any rank: "
+            "backend 'echelon' receives from a named rank only; pass src"
         )
 
     def barrier(self, opts: Any = None) -> TorchWork:
@@ -449,29 +388,12 @@ class TorchGroup(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class
 
     def _lane(self, name: str) -> Lane:
         """Return a thread that completes futures, in the order of their operations."""
-        return self._futures.setdefault(name, Lane(f"echelon-torch-{name}"))
+        lane = self._futures.get(name)
+        return lane or self._futures.setdefault(name, Lane(f"echelon-torch-{name}"))
 
 
 def _now(job: Callable[[], None]) -> None:
     job()
-
-
-def _only(data: Any, call: str) -> Tensor:
-    """Return the one tensor of torch's list, or the tensor itself."""
-    if isinstance(data, torch.Tensor):
-        return data
-    if len(data) != 1:
-        raise ValueError(f"{call}: one tensor a rank is supported, got {len(data)}")
-    return data[0]
-
-
-def _only_list(data: Any, call: str) -> Sequence[Tensor]:
-    """Return the one list of torch's list of lists, or the list itself."""
-    if data and isinstance(data[0], torch.Tensor):
-        return list(data)
-    if len(data) != 1:
-        raise ValueError(f"{call}: one list of tensors a rank is supported, got {len(data)}")
-    return list(data[0])
 
 
 def _close_all() -> None:

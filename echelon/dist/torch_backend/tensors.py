@@ -15,6 +15,24 @@ Tensor = Any
 Finish = Callable[[], None]
 
 
+def only(data: Any, call: str) -> Tensor:
+    """Return the one tensor of torch's list, or the tensor itself."""
+    if isinstance(data, torch.Tensor):
+        return data
+    if len(data) != 1:
+        raise ValueError(f"{call}: one tensor a rank is supported, got {len(data)}")
+    return data[0]
+
+
+def only_list(data: Any, call: str) -> Sequence[Tensor]:
+    """Return the one list of torch's list of lists, or the list itself."""
+    if data and isinstance(data[0], torch.Tensor):
+        return list(data)
+    if len(data) != 1:
+        raise ValueError(f"{call}: one list of tensors a rank is supported, got {len(data)}")
+    return list(data[0])
+
+
 def flat_source(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors, one after the other, as one: in place if they lie so, else a copy."""
     whole = _as_one_piece(tensors)

@@ -93,6 +93,7 @@ def test_wrong_options_are_one_clear_error(tmp_path):
         "--nproc-per-node=1",
         f"--run-dir={tmp_path / 'run'}",
         _program(tmp_path, options="3"),
+        timeout_s=150,
     )
     assert done.returncode == 1
     assert "TypeError: pg_options of backend 'echelon' is echelon.dist.Options(...)" in done.stderr
