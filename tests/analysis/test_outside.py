@@ -92,3 +92,12 @@ def test_where_all_are_alike_nobody_is_named_and_what_is_missing_is_said(its):
     text = " ".join(verdict.would_settle)
     assert "stack" in text
     assert "torch's flight recorder" in text
+
+
+def test_a_rank_without_a_dump_that_is_seen_waiting_is_not_accused():
+    """Of three ranks one has written torch's dump; of the others the kernel tells them apart."""
+    made = job(_INSIDE, _INSIDE, (_main("clock_nanosleep"), *_OUTSIDE))
+    made[0].all_reduce().all_reduce(inside=True)
+    verdict = made.report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("host_hang", (2,)), verdict
+    assert (verdict.operation, verdict.sequence) == ("all_reduce", 1)

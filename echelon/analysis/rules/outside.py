@@ -48,6 +48,11 @@ def is_in_collective(facts: RankEvidence) -> bool:
     return any(thread.is_in_collective for thread in facts.host.threads)
 
 
+def is_seen_outside(facts: RankEvidence) -> bool:
+    """Tell whether a rank's Gloo threads are seen, and none of them is inside a collective."""
+    return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
+
+
 def outside_words(facts: RankEvidence) -> str:
     """Say what the main thread does, after "rank R "; "" if that is not known."""
     if not facts.host.threads:
@@ -86,6 +91,14 @@ def keeps_waiting(picture: Picture) -> tuple[int, ...]:
         if any(waits(facts) for facts in ranks):
             return tuple(facts.rank for facts in ranks if not waits(facts))
     return ()
+
+
+def waits_unrecorded(picture: Picture, rank: int) -> bool:
+    """Tell whether a rank whose own record is missing is seen inside a collective all the same."""
+    facts = picture.evidence.ranks.get(rank)
+    if facts is None or facts.has_ring or len(facts.rows):
+        return False
+    return is_in_collective(facts)
 
 
 def waiting_ranks(picture: Picture) -> tuple[int, ...]:

@@ -14,7 +14,12 @@ from echelon.analysis.evidence import RankEvidence, Span
 from echelon.analysis.finding import Cause, Confidence, rank_list, seconds
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.ended import ending_of, exit_words
-from echelon.analysis.rules.outside import keeps_waiting, outside_lines, outside_words
+from echelon.analysis.rules.outside import (
+    is_seen_outside,
+    keeps_waiting,
+    outside_lines,
+    outside_words,
+)
 from echelon.analysis.rules.signals import (
     STALE_HEARTBEAT_S,
     heartbeat_age_s,
@@ -274,7 +279,7 @@ def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Read
     """No ring, no stack: what is left is what the kernel shows of its threads."""
     rank = facts.rank
     stack = f"rank {rank}'s stack (py-spy reads it, where it is installed and may)"
-    if rank in keeps_waiting(picture):
+    if rank in keeps_waiting(picture) or (picture.wait_for([rank]) and is_seen_outside(facts)):
         return Reading(
             cause=Cause.HOST_HANG,
             confidence=Confidence.LIKELY,

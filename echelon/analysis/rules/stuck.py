@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.finding import Cause, Finding, rank_list, seconds
 from echelon.analysis.picture import Picture, is_inside
-from echelon.analysis.rules.outside import keeps_waiting, waiting_ranks
+from echelon.analysis.rules.outside import keeps_waiting, waiting_ranks, waits_unrecorded
 from echelon.analysis.rules.reading import Reading, read_rank
 from echelon.analysis.rules.signals import innermost_span
 from echelon.analysis.waits import Wait
@@ -58,7 +58,9 @@ def suspects(picture: Picture) -> tuple[int, ...]:
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
-    outside = tuple(rank for rank in sinks if rank not in inside)
+    outside = tuple(
+        rank for rank in sinks if rank not in inside and not waits_unrecorded(picture, rank)
+    )
     if outside:
         return outside
     left = [wait for wait in picture.graph.waits if is_left_behind(picture, wait)]
