@@ -37,17 +37,23 @@ class NewFile:
             os.close(descriptor)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Make a file appear at `path` with all its content, or not at all."""
+def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
+    """Make a file appear at `path` with all its content, or not at all.
+
+    Args:
+        path: of the file.
+        data: its content.
+        sync: have it outlive the machine, once the folder is synced as well.
+    """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)
     try:
         file.write(data)
-        file.sync()
+        if sync:
+            file.sync()
     finally:
         file.close()
     unfinished.rename(path)
-    sync_folder(path.parent)
 
 
 def make_folder(path: Path) -> None:

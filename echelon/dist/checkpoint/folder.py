@@ -46,16 +46,16 @@ class Unfinished:
         _sweep(root)
         numbers = [int(_digits(name)) for name in _names(root) if _digits(name)]
         path = root / f".{max(numbers, default=0) + 1:06d}.tmp"
-        files.make_folder(path)
+        path.mkdir()
         return cls(path)
 
     def add_index(self, rank: int, part: Manifest) -> None:
         """Say that a rank's file is complete, and what is in it."""
-        files.write_whole(self.path / _INDEX.format(rank), encode(part))
+        files.write_whole(self.path / _INDEX.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
         """Say that a rank could not write its part."""
-        files.write_whole(self.path / _FAILED.format(rank), reason.encode())
+        files.write_whole(self.path / _FAILED.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
         """Return what a rank said about its failure, if one did."""
@@ -74,11 +74,12 @@ class Unfinished:
     def commit(self, world_size: int, keep: int) -> None:
         """Make this the newest complete version, then remove all but the last `keep`."""
         manifest = encode(self._merge(world_size))
-        files.write_whole(self.path / MANIFEST, manifest)
+        files.write_whole(self.path / MANIFEST, manifest, sync=True)
         files.remove(self.path / _INDEX.format(rank) for rank in range(world_size))
         files.sync_folder(self.path)
         files.rename(self.path, self.final)
-        files.write_whole(self.final / COMMIT, manifest[-_SEAL_BYTES:])
+        files.write_whole(self.final / COMMIT, manifest[-_SEAL_BYTES:], sync=True)
+        files.sync_folder(self.final)
         prune(self.final.parent, keep)
 
     def _merge(self, world_size: int) -> Manifest:
