@@ -145,7 +145,7 @@ def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
 
 def _view_torch(torch: Any, tensor: Any, name: str) -> View:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.device.type not in ("cpu", "cuda", "xpu"):
+    if tensor.device.type == "meta":
         raise ValueError(f"{name}: a tensor on {tensor.device} has no memory that can be sent")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(
