@@ -15,7 +15,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.errors import LaunchError
@@ -26,10 +25,11 @@ from echelon.launcher.decide import EndedBy
 from echelon.launcher.explain import Explanation, explain
 from echelon.launcher.meeting import MeetingPlace
 from echelon.launcher.options import Options
-from echelon.launcher.report import EXIT_STALL, Ended, Incident, Report, exit_code
+from echelon.launcher.report import EXIT_STALL, Incident, Report, exit_code
 from echelon.launcher.roster import Node, Roster
 from echelon.launcher.rundir import RunDirectory
-from echelon.recorder.watchdog import Sight, StallRule
+from echelon.launcher.world import World
+from echelon.recorder.watchdog import StallRule
 
 _COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
 _CLEAR_S = 8.0
@@ -37,23 +37,6 @@ _IDLE_S = 3600.0
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
 
 Send = Callable[[str, m.Command], None]
-
-
-@dataclass(slots=True)
-class _World:
-    """One attempt, from `Start` until every node is idle."""
-
-    number: int
-    attempt: decide.Attempt
-    rule: StallRule
-    nodes: dict[str, range]  # node -> its ranks
-    hosts: dict[str, str]
-    sights: dict[int, Sight] = field(default_factory=dict)
-    ended: dict[int, Ended] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
-    end: decide.EndAttempt | None = None
-    clearing: set[str] | None = None
-    clear_deadline_s: float = 0.0
 
 
 class Coordinator:
@@ -82,7 +65,7 @@ class Coordinator:
             last_call_s=options.conf.last_call_s,
         )
         self._roster.open(time.monotonic())
-        self._world: _World | None = None
+        self._world: World | None = None
         self._collection: Collection | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
@@ -192,13 +175,13 @@ class Coordinator:
     def _show_job(self, visitor: str) -> None:
         """Tell a visitor how the job stands, and have its nodes tell about their ranks."""
         world = self._world
-        present = [] if world is None else [n for n in world.nodes if n not in world.lost]
+        present = [] if world is None else world.present
         came = f"waiting for nodes: {len(self._roster.nodes)} of {self._options.min_nodes} came"
         shown = m.JobShown(
             job_id=self._report.job_id,
             phase=came if world is None else world.attempt.phase.value,
             restarts=self._report.attempts,
-            world_size=0 if world is None else sum(map(len, world.nodes.values())),
+            world_size=0 if world is None else world.size,
             num_nodes=len(present),
         )
         self._send(visitor, shown)
@@ -212,34 +195,19 @@ class Coordinator:
             return
         self._decide(world, decide.StopRequested(number))
 
-    def _note_ended(self, world: _World, rank: int, code: int) -> None:
-        world.ended[rank] = Ended(rank, None if code == _LOST else code, len(world.ended))
-        world.sights.pop(rank, None)
+    def _note_ended(self, world: World, rank: int, code: int) -> None:
+        world.note_ended(rank, None if code == _LOST else code)
         shown = 1 if code == _LOST else code
         self._decide(world, decide.WorkerEnded(rank, shown, self._how_ended(world, rank, code)))
 
-    def _how_ended(self, world: _World, rank: int, code: int) -> str:
+    def _how_ended(self, world: World, rank: int, code: int) -> str:
         if code != _LOST:
             return decide.describe_code(code)
-        host = next(world.hosts[node] for node, ranks in world.nodes.items() if rank in ranks)
-        return f"was lost with node {host}"
+        return f"was lost with node {world.host_of(rank)}"
 
-    def _note_sights(self, world: _World, event: m.Sights) -> None:
-        now = time.monotonic_ns()
-        for rank, initialised, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
-            if rank in world.ended:
-                continue
-            world.sights[rank] = Sight(
-                rank=rank,
-                initialised=bool(initialised),
-                progress_mono_ns=0 if progress_ms < 0 else now - progress_ms * 1_000_000,
-                pending_mono_ns=0 if pending_ms < 0 else now - pending_ms * 1_000_000,
-                num_ended=num_ended,
-                records=bool(records),
-                num_dumps=dumps,
-            )
+    def _note_sights(self, world: World, event: m.Sights) -> None:
         was_stalled = world.rule.is_stalled
-        stall = world.rule.look(list(world.sights.values()), now)
+        stall = world.note_sights(event, time.monotonic_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
             for incident in self._report.incidents[-1:]:
@@ -248,7 +216,7 @@ class Coordinator:
         if stall is not None:
             self._decide(world, decide.StallSeen(stall.reason))
 
-    def _decide(self, world: _World, event: decide.Event) -> None:
+    def _decide(self, world: World, event: decide.Event) -> None:
         self._todo.extend(world.attempt.on(event, time.monotonic()))
 
     # ---- what follows ----
@@ -281,7 +249,7 @@ class Coordinator:
         world_size = sum(counts)
         firsts = [sum(counts[:i]) for i in range(len(nodes))]
         self._report.world_size = world_size
-        self._world = _World(
+        self._world = World(
             number=self._numbers,
             attempt=decide.Attempt(
                 world_size,
@@ -312,14 +280,14 @@ class Coordinator:
             )
             self._send(node.name, start)
 
-    def _act(self, world: _World, action: decide.Action) -> None:
+    def _act(self, world: World, action: decide.Action) -> None:
         if isinstance(action, decide.SignalWorkers):
             self._tell(world.nodes, m.Signal(number=action.number))
         elif isinstance(action, decide.CollectIncident):
             self._collect(world, action)
         else:
             world.end = action
-            world.clearing = {node for node in world.nodes if node not in world.lost}
+            world.clearing = set(world.present)
             world.clear_deadline_s = time.monotonic() + _CLEAR_S
             self._tell(world.nodes, m.ClearUp(attempt=world.number))
 
@@ -329,7 +297,7 @@ class Coordinator:
 
     # ---- incidents ----
 
-    def _collect(self, world: _World, action: decide.CollectIncident) -> None:
+    def _collect(self, world: World, action: decide.CollectIncident) -> None:
         self._say(f"{action.kind}: {action.reason}; collecting the black boxes")
         try:
             self._collection = Collection(
@@ -337,7 +305,7 @@ class Coordinator:
                 kind=action.kind,
                 reason=action.reason,
                 attempt=world.number,
-                nodes=[node for node in world.nodes if node not in world.lost],
+                nodes=world.present,
                 deadline_s=time.monotonic() + _COLLECT_S,
             )
         except OSError as err:
@@ -360,10 +328,10 @@ class Coordinator:
         collection, world = self._collection, self._world
         if collection is None or world is None or not collection.is_complete(now_s):
             return
-        late, world_size = set(collection.waiting), sum(map(len, world.nodes.values()))
+        late = set(collection.waiting)
         try:
             incident = collection.finish(
-                self._report.job_id, world_size, lambda rank: _why_absent(world, rank, late)
+                self._report.job_id, world.size, lambda rank: world.why_absent(rank, late)
             )
         except OSError as err:
             self._give_up_collecting(err)
@@ -385,7 +353,7 @@ class Coordinator:
         where = self._directory.shown / "dump"
         self._say(f"the incident cannot be kept in {where}: {err.strerror or err}")
 
-    def _explain(self, world: _World, incident: Incident) -> None:
+    def _explain(self, world: World, incident: Incident) -> None:
         incident.explained = True
         shown = self._directory.shown / "dump" / incident.folder.name
         explanation: Explanation = explain(incident.folder, shown, world.ended)
@@ -393,12 +361,12 @@ class Coordinator:
         incident.victims = explanation.victims.to_json()
         if explanation.story is not None:
             incident.root_cause = explanation.story.to_json()
-        others = [n for n in world.nodes if n != self._options.node_name and n not in world.lost]
+        others = [node for node in world.present if node != self._options.node_name]
         self._tell(others, m.Show(text=explanation.text))
 
     # ---- the end of an attempt, and of the job ----
 
-    def _check_cleared(self, world: _World, now_s: float) -> None:
+    def _check_cleared(self, world: World, now_s: float) -> None:
         if world.clearing is None or (world.clearing and now_s < world.clear_deadline_s):
             return
         for incident in self._report.incidents:
@@ -418,7 +386,7 @@ class Coordinator:
         if here < low:
             self._say(f"{here} of at least {low} nodes are here; waiting for the others")
 
-    def _may_restart(self, world: _World, end: decide.EndAttempt) -> bool:
+    def _may_restart(self, world: World, end: decide.EndAttempt) -> bool:
         """A lost node changes the world and costs no restart; a failure does."""
         if not end.failed or end.ended_by is not EndedBy.WORKER:
             return False
@@ -434,7 +402,7 @@ class Coordinator:
         self._say(f"restart {self._restarts} of {self._options.max_restarts}")
         return True
 
-    def _conclude(self, world: _World, end: decide.EndAttempt) -> None:
+    def _conclude(self, world: World, end: decide.EndAttempt) -> None:
         report = self._report
         if not end.failed:
             for incident in report.incidents:
@@ -461,10 +429,3 @@ class Coordinator:
 
 def _span(ranks: range) -> str:
     return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
-
-
-def _why_absent(world: _World, rank: int, late: set[str]) -> str:
-    node = next(name for name, ranks in world.nodes.items() if rank in ranks)
-    lost, late_too = node in world.lost, node in late
-    what = "is lost" if lost else "did not answer in time" if late_too else "sent none"
-    return f"node {world.hosts[node]} {what}"

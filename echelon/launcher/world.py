@@ -1,0 +1,85 @@
+"""One attempt on all its nodes: who has which ranks, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from echelon.launcher import decide
+from echelon.launcher.control import messages as m
+from echelon.launcher.report import Ended
+from echelon.recorder.watchdog import Sight, Stall, StallRule
+
+
+@dataclass(slots=True)
+class World:
+    """An attempt, from `Start` until every node is idle.
+
+    Attributes:
+        nodes: node -> its ranks.
+        hosts: node -> its host's name.
+        lost: nodes that are gone.
+        end: how it ended, once all workers have.
+        clearing: then: the nodes that are not idle yet.
+    """
+
+    number: int
+    attempt: decide.Attempt
+    rule: StallRule
+    nodes: dict[str, range]
+    hosts: dict[str, str]
+    ended: dict[int, Ended] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+    end: decide.EndAttempt | None = None
+    clearing: set[str] | None = None
+    clear_deadline_s: float = 0.0
+    _sights: dict[int, Sight] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return sum(map(len, self.nodes.values()))
+
+    @property
+    def present(self) -> list[str]:
+        """The nodes that are not lost."""
+        return [node for node in self.nodes if node not in self.lost]
+
+    def node_of(self, rank: int) -> str:
+        """Return the node that has a rank."""
+        return next(node for node, ranks in self.nodes.items() if rank in ranks)
+
+    def host_of(self, rank: int) -> str:
+        """Return the host that has a rank."""
+        return self.hosts[self.node_of(rank)]
+
+    def note_ended(self, rank: int, code: int | None) -> None:
+        """Note how a rank has ended; None: its node is lost."""
+        self.ended[rank] = Ended(rank, code, len(self.ended))
+        self._sights.pop(rank, None)
+
+    def note_sights(self, event: m.Sights, now_mono_ns: int) -> Stall | None:
+        """Take in what a node sees of its ranks; return a stall that is new."""
+        for rank, initialised, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
+            if rank not in self.ended:
+                self._sights[rank] = Sight(
+                    rank=rank,
+                    initialised=bool(initialised),
+                    progress_mono_ns=_stamp(now_mono_ns, progress_ms),
+                    pending_mono_ns=_stamp(now_mono_ns, pending_ms),
+                    num_ended=num_ended,
+                    records=bool(records),
+                    num_dumps=dumps,
+                )
+        return self.rule.look(list(self._sights.values()), now_mono_ns)
+
+    def why_absent(self, rank: int, late: Collection[str]) -> str:
+        """Say why an incident has nothing of a rank; `late` nodes have not sent everything."""
+        node = self.node_of(rank)
+        lost, is_late = node in self.lost, node in late
+        what = "is lost" if lost else "did not answer in time" if is_late else "sent none"
+        return f"node {self.hosts[node]} {what}"
+
+
+def _stamp(now_mono_ns: int, age_ms: int) -> int:
+    return 0 if age_ms < 0 else now_mono_ns - age_ms * 1_000_000
