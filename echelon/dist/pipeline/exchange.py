@@ -1,12 +1,17 @@
 """A rank's side of everything that passes between stages in one step.
 
 Where two neighbouring stages lie on one rank, things are handed over; else they go by mail. Sends
-never block. Receives are posted a few computations ahead of need; a rank that has nothing to do but
-wait posts all of them, so that whatever a peer sends first can come in, in any order.
+never block. Receives are posted a few computations ahead of need, and no earlier: one that is
+pending for long means that something hangs.
+
+[Note: what stands before a message] A backend may send a peer one message after the other, each
+only once its receive is posted. So before a rank waits for a message it posts the receives of all
+that its peer sends it before that one: the plan says which. Then nothing can stand in its way.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,7 +19,7 @@ import torch
 from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.action import Action, Kind, computations
 from echelon.dist.pipeline.mail import GradientInbox, Inbox, Outbox, OutputInbox, Room
-from echelon.dist.pipeline.needs import Product, Thing, needs
+from echelon.dist.pipeline.needs import Product, Thing, makes, needs
 from echelon.dist.pipeline.plan import Plan
 from echelon.recorder import span
 
@@ -64,6 +69,8 @@ class Exchange:
                 order = _order(plan, after, Kind.BACKWARD, Kind.INPUT_GRAD)
                 self._gradients[after] = GradientInbox(group, self._owner[after], order, stage)
         self._inboxes: list[Inbox] = [*self._outputs.values(), *self._gradients.values()]
+        sources = {inbox.source for inbox in self._inboxes}
+        self._coming = {source: self._sent_by(plan, source) for source in sources}
 
     def want(self, actions: Iterable[Action]) -> None:
         """Post the receives of what some computations to come need."""
@@ -121,8 +128,7 @@ class Exchange:
         self._advance()
         if self._is_in(inbox, thing.microbatch):
             return
-        for one in self._inboxes:
-            one.want_all()
+        self._let_in(inbox.source, thing)
         rank = self._group.ranks[inbox.source]
         what = f"{action} waits in {_NAMES[thing.product]} for {_text(thing)} of rank {rank}"
         with span("pipeline", what):
@@ -131,6 +137,23 @@ class Exchange:
                 work = inbox.next_work(thing.microbatch)
                 if work is not None:
                     work.pending.wait(_SLICE_S if len(self._inboxes) > 1 else _LONG_S)
+
+    def _sent_by(self, plan: Plan, source: int) -> deque[Thing]:
+        """Return what a rank sends to this one, in its order."""
+        made = (thing for action in computations(plan.rows[source]) for thing in makes(action))
+        return deque(thing for thing in made if self._inbox(thing) is not None)
+
+    def _let_in(self, source: int, thing: Thing) -> None:
+        """Post what a rank sends before a thing; see the note above."""
+        coming = self._coming[source]
+        if thing not in coming:
+            return
+        before = None
+        while before != thing:
+            before = coming.popleft()
+            inbox = self._inbox(before)
+            assert inbox is not None, before
+            inbox.want(before.microbatch)
 
     def _is_in(self, inbox: Inbox, microbatch: int) -> bool:
         return inbox.has(microbatch) and inbox.next_work(microbatch) is None
@@ -142,7 +165,7 @@ class Exchange:
     def _inbox(self, thing: Thing) -> Inbox | None:
         if thing.product is Product.OUTPUT:
             return self._outputs.get(thing.stage)
-        return self._gradients.get(thing.stage)
+        return self._gradients.get(thing.stage) if thing.product is Product.INPUT_GRAD else None
 
     def _is_elsewhere(self, stage: int) -> bool:
         inside = 0 <= stage < len(self._owner)

@@ -114,10 +114,6 @@ class Inbox:
         """Let receives be posted up to this micro-batch's."""
         self._wanted = max(self._wanted, self._order.index(microbatch) + 1)
 
-    def want_all(self) -> None:
-        """Let every receive be posted."""
-        self._wanted = len(self._order)
-
     def advance(self) -> None:
         """Post what can be posted."""
         raise NotImplementedError

@@ -77,6 +77,10 @@ def _swapped_sends(group):
     _run_wide(group, plan, 2)
     backwards_first = Plan.from_csv("0F0,0F1,0F2,0B2,0B0,0B1\n1F2,1F0,1F1,1B1,1B2,1B0\n", "crossed")
     _run_wide(group, backwards_first, 3)
+    # Rank 0 sends all of stage 0's outputs before the one that rank 1 needs next.
+    rounds = [(f"2F{m},2B{m},0B{m}", f"1F{m},3F{m},3B{m},1B{m}") for m in range(4)]
+    first, second = (",".join(row) for row in zip(*rounds, strict=True))
+    _run_wide(group, Plan.from_csv(f"0F0,0F1,0F2,0F3,{first}\n{second}\n", "crowded"), 4)
 
 
 def _interleaved(group):

@@ -81,7 +81,7 @@ def test_room_follows_the_size_from_step_to_step():
         outbox, inbox = Outbox(post), OutputInbox(post, 0, [0], 0, CPU, ours)
         sent = torch.randn(rows, 32)
         outbox.outputs(0, 1, 0, [sent], theirs)
-        inbox.want_all()
+        inbox.want(0)
         inbox.advance()
         assert torch.equal(inbox.take(0)[0], sent)
     # A letter that was larger than needed carries its data all the same.
@@ -95,7 +95,7 @@ def test_gradients_are_received_in_the_senders_order():
     inbox = GradientInbox(post, 1, [1, 0], 0)
     outputs = {m: [torch.zeros(2, m + 1, requires_grad=True), torch.zeros(3)] for m in (0, 1)}
     inbox.expect(0, outputs[0])
-    inbox.want_all()
+    inbox.want(0)
     inbox.advance()
     assert not inbox.has(0), "micro-batch 1's comes first"
     outbox = Outbox(post)
