@@ -43,6 +43,7 @@ class TorchDump:
         self._first = self._version()  # another job's, where the user chose the place
         self._noted = self._growing = self._asked = self._first
         self._seen = (self._first, time.monotonic())
+        self._owes = False  # it was asked, and the dump has not come yet
         self.num_own = 0  # how many were written without our asking
 
     def look(self) -> None:
@@ -50,7 +51,8 @@ class TorchDump:
         version = self._version()
         if version[1] > 0 and version != self._noted and version == self._growing:
             self._noted = version
-            self.num_own += 1
+            self.num_own += not self._owes
+            self._owes = False
         self._growing = version
 
     def ask(self) -> bool:
@@ -64,7 +66,8 @@ class TorchDump:
         except OSError:
             return False  # no pipe, or nobody has it open
         try:
-            return stat.S_ISFIFO(os.fstat(fd).st_mode) and os.write(fd, b"1") == 1
+            self._owes = stat.S_ISFIFO(os.fstat(fd).st_mode) and os.write(fd, b"1") == 1
+            return self._owes
         except OSError:
             return False
         finally:
@@ -75,9 +78,11 @@ class TorchDump:
         version, now_s = self._version(), time.monotonic()
         if version != self._seen[0]:
             self._seen = (version, now_s)
-        self._noted = version  # ours, not the watchdog's
         is_new = version[1] > 0 and version != self._asked
-        return is_new and now_s - self._seen[1] > _SETTLED_S
+        if is_new and now_s - self._seen[1] > _SETTLED_S:
+            self._noted, self._owes = version, False  # ours, not the watchdog's
+            return True
+        return False
 
     def read(self) -> bytes:
         """Return the newest dump of this worker, b"" if there is none, or an absurd one."""

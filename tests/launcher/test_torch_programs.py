@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 
 import pytest
@@ -185,3 +186,31 @@ def test_a_file_in_the_pipes_place_is_not_written_to(tmp_path):
     path.write_bytes(b"mine")
     assert not TorchDump({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/pipe_"}, 0).ask()
     assert path.read_bytes() == b"mine"
+
+
+def test_a_dump_that_was_asked_for_and_comes_late_is_not_torchs_own(tmp_path):
+    environ = {
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/dump_",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/pipe_",
+    }
+    dump = TorchDump(environ, 0)
+    assert not dump.ask(), "nobody serves a pipe"
+    os.mkfifo(tmp_path / "pipe_0.pipe")
+    assert not dump.ask(), "nobody has it open"
+    served = os.open(tmp_path / "pipe_0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert dump.ask()
+        assert os.read(served, 128) == b"1"
+    finally:
+        os.close(served)
+    assert not dump.has_come()
+    (tmp_path / "dump_0").write_bytes(b"late")
+    dump.look()
+    dump.look()
+    assert (dump.num_own, dump.read()) == (0, b"late")
+    (tmp_path / "dump_0").write_bytes(b"of its own accord")
+    dump.look()
+    dump.look()
+    assert dump.num_own == 1
+    dump.clear_up()
+    assert not (tmp_path / "pipe_0.pipe").exists()
