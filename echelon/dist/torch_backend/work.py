@@ -51,7 +51,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         self._complete_later = complete_later
         self._source = source
         self._future: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a future of what is done already is completed within
 
     @property
     def parts(self) -> Sequence[Work]:

@@ -145,6 +145,10 @@ def _asynchronous(rank: int) -> None:
     gaps = torch.full((4, 3), float(rank)).t()
     chained = dist.all_reduce(gaps, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     _same(chained.wait(), torch.full((3, 4), 6.0))
+    late = dist.all_reduce(gaps, async_op=True)
+    dist.barrier()
+    assert all(part.done for part in late.parts)  # before anybody asks for a future
+    _same(late.get_future().wait()[0], torch.full((3, 4), 9.0))
 
 
 def _coalesced(rank: int) -> None:
