@@ -387,9 +387,17 @@ class TorchGroup(Identity):
         return TorchWork((), result, None, _now)
 
     def _lane(self, name: str) -> Lane:
-        """Return a thread that completes futures, in the order of their operations."""
-        lane = self._futures.get(name)
-        return lane or self._futures.setdefault(name, Lane(f"echelon-torch-{name}"))
+        """Return a thread that completes futures, in the order of their operations.
+
+        What is chained to a future runs on its lane's thread, and may wait for the next operation's
+        (DDP's PowerSGD does): that one is completed by a lane below.
+        """
+        title = f"echelon-torch-{name}"
+        running = threading.current_thread().name
+        if running.startswith(title):
+            title = f"{running}+"
+        lane = self._futures.get(title)
+        return lane or self._futures.setdefault(title, Lane(title))
 
 
 def _now(job: Callable[[], None]) -> None:

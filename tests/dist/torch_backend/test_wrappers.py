@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -152,6 +154,32 @@ def _ddp(rank: int, world_size: int) -> None:
 
 def test_ddp_with_unused_and_sparse_parameters_and_uneven_inputs():
     run_ranks(_ddp, 2, timeout_s=60)
+
+
+def _hooks(rank: int, world_size: int) -> None:
+    _begin()
+    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    for hook, its_state in (
+        (power_sgd.powerSGD_hook, state),  # it waits for futures within callbacks of futures
+        (power_sgd.batched_powerSGD_hook, power_sgd.PowerSGDState(None, start_powerSGD_iter=2)),
+        (default_hooks.bf16_compress_hook, None),
+        (default_hooks.allreduce_hook, None),
+    ):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
+        model.register_comm_hook(its_state, hook)
+        for step in range(5):
+            model.zero_grad()
+            model(torch.full((2, 30), float(rank + step))).square().mean().backward()
+        for parameter in model.parameters():
+            everyone = [torch.empty_like(parameter.grad) for _ in range(world_size)]
+            dist.all_gather(everyone, parameter.grad)
+            assert all(torch.equal(other, parameter.grad) for other in everyone)
+    dist.destroy_process_group()
+
+
+def test_ddp_with_communication_hooks():
+    run_ranks(_hooks, 2, timeout_s=60)
 
 
 # ---- tensors spread over ranks ----
