@@ -315,6 +315,9 @@ def run(job: Job, world: ProcessGroup) -> None:
         trainer.resume(job.options.resume)
     report = build_report(job, trainer)
     introduce(job, trainer, report)
+    if job.settings.compile:
+        report.say(f"compiled in {trainer.warm_up():.1f} s")
+        report.pause_ended()
     validation_loss = train(job, trainer, report)
     model = trainer.parallel.whole()
     dist.shutdown()

@@ -9,6 +9,7 @@ decided in `parallel.py`.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,18 @@ class Trainer:
         self.step += 1
         self.samples += self.settings.batch
         return mean_loss
+
+    def warm_up(self) -> float:
+        """Do what a step does, but change nothing, so that compiling is over; return the seconds.
+
+        Collective.
+        """
+        began_s = time.perf_counter()
+        tokens, targets = self.next_batch()
+        self.backward(tokens, targets)
+        self.parallel.zero()
+        self.world.barrier()
+        return time.perf_counter() - began_s
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Wait for this step's batch, and say so in the record while it lasts."""

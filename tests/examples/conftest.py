@@ -32,6 +32,8 @@ class LonelyWorld:
     def all_reduce(self, x: Any, op: str = "sum") -> None:
         assert op in ("sum", "avg")
 
+    def barrier(self) -> None: ...
+
     def broadcast(self, x: Any, root: int) -> None:
         assert root == 0
 

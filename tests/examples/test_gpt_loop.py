@@ -43,6 +43,13 @@ def test_the_same_settings_give_the_same_run(make_trainer):
     assert same_weights(first, second)
 
 
+def test_warming_up_changes_nothing(make_trainer):
+    cold, warm = make_trainer(), make_trainer()
+    assert warm.warm_up() > 0
+    assert train(warm, 3) == train(cold, 3)
+    assert same_weights(warm, cold)
+
+
 def test_bf16_computes_in_bf16_and_keeps_float32_gradients(make_trainer):
     full, half = make_trainer(), make_trainer(bf16=True)
     losses = full.train_step(), half.train_step()

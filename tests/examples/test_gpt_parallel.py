@@ -33,6 +33,12 @@ def test_shards_train_as_replicas_do(make):
     assert shards.model.flops_per_token() == replicas.model.flops_per_token()
 
 
+def test_warming_up_changes_nothing_of_shards_either(make):
+    cold, warm = make(shard=True), make(shard=True)
+    warm.warm_up()
+    assert [warm.train_step() for _ in range(3)] == [cold.train_step() for _ in range(3)]
+
+
 def test_matrices_are_decayed_when_sharded_too(make):
     groups = make(shard=True).optimizer.param_groups
     plain = make().optimizer.param_groups

@@ -228,7 +228,8 @@ def test_more_ranks_than_sequences_are_refused(text, tmp_path):
 def test_compiled_blocks_train_as_plain_ones(alone, text, tmp_path):
     log = tmp_path / "log"
     options = (*SMALL_MODEL, "--steps=20", "--data", text, "--log", log, "--shard", "--compile")
-    ended = launch(2, tmp_path / "run", "train_gpt.py", *options)
+    ended = launch(2, tmp_path / "run", "train_gpt.py", *options, stall_timeout_s=600)
     assert ended.code == 0, ended.explain()
     assert "compiled blocks" in ended.out
+    assert re.search(r"compiled in \d+\.\d s", ended.out)
     assert losses_of(log)[1] == pytest.approx(losses_of(alone[1] / "log")[1], abs=1e-4)
