@@ -23,7 +23,7 @@ from echelon.analysis.rules.pipeline import find_pipeline
 from echelon.analysis.rules.skipped import find_skipped
 from echelon.analysis.rules.splits import find_split_mismatch
 from echelon.analysis.rules.straggler import find_straggler
-from echelon.analysis.rules.stuck import find_stuck
+from echelon.analysis.rules.stuck import find_lost, find_stuck
 from echelon.analysis.rules.transport import find_transport
 
 Rule = Callable[[Picture], list[Finding]]
@@ -33,6 +33,7 @@ STAGES: tuple[Rule, ...] = (
     find_skipped,
     find_mismatch,
     find_split_mismatch,
+    find_lost,
     find_ended,
     find_pipeline,
     find_unmatched,

@@ -53,6 +53,7 @@ class Incident:
     attempt: int = 0
     world_size: int = 0
     reason: str = ""
+    lost: tuple[int, ...] = ()  # ranks of a lost node, if that loss was the first failure
     absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it
 
 

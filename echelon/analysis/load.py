@@ -143,8 +143,14 @@ def read_incident(path: Path) -> Incident:
         attempt=_count(values.get("attempt")),
         world_size=_count(values.get("world_size")),
         reason=_text(values.get("reason")),
+        lost=_ranks(values.get("ranks_lost")),
         absent=_reasons(values.get("ranks_absent")),
     )
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else ()
+    return tuple(sorted({n for n in numbers if isinstance(n, int) and _RANK.match(str(n))}))
 
 
 def _reasons(value: Any) -> dict[int, str]:

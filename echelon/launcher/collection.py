@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from echelon.launcher.control import messages as m
@@ -67,7 +67,13 @@ class Collection:
         """Whether there is nothing more to wait for."""
         return not self.waiting or now_s >= self.deadline_s
 
-    def finish(self, job_id: str, world_size: int, why_absent: Callable[[int], str]) -> Incident:
+    def finish(
+        self,
+        job_id: str,
+        world_size: int,
+        why_absent: Callable[[int], str],
+        ranks_lost: Sequence[int],
+    ) -> Incident:
         """Describe the incident in its folder, and show it.
 
         Raises:
@@ -86,6 +92,7 @@ class Collection:
                 "job_id": job_id,
                 "reason": self._reason,
                 "ranks_present": sorted(self._present),
+                "ranks_lost": list(ranks_lost),
                 "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
             },
         )

@@ -331,7 +331,10 @@ class Coordinator:
         late = set(collection.waiting)
         try:
             incident = collection.finish(
-                self._report.job_id, world.size, lambda rank: world.why_absent(rank, late)
+                self._report.job_id,
+                world.size,
+                lambda rank: world.why_absent(rank, late),
+                world.ranks_lost_first,
             )
         except OSError as err:
             self._give_up_collecting(err)

@@ -45,6 +45,15 @@ class World:
         """The nodes that are not lost."""
         return [node for node in self.nodes if node not in self.lost]
 
+    @property
+    def ranks_lost_first(self) -> list[int]:
+        """The ranks of lost nodes, if the attempt's first failure was such a loss."""
+        failed = [ended for ended in self.ended.values() if ended.code != 0]
+        first = min(failed, key=lambda ended: ended.order, default=None)
+        if first is None or first.code is not None:
+            return []
+        return sorted(rank for node in self.lost for rank in self.nodes[node])
+
     def node_of(self, rank: int) -> str:
         """Return the node that has a rank."""
         return next(node for node, ranks in self.nodes.items() if rank in ranks)

@@ -269,7 +269,11 @@ class Job:
         return diagnose(self.evidence(kind))
 
     def write(
-        self, folder: Path, kind: str = "stall", absent: dict[str, object] | None = None
+        self,
+        folder: Path,
+        kind: str = "stall",
+        absent: dict[str, object] | None = None,
+        lost: object = (),
     ) -> Path:
         folder.mkdir(parents=True)
         for record in self.records():
@@ -282,6 +286,7 @@ class Job:
             "world_size": len(self),
             "reason": "",
             "ranks_absent": absent or {},
+            "ranks_lost": lost,
         }
         (folder / "incident.json").write_text(json.dumps(incident))
         return folder

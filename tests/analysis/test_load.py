@@ -75,6 +75,22 @@ def test_why_the_launcher_has_no_dump_of_a_rank(tmp_path: Path) -> None:
     assert "machine of rank 1" in verdict.next_action
 
 
+def test_a_lost_node_is_the_root_whatever_the_others_seem_to_do(tmp_path: Path) -> None:
+    job = Job(4).train(2)
+    job[1].all_reduce(inside=True)  # looked at a moment before rank 0, which has completed it
+    job[0].all_reduce()
+    folder = job.lose(2, 3).write(
+        tmp_path / "incident_0",
+        "failure",
+        absent={"2": "node gpu-7 is lost", "3": "node gpu-7 is lost"},
+        lost=[3, 2, "x", True, -1],
+    )
+    verdict = analyze(folder).verdict
+    assert verdict is not None
+    assert (verdict.cause, verdict.culprit_ranks) == ("dead_process", (2, 3))
+    assert verdict.fallout_ranks == (0, 1)
+
+
 def test_only_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(b"\x93damaged")
     with pytest.raises(DumpFormatError, match="rank_0"):

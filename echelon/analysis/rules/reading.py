@@ -313,18 +313,23 @@ def _unsettled(picture: Picture, facts: RankEvidence, frame: Frame | None) -> tu
     return ()
 
 
+def read_loss(picture: Picture, rank: int) -> Reading:
+    """Say what the launcher knows of a rank whose node is lost, or did not answer."""
+    why = picture.evidence.incident.absent.get(rank, "its node is lost")
+    return Reading(
+        cause=Cause.DEAD_PROCESS,
+        confidence=Confidence.LIKELY,
+        words=f"is missing: {why}",
+        evidence=(f"rank {rank}: {why}",),
+        would_settle=(f"the record that rank {rank}'s own node kept",),
+        action="Look at the machine of {who} and its link; if its launcher lives, its run "
+        "directory there has a dump/latest of its own.",
+    )
+
+
 def _missing(picture: Picture, rank: int) -> Reading:
-    why = picture.evidence.incident.absent.get(rank, "")
-    if why:  # the launcher knows: its node was lost, or did not answer
-        return Reading(
-            cause=Cause.DEAD_PROCESS,
-            confidence=Confidence.LIKELY,
-            words=f"is missing: {why}",
-            evidence=(f"rank {rank}: {why}",),
-            would_settle=(f"the record that rank {rank}'s own node kept",),
-            action="Look at the machine of {who} and its link; if its launcher lives, its run "
-            "directory there has a dump/latest of its own.",
-        )
+    if picture.evidence.incident.absent.get(rank):
+        return read_loss(picture, rank)
     unreadable = rank in picture.evidence.unreadable
     left = "its record cannot be read" if unreadable else "it left no record"
     return Reading(

@@ -13,7 +13,7 @@ from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.finding import Cause, Finding, rank_list, seconds
 from echelon.analysis.picture import Picture, is_inside
 from echelon.analysis.rules.outside import keeps_waiting, waiting_ranks, waits_unrecorded
-from echelon.analysis.rules.reading import Reading, read_rank
+from echelon.analysis.rules.reading import Reading, read_loss, read_rank
 from echelon.analysis.rules.signals import innermost_span
 from echelon.analysis.waits import Wait
 
@@ -46,6 +46,21 @@ def find_stuck(picture: Picture) -> list[Finding]:
     ]
     began = {f.culprit_ranks: _began(picture, f.culprit_ranks) for f in findings}
     return sorted(findings, key=lambda f: (began[f.culprit_ranks], f.culprit_ranks))
+
+
+def find_lost(picture: Picture) -> list[Finding]:
+    """Report the ranks whose node was lost, where that was the first failure.
+
+    The others may still have been at work when they were looked at, each at another moment: what
+    seems to wait or to be stuck there is an accident of that.
+    """
+    incident, size = picture.evidence.incident, picture.evidence.world_size
+    lost = tuple(rank for rank in incident.lost if rank < size)
+    if not lost:
+        return []
+    finding = _describe(picture, lost, read_loss(picture, lost[0]), lost[0])
+    others = tuple(rank for rank in picture.evidence.ranks if rank not in lost)
+    return [finding.changed(fallout_ranks=others)]
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
