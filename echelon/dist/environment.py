@@ -64,6 +64,11 @@ class Rendezvous:
         )
 
 
+def num_ranks_here(at_least: int) -> int:
+    """Return how many ranks share this node, as the launcher says; `at_least` if it does not."""
+    return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
+
+
 def wants_python_engine() -> bool:
     """Tell whether the user asked for the shm backend's pure-Python engine.
 

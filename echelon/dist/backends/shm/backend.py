@@ -6,14 +6,13 @@ environment, brings the whole group to the pure-Python one.
 
 from __future__ import annotations
 
-import os
-
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.shm import futex, native
+from echelon.dist.backends.shm.cores import usable_cores
 from echelon.dist.backends.shm.python import PythonEngine
 from echelon.dist.backends.shm.python import engine_bytes as python_bytes
 from echelon.dist.backends.shm.rendezvous import Plan, join
-from echelon.dist.environment import wants_python_engine
+from echelon.dist.environment import num_ranks_here, wants_python_engine
 from echelon.store import PrefixStore
 
 _SLOT_BYTES = 256 << 10
@@ -40,7 +39,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
     if reason:
         raise ValueError(f"backend 'shm' {reason}")
     size = members.size
-    crowded = len(os.sched_getaffinity(0)) < size
+    crowded = usable_cores() < num_ranks_here(size)
     offer = Plan(
         native=native.available() and not wants_python_engine() and size <= native.max_ranks(),
         slot_bytes=_SLOT_BYTES_CROWDED if crowded else _SLOT_BYTES,
