@@ -141,10 +141,10 @@ def test_ranks_with_different_parts_save_their_union(tmp_path):
         assert np.array_equal(parameter.detach().numpy(), expected[name])
 
 
-def _under_torch(rank, world_size, folder):
+def _under_torch(rank, world_size, folder, backend):
     import torch.distributed
 
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group(backend)
     model, optimizer = make()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     save(Path(folder, "ddp"), {"model": wrapped, "optimizer": optimizer, "rank": rank})
@@ -156,8 +156,9 @@ def _under_torch(rank, world_size, folder):
     return state["rank"]
 
 
-def test_torch_distributed_and_its_ddp_will_do(tmp_path):
-    assert run_ranks(_under_torch, 2, str(tmp_path)) == [0, 0]
+@pytest.mark.parametrize("backend", ["gloo", "echelon"])
+def test_torch_distributed_and_its_ddp_will_do(tmp_path, backend):
+    assert run_ranks(_under_torch, 2, str(tmp_path), backend) == [0, 0]
     model = make(seed=2)[0]
     load(tmp_path / "ddp", {"model": model})  # the names are the plain module's
     assert same(model.state_dict(), make()[0].state_dict())
