@@ -52,6 +52,7 @@ class Size:
 
 
 SIZES = {
+    "tiny": Size(depth=3, width=128, heads=4, context=64, batch=4),  # to see that it runs
     "10M": Size(depth=6, width=384, heads=6, context=256, batch=8),
     "85M": Size(depth=12, width=768, heads=12, context=256, batch=4),
 }

@@ -31,7 +31,7 @@ from torch import nn
 from echelon.dist.fsdp import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
 from echelon.dist.fsdp.pages import Pages
-from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
+from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, Resident, Storage, make_storage
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
 
@@ -153,7 +153,7 @@ class Flat:
         self.number = number
         self._works: list[Work] = []
         self._kept: torch.Tensor | None = None  # what a device keeps for the near ranks
-        self._sums: torch.Tensor | None = None
+        self._sums: Storage | None = None
         self.release()
 
     @property
@@ -225,12 +225,18 @@ class Flat:
     def sums(self) -> torch.Tensor:
         """Return where my part of the reduced gradients goes: [chunk_numel], dtype of the shards.
 
-        The same memory at every step. What the program still holds of an earlier step's gradients
-        is overwritten, as with DDP's `gradient_as_bucket_view`.
+        The same addresses at every step. What the program still holds of an earlier step's
+        gradients is overwritten, as with DDP's `gradient_as_bucket_view`.
         """
         if self._sums is None:
-            self._sums = self._resident()
-        return self._sums
+            self._sums = self._make_sums()
+        self._sums.take()
+        return self._sums.tensor
+
+    def forget_sums(self) -> None:
+        """Give the memory of gradients back that the program has set to None."""
+        if self._sums is not None and all(one.shard.grad is None for one in self.members):
+            self._sums.release([])
 
     # ---- making ----
 
@@ -238,6 +244,11 @@ class Flat:
         itemsize = min(self.dtype.itemsize, self.compute_dtype.itemsize)
         shapes = [source.parameter.shape for source in sources]
         return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
+
+    def _make_sums(self) -> Storage:
+        if self._offload:
+            return Resident(self._resident())
+        return make_storage(self.layout.chunk_numel, self.dtype, self.device, Pages())
 
     def _resident(self) -> torch.Tensor:
         """Return a chunk-sized tensor in the dtype, and where, the shards are."""

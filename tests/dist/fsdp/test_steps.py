@@ -128,6 +128,35 @@ def test_checkpointed_activations_equal_one_process():
     run_ranks(_checkpointed, 2)
 
 
+class Leaking(nn.Module):
+    """Keeps what it computes instead of returning it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.kept = self.inner(torch.relu(self.inner(x)))
+        return x
+
+
+def _leaking(rank, size):
+    from echelon.dist.fsdp import fully_shard
+
+    models.join()
+    model = fully_shard(nn.Sequential(fully_shard(Leaking()), nn.Linear(8, 8)))
+    for _ in range(2):
+        model(torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match="another way than its outputs"):
+            model[0].kept.sum().backward()
+    dist.shutdown()
+
+
+def test_what_leaves_a_unit_by_a_side_door_is_an_error():
+    """And not a gradient computed with parameters that are gone."""
+    run_ranks(_leaking, 2)
+
+
 class Failing(nn.Module):
     """Fails in forward or backward when told."""
 
