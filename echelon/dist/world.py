@@ -21,6 +21,7 @@ from echelon.dist.backends import registry
 from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.shm.rendezvous import gather, host_identity
+from echelon.dist.backends.with_messages import WithMessages
 from echelon.dist.environment import Rendezvous
 from echelon.dist.group import ProcessGroup, check_ranks
 from echelon.dist.options import Options
@@ -76,7 +77,10 @@ class _World:
         if self.backend is None:
             engine = ByDevice(members, store, engine)
         elif engine.device != "cpu":
-            engine = self._beside_host(engine, members, store, deadline_s)
+            host = self._host_engine(members, store, deadline_s)
+            engine = ByDevice(members, store, host, engine)
+        elif engine.refuses("send", "float32", ""):
+            engine = WithMessages(engine, self._host_engine(members, store, deadline_s))
 
         def make_below(ranks: Sequence[int], name: str, below: str) -> ProcessGroup | None:
             # Groups of one name may split at once: the rows of a mesh do.
@@ -86,13 +90,11 @@ class _World:
         self.groups.append(group)
         return group
 
-    def _beside_host(
-        self, engine: Backend, members: Members, store: PrefixStore, deadline_s: float
-    ) -> Backend:
+    def _host_engine(self, members: Members, store: PrefixStore, deadline_s: float) -> Backend:
         store = PrefixStore("host", store)
         name = choose_backend(None, members, store, deadline_s)
         left_s = max(0.001, deadline_s - time.monotonic())
-        return ByDevice(members, store, registry.create(name, members, store, left_s), engine)
+        return registry.create(name, members, store, left_s)
 
     def close(self) -> None:
         if os.getpid() != self.pid:

@@ -25,7 +25,6 @@ class Traits:
     ordered: bool = True  # sums in rank order: results match the oracle bit for bit
     no_dtypes: tuple[str, ...] = ()  # refused for reductions
     no_ops: tuple[str, ...] = ()
-    has_messages: bool = True
     is_slow: bool = False  # the library polls: a few dtypes stand for all
 
 
@@ -250,8 +249,6 @@ def check_gather_and_scatter(group: Any, traits: Traits) -> None:
 
 
 def check_messages(group: Any, traits: Traits) -> None:
-    if not traits.has_messages:
-        return
     if group.size == 1:
         return
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -267,8 +264,6 @@ def check_messages(group: Any, traits: Traits) -> None:
 
 def check_message_tags(group: Any, traits: Traits) -> None:
     """Tags choose the message, in order within a tag; receives may be posted in any order."""
-    if not traits.has_messages:
-        return
     if group.size == 1:
         return
     if group.rank == 0:
@@ -290,8 +285,6 @@ def check_message_tags(group: Any, traits: Traits) -> None:
 
 def check_exchange_both_ways(group: Any, traits: Traits) -> None:
     """Receives posted first, larger than any buffer, between all pairs at once."""
-    if not traits.has_messages:
-        return
     size = 200_000
     others = [rank for rank in range(group.size) if rank != group.rank]
     outs = {rank: np.empty(size, np.float32) for rank in others}
@@ -325,7 +318,7 @@ def check_coalesce(group: Any, traits: Traits) -> None:
         group.all_reduce(a)
         group.broadcast(b, group.size - 1)
         work = group.all_gather(out, np.array([group.rank * 2.0]), async_op=True)
-        if group.size > 1 and traits.has_messages:
+        if group.size > 1:
             mine, theirs = np.array([float(group.rank)]), np.zeros(1)
             group.send(mine, (group.rank + 1) % group.size)
             group.recv(theirs, (group.rank - 1) % group.size)
@@ -333,7 +326,7 @@ def check_coalesce(group: Any, traits: Traits) -> None:
     assert (a == group.size).all()
     assert (b == group.size - 1).all()
     assert out.tolist() == [rank * 2.0 for rank in range(group.size)]
-    if group.size > 1 and traits.has_messages:
+    if group.size > 1:
         assert theirs[0] == (group.rank - 1) % group.size
 
 

@@ -57,7 +57,7 @@ def test_xccl_keeps_the_contract(world_size, is_slow):
     reason = next(status.reason for status in registry.statuses() if status.name == "xccl")
     if reason:
         pytest.skip(reason)
-    traits = contract.Traits(ordered=False, has_messages=False, is_slow=is_slow)
+    traits = contract.Traits(ordered=False, is_slow=is_slow)
     assert run_ranks(_keep_contract, world_size, "xccl", traits, timeout_s=600) == (
         ["xccl"] * world_size
     )

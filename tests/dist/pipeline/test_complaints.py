@@ -148,12 +148,9 @@ CASES = (_swapped_sends, _interleaved, _few_microbatches, _dynamic_shapes, _tied
 def _all(rank, world_size, backend):
     torch.set_num_threads(1)
     group = dist.init(backend=backend, timeout_s=60)
-    refusal = group._backend.refuses("send", "float32", "")
-    if not refusal:
-        for case in CASES:
-            case(group)
+    for case in CASES:
+        case(group)
     dist.shutdown()
-    return refusal
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "xccl"])
@@ -161,6 +158,4 @@ def test_what_hangs_elsewhere_runs_over_every_backend(backend):
     status = next(one for one in registry.statuses() if one.name == backend)
     if not status.ready:
         pytest.skip(f"{backend}: {status}")
-    refusals = run_ranks(_all, 2, backend, timeout_s=120)
-    if any(refusals):
-        pytest.skip(f"{backend} {refusals[0]}")
+    run_ranks(_all, 2, backend, timeout_s=120)

@@ -6,7 +6,8 @@
     reduce, gather                           all_reduce, all_gather into memory of our own
     scatter                                  broadcast, from which each rank takes its part
     all_to_all with splits                   all_to_all of the longest piece
-    send, recv                               refused: the plugin crashes (seen with 2022.1.2)
+    send, recv                               refused: the plugin crashes (seen with 2022.1.2);
+                                             `with_messages.py` has them carried beside
 
 Its calls block in C and cannot be aborted. So they run on a thread of the group, and the caller
 waits for that thread while it looks after deadline and peers. When an operation fails, the thread
