@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import echelon.dist as dist
+from echelon.dist.backends import registry
 from echelon.dist.pipeline import Pipeline, PlanError, Stage, schedule, split
 from echelon.errors import CollectiveError
 from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage
@@ -167,8 +168,8 @@ class _Dies(nn.Module):
         os._exit(7)
 
 
-def _peer_dies(rank, world_size):
-    group = dist.init(timeout_s=30)
+def _peer_dies(rank, world_size, backend):
+    group = dist.init(backend=backend, timeout_s=30)
     module = nn.Linear(2, 2) if rank == 0 else _Dies()
     pipe = Pipeline(
         [Stage(module, index=rank, num_stages=2)], group=group, num_microbatches=2, loss_fn=loss_fn
@@ -180,8 +181,12 @@ def _peer_dies(rank, world_size):
     return True
 
 
-def test_a_peer_that_dies_is_named_and_the_pipeline_is_over():
-    assert run_ranks(_peer_dies, 2, exit_codes={1: 7}, timeout_s=60)[0]
+@pytest.mark.parametrize("backend", ["shm", "gloo", "xccl"])
+def test_a_peer_that_dies_is_named_and_the_pipeline_is_over(backend):
+    status = next(one for one in registry.statuses() if one.name == backend)
+    if not status.ready:
+        pytest.skip(f"{backend}: {status}")
+    assert run_ranks(_peer_dies, 2, backend, exit_codes={1: 7}, timeout_s=60)[0]
 
 
 def test_a_world_of_one_runs_all_stages():
