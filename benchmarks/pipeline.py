@@ -1,6 +1,6 @@
 """Pipelines: a step's time beside torch's pipelining over gloo, and beside its own simulation.
 
-    python benchmarks/pipeline.py                       # about 3 minutes
+    python benchmarks/pipeline.py                       # about 6 minutes on 2 quiet cores
     python benchmarks/pipeline.py --preset thin --rounds 30
 
 Two ranks hold the same stages twice: once in our pipeline (over shm, and over gloo), once in
