@@ -1,8 +1,8 @@
 """The nccl backend: real NCCL through nccl4py, on CUDA arrays. See `streams` for how it works.
 
 Written against nccl4py 0.6.0. Its signatures, ids and groups were checked with the real library
-(NCCL 2.32), but an operation has never run, since no machine with an NVIDIA GPU was at hand. What is
-tested is everything above the driver, with a driver that is made up (`tests/dist/test_streams.py`);
+(NCCL 2.32), but an operation has never run, since no machine with an NVIDIA GPU was at hand. What
+is tested is everything above the driver, with a made-up driver (`tests/dist/test_streams.py`);
 the tests of NCCL itself are marked `gpu`.
 """
 
