@@ -5,6 +5,7 @@ import torch
 
 import echelon.dist as dist
 from echelon.dist.fsdp import fully_shard, shards
+from echelon.dist.fsdp.unit import State, units_of
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage, schedule
 from echelon.dist.pipeline.lower import add_sharding
@@ -121,7 +122,20 @@ def _with_replicas(rank, world_size, sharded):
         how = {"shard_over": mesh["dp"]} if sharded else {"replicas": mesh["dp"]}
         pipe = _pipeline(name, mesh["pp"], 4, tied=True, **how)
         _train(pipe, 2, mesh["dp"].rank, name, tied=True)
+        _evaluate(pipe)
     dist.shutdown()
+
+
+def _evaluate(pipe):
+    """Evaluating twice gives the same, leaves no gradients, and gives all parameters back."""
+    inputs, targets = make_batch(99, 8)
+    first, second = pipe.evaluate(inputs, targets), pipe.evaluate(inputs, targets)
+    if pipe.has_last:
+        assert [one.item() for one in first] == [one.item() for one in second]
+    parameters = [p for stage in pipe.stages for p in stage.module.parameters()]
+    assert all(parameter.grad is None for parameter in parameters)
+    for stage in pipe.stages:
+        assert all(unit.state is State.SHARDED for unit in units_of(stage.module))
 
 
 @pytest.mark.parametrize("sharded", [True, False])
