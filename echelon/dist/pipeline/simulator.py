@@ -14,7 +14,7 @@ from echelon.dist.pipeline.action import Action, Kind
 from echelon.dist.pipeline.costs import Costs, PerStage, of_stage
 from echelon.dist.pipeline.deadlock import blocked
 from echelon.dist.pipeline.needs import Product, Thing, makes, needs
-from echelon.dist.pipeline.plan import Plan, PlanError
+from echelon.dist.pipeline.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +187,3 @@ def _critical_path(slots: list[list[Slot]]) -> list[Slot]:
 
     last = max((row[-1] for row in slots if row), key=lambda slot: slot.end)
     return [last, *before(last)][::-1]
-
-
-__all__ = ["Costs", "PlanError", "Simulation", "Slot", "simulate"]
