@@ -100,8 +100,6 @@ class Driver:
         if self._failed or self._backward is not None or unit in self._open:
             self.start_over()
         self._open.append(unit)
-        for flat in unit.flats:
-            flat.forget_sums()
         if torch.is_grad_enabled() and unit not in self._begun:
             self._place[unit] = len(self._begun)
             self._begun[unit] = None

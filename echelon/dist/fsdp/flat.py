@@ -31,7 +31,7 @@ from torch import nn
 from echelon.dist.fsdp import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
 from echelon.dist.fsdp.pages import Pages
-from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, Resident, Storage, make_storage
+from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
 
@@ -142,8 +142,8 @@ class Flat:
         self.layout = self._plan(sources)
         self.full = make_storage(self.layout.numel, self.compute_dtype, self.device, pages)
         self.full.take()
-        self._offload = offload and self.device.type != "cpu"
-        self._alike = self.compute_dtype == self.dtype and not self._offload
+        self._offloaded = offload and self.device.type != "cpu"
+        self._alike = self.compute_dtype == self.dtype and not self._offloaded
         self.chunk = self._resident()
         self._fill(sources, replicas)
         self.members = [
@@ -153,7 +153,6 @@ class Flat:
         self.number = number
         self._works: list[Work] = []
         self._kept: torch.Tensor | None = None  # what a device keeps for the near ranks
-        self._sums: Storage | None = None
         self.release()
 
     @property
@@ -220,24 +219,6 @@ class Flat:
                 self._kept = self._part_of_full(near.rank, near.size).clone()
         self.full.release(keep)
 
-    # ---- gradients ----
-
-    def sums(self) -> torch.Tensor:
-        """Return where my part of the reduced gradients goes: [chunk_numel], dtype of the shards.
-
-        The same addresses at every step. What the program still holds of an earlier step's
-        gradients is overwritten, as with DDP's `gradient_as_bucket_view`.
-        """
-        if self._sums is None:
-            self._sums = self._make_sums()
-        self._sums.take()
-        return self._sums.tensor
-
-    def forget_sums(self) -> None:
-        """Give the memory of gradients back that the program has set to None."""
-        if self._sums is not None and all(one.shard.grad is None for one in self.members):
-            self._sums.release([])
-
     # ---- making ----
 
     def _plan(self, sources: Sequence[Source]) -> Layout:
@@ -245,17 +226,12 @@ class Flat:
         shapes = [source.parameter.shape for source in sources]
         return plan_layout(shapes, itemsize, self.group.size, PAGE_BYTES)
 
-    def _make_sums(self) -> Storage:
-        if self._offload:
-            return Resident(self._resident())
-        return make_storage(self.layout.chunk_numel, self.dtype, self.device, Pages())
-
     def _resident(self) -> torch.Tensor:
         """Return a chunk-sized tensor in the dtype, and where, the shards are."""
         numel = self.layout.chunk_numel
         if self.device.type == "cpu":
             return HostStorage(numel, self.dtype).tensor
-        if self._offload:
+        if self._offloaded:
             return torch.zeros(numel, dtype=self.dtype, pin_memory=True)
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 

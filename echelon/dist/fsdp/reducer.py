@@ -47,7 +47,7 @@ class Reducer:
             self._driver.note("reduce", flat.number)
             try:
                 self._advance(_MAX_IN_FLIGHT - 1)
-                reduction.start(first=all(other.flat is not flat for other in self._all))
+                reduction.start()
             except CollectiveError as err:
                 raise self._driver.explain(err, f"reducing the gradients of {unit}") from None
             self._flying.append(reduction)

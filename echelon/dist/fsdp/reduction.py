@@ -42,7 +42,6 @@ class Reduction:
         self._group = group
         self._replicas = replicas
         self._buffer: torch.Tensor | None = None
-        self._lent_sums: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None  # [chunk_numel], dtype of the reduction
         self._work: Work | None = None
         self._is_across = False
@@ -59,12 +58,8 @@ class Reduction:
             return
         self._copy(member, gradient)
 
-    def start(self, *, first: bool) -> None:
-        """Take what still waits in `.grad`, put zeros for what never came, and begin to reduce.
-
-        Args:
-            first: no other reduction of this flat has gone before in this backward.
-        """
+    def start(self) -> None:
+        """Take what still waits in `.grad`, put zeros for what never came, and begin to reduce."""
         for member in self.flat.members:
             if member.leaf.grad is not None:
                 self._copy(member, member.leaf.grad)
@@ -72,9 +67,13 @@ class Reduction:
         for member in self.flat.members:
             if member not in self.present:
                 member.within(buffer).zero_()
-        self._sums = self._where_to(first)
+        # From the heap, which has what activations leave: mapped, it would come on top of them.
+        flat = self.flat
+        self._sums = torch.empty(
+            flat.layout.chunk_numel, dtype=flat.reduce_dtype, device=flat.device
+        )
         numel, op = buffer.numel(), "avg" if self._replicas is None else "sum"
-        shape = tagged_shape(numel, self.flat.number)
+        shape = tagged_shape(numel, flat.number)
         self._work = self._group.reduce_scatter(
             self._sums, buffer.view(shape), op=op, async_op=True
         )
@@ -103,41 +102,13 @@ class Reduction:
         sums, self._sums = self._sums, None
         if self._replicas is not None:
             sums.div_(self._group.size * self._replicas.size)
-        ours = self.flat.sums()
-        if self._adds:
-            sums = sums.to(ours.device, ours.dtype)
-        elif sums is not ours:
-            ours.copy_(sums)
-            sums = ours
+        sums = sums.to(self.flat.chunk.device, self.flat.dtype)
         for member in present:
             mine = member.of(sums)
-            if member.shard.grad is not None:
-                member.shard.grad.add_(mine)
+            if member.shard.grad is None:
+                member.shard.grad = mine
             else:
-                member.shard.grad = mine.clone() if self._adds else mine
-        if self._lent_sums is not None:
-            self._pool.give_back(self._lent_sums)
-            self._lent_sums = None
-
-    def drop(self) -> None:
-        """Forget everything, after a failure."""
-        self._buffer = self._lent_sums = self._sums = self._work = None
-
-    @property
-    def _adds(self) -> bool:
-        """Whether a shard has a gradient already, to which this one is added."""
-        return any(member.shard.grad is not None for member in self.flat.members)
-
-    def _where_to(self, first: bool) -> torch.Tensor:
-        flat = self.flat
-        ours = flat.sums()
-        own = flat.reduce_dtype == flat.dtype and ours.device == flat.device
-        if own and first and not self._adds:
-            return ours
-        self._lent_sums = self._pool.acquire(
-            flat.layout.chunk_numel, flat.reduce_dtype, flat.device
-        )
-        return self._lent_sums
+                member.shard.grad.add_(mine)
 
     def _take_buffer(self) -> torch.Tensor:
         if self._buffer is None:

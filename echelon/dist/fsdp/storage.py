@@ -45,16 +45,6 @@ class Storage:
         raise NotImplementedError
 
 
-class Resident(Storage):
-    """Memory that stays."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def release(self, keep: list[tuple[int, int]]) -> None:
-        """Keep it all the same."""
-
-
 class HostStorage(Storage):
     """An anonymous private mapping. Touched pages are resident, released ones are not.
 
