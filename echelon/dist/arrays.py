@@ -37,6 +37,7 @@ DTYPES = (
 )
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _NUMERIC = frozenset(DTYPES)
+_TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +153,35 @@ def _view_torch(torch: Any, tensor: Any, name: str) -> View:
             f"{name}: a {dtype}{list(tensor.shape)} tensor that is not contiguous; "
             "pass tensor.contiguous()"
         )
-    flat = tensor.detach().reshape(-1)
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name}: a lazily conjugated or negated tensor; pass tensor.clone()")
     if tensor.device.type != "cpu":
+        flat = tensor.detach().reshape(-1)
         data: Any = DeviceFlat(
             flat.data_ptr(), flat.numel(), flat.element_size(), tensor.device.index or 0, flat
         )
         return View(data, dtype, tuple(tensor.shape), tensor.device.type)
-    if dtype == "bfloat16":
-        data = flat.view(torch.int16).numpy().view(np.uint16)
-    elif dtype in _NUMERIC:
-        data = flat.numpy()
-    else:
-        data = flat.view(torch.uint8).numpy()
+    data = np.asarray(_HostMemory(tensor, dtype))
     return View(data, dtype, tuple(tensor.shape))
+
+
+class _HostMemory:
+    """A tensor's memory for NumPy, flat, with the tensor kept alive.
+
+    `Tensor.numpy()` would do, but marks the storage as one that cannot be resized from then on, and
+    FSDP1 and PowerSGD do resize what they have sent.
+    """
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Any, dtype: str) -> None:
+        self._tensor = tensor
+        length, kind = tensor.numel(), _TYPES.get(dtype)
+        if kind is None:
+            length, kind = length * tensor.element_size(), "|u1"
+        self.__array_interface__ = {
+            "version": 3, "shape": (length,), "typestr": kind, "data": (tensor.data_ptr(), False),
+        }  # fmt: skip
 
 
 def _view_cuda(array: Any, name: str, *, writable: bool) -> View:

@@ -100,3 +100,16 @@ def test_any_dlpack_array_is_viewed_in_place():
     x = np.zeros(3, np.float32)
     view(_OnlyDlpack(x), "x", writable=True).data[1] = 2
     assert x[1] == 2
+
+
+def test_a_tensors_storage_can_still_be_resized_after_it_was_sent():
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(4)
+    assert view(tensor, "x", writable=True).data.tolist() == [1.0] * 4
+    tensor.untyped_storage().resize_(0)  # FSDP1 and PowerSGD do
+
+
+def test_a_lazily_conjugated_tensor_is_refused():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="conjugated"):
+        view(torch.ones(2, dtype=torch.complex64).conj(), "x", writable=False)

@@ -161,8 +161,7 @@ def _hooks(rank: int, world_size: int) -> None:
     state = power_sgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     for hook, its_state in (
         (power_sgd.powerSGD_hook, state),  # it waits for futures within callbacks of futures
-        (power_sgd.batched_powerSGD_hook, power_sgd.PowerSGDState(None, start_powerSGD_iter=2)),
-        (default_hooks.bf16_compress_hook, None),
+        (default_hooks.fp16_compress_hook, None),
         (default_hooks.allreduce_hook, None),
     ):
         torch.manual_seed(1)
