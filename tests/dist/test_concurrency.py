@@ -86,3 +86,22 @@ def test_threads_use_several_groups_at_once(backend, engine):
     if backend != "shm":
         pytest.importorskip("torch")
     run_ranks(_use_from_threads, 4, backend, timeout_s=120, environ={"ECHELON_SHM": engine})
+
+
+def _leave_at_once(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=60)
+    for _ in range(150):
+        group = dist.new_group(range(world_size))
+        x = np.full(4, rank, np.int64)
+        outs = [np.empty(4 * world_size, np.int64) for _ in range(3)]
+        works = [group.all_gather(out, x, async_op=True) for out in outs]
+        works[-1].wait()
+        group.close()  # the engine's thread may still be on its way out of the last operation
+        assert all((out == np.repeat(np.arange(world_size), 4)).all() for out in outs)
+    world.barrier()
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_who_leaves_right_after_its_last_operation_takes_nothing_from_the_others(engine):
+    run_ranks(_leave_at_once, 4, timeout_s=120, environ={"ECHELON_SHM": engine})

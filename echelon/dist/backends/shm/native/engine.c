@@ -184,7 +184,8 @@ static void end_group(struct ec_engine *engine, enum ec_fault fault)
 {
     struct ec_blame blame = {.fault = fault};
     ec_blame_rank(&blame, engine->rank);
-    atomic_store(&engine->aborted, 1);
+    uint32_t nothing = EC_FINE;
+    atomic_compare_exchange_strong(&engine->ends_with, &nothing, fault);
     pthread_mutex_lock(&engine->lock);
     while (engine->blame.fault == EC_FINE) {
         if (engine->driving) {
@@ -205,6 +206,12 @@ static void end_group(struct ec_engine *engine, enum ec_fault fault)
 void ec_abort(struct ec_engine *engine)
 {
     end_group(engine, EC_ABORTED);
+}
+
+/* The same, but in order: peers that need nothing more from us go on. */
+void ec_leave(struct ec_engine *engine)
+{
+    end_group(engine, EC_LEFT);
 }
 
 /* ---- looking around ---- */
@@ -354,10 +361,12 @@ static bool is_time_to_look(struct ec_engine *engine, struct ec_op *const *ops, 
     return due;
 }
 
-static bool was_aborted(struct ec_engine *engine)
+/* It says why, as who asked for it did: peers go on when a member left after its last operation, and
+ * fail when it aborted. */
+static bool was_ended(struct ec_engine *engine)
 {
-    struct ec_blame blame = {.fault = EC_ABORTED};
-    if (!atomic_load(&engine->aborted))
+    struct ec_blame blame = {.fault = (enum ec_fault)atomic_load(&engine->ends_with)};
+    if (blame.fault == EC_FINE)
         return false;
     ec_blame_rank(&blame, engine->rank);
     ec_fail(engine, &blame);
@@ -373,7 +382,7 @@ static int drive(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_c
     engine->looked_ns = ec_now_ns();
     for (;;) {
         atomic_store(&engine->kicked, 0);
-        if (was_aborted(engine))
+        if (was_ended(engine))
             return 0;
         bool moved = step_all(engine);
         if (op && is_over(op))
@@ -476,10 +485,10 @@ int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check 
 }
 
 /* Leave the group. What is pending fails; no other thread may be in a call any more when this
- * frees what the engine holds, so `ec_abort` comes first where there may be one. */
+ * frees what the engine holds, so `ec_leave` comes first where there may be one. */
 void ec_close(struct ec_engine *engine)
 {
-    end_group(engine, EC_LEFT);
+    ec_leave(engine);
     pthread_mutex_lock(&engine->lock);
     engine->stopping = true;
     pthread_cond_broadcast(&engine->changed);

@@ -216,7 +216,7 @@ struct ec_engine {
     struct ec_blame blame; /* of the first fault; fault == EC_FINE while the group works */
 
     _Atomic uint32_t kicked;  /* something was submitted while the driver may be asleep */
-    _Atomic uint32_t aborted;
+    _Atomic uint32_t ends_with; /* enum ec_fault: set where the driver is to end the group */
 };
 
 /* Called every 100 ms while a caller's own thread waits; non-zero: stop. */
@@ -231,6 +231,7 @@ int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread);
 int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until_ns, ec_check check,
             void *argument);
 void ec_abort(struct ec_engine *engine);
+void ec_leave(struct ec_engine *engine);
 void ec_fail(struct ec_engine *engine, const struct ec_blame *blame);
 bool ec_fails_with_others(struct ec_engine *engine, const struct ec_op *op);
 void ec_finish(struct ec_engine *engine, struct ec_queue *queue, struct ec_op *op);

@@ -429,7 +429,7 @@ static void close_engine(EngineObject *self)
     bool in_use = self->num_inside > 0;
     Py_BEGIN_ALLOW_THREADS
     if (in_use)
-        ec_abort(&self->engine);
+        ec_leave(&self->engine);
     Py_END_ALLOW_THREADS
     while (self->num_inside > 0) {
         Py_BEGIN_ALLOW_THREADS
