@@ -3,9 +3,9 @@
     flat vector   |p0   .|p1          .|p2 .|p3             .|  padding |
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
 
-Every parameter starts on a boundary that vector instructions like; every chunk is a whole number of
-pages, so that what belongs to others can be given back to the system page by page, without touching
-what is mine. Pure arithmetic: no tensors here.
+Every parameter starts on a boundary that vector instructions like. The chunks of all but small
+units are whole numbers of pages, so that what belongs to others can be given back to the system page
+by page; of a small unit that would leave most ranks with nothing. Pure arithmetic: no tensors here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _START_BYTES = 64
+_LEAST_PAGES = 16  # a rank's, for chunks of whole pages: they are uneven by a sixteenth at most
 TAG_BITS = 7  # a chunk divides by 2 this often: see `tagged_shape`
 
 
@@ -76,7 +77,7 @@ def plan_layout(
         itemsize: bytes of the smallest element that the vector will hold (a unit may be gathered in
             another dtype than it is kept in; both are to fall on pages).
         group_size: number of ranks.
-        page_bytes: a chunk is a multiple of this.
+        page_bytes: a chunk is a multiple of this, unless the unit is small.
     """
     step = max(1, _START_BYTES // itemsize)
     pieces, end = [], 0
@@ -84,7 +85,10 @@ def plan_layout(
         numel = math.prod(shape)
         pieces.append(Piece(end, numel, tuple(shape)))
         end += -(-numel // step) * step
-    grain = math.lcm(max(1, page_bytes // itemsize), 1 << TAG_BITS)
+    grain = 1 << TAG_BITS
+    pages = math.lcm(max(1, page_bytes // itemsize), grain)
+    if end >= _LEAST_PAGES * pages * group_size:
+        grain = pages
     chunk = max(1, -(-end // (grain * group_size))) * grain
     return Layout(tuple(pieces), chunk, group_size)
 

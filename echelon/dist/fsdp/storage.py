@@ -39,8 +39,8 @@ class Storage:
         """Give the memory back, but for some ranges.
 
         Args:
-            keep: (first, last) elements, on page boundaries, ascending, without overlaps. On the
-                host alone.
+            keep: (first, last) elements, ascending, without overlaps; the pages that they touch
+                stay. On the host alone.
         """
         raise NotImplementedError
 
@@ -95,7 +95,8 @@ class HostStorage(Storage):
         """Hand the pages to the system."""
         position = 0
         for first, last in [*keep, (self.num_bytes // self._itemsize,) * 2]:
-            start, stop = position * self._itemsize, first * self._itemsize
+            start = -(-position * self._itemsize // PAGE_BYTES) * PAGE_BYTES
+            stop = first * self._itemsize // PAGE_BYTES * PAGE_BYTES
             if stop > start:
                 self._map.madvise(mmap.MADV_DONTNEED, self._start + start, stop - start)
             position = last

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @given(SHAPES, st.integers(1, 5), st.sampled_from([1, 2, 4, 8]))
 def test_each_element_belongs_to_one_rank(shapes, ranks, itemsize):
     layout = plan_layout(shapes, itemsize, ranks, 4096)
-    assert layout.chunk_numel * itemsize % 4096 == 0
+    assert layout.chunk_numel % 128 == 0
     end = 0
     for index, (piece, shape) in enumerate(zip(layout.pieces, shapes, strict=True)):
         assert piece.start >= end
@@ -40,6 +40,15 @@ def test_each_element_belongs_to_one_rank(shapes, ranks, itemsize):
                 assert place == piece.start + part.start
                 assert part.offset + part.length <= layout.chunk_numel
     assert end <= layout.numel
+
+
+@pytest.mark.parametrize("side", [100, 1000])
+def test_small_units_are_divided_evenly_and_large_ones_by_pages(side):
+    layout = plan_layout([(side, side), (side,)], 4, 4, 4096)
+    held = [sum(layout.part(index, rank).length for index in (0, 1)) for rank in range(4)]
+    assert sum(held) == side * side + side
+    assert min(held) > 0.9 * max(held)
+    assert (layout.chunk_numel * 4 % 4096 == 0) == (side == 1000)
 
 
 @given(st.integers(0, 127), st.integers(1, 1000))
