@@ -78,7 +78,8 @@ def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
 def _judge(rank: int, mine: Socket, other: int, theirs: Socket) -> Iterator[BrokenLink]:
     if mine.moved_bytes > 0 or theirs.moved_bytes > 0:
         return
-    unacknowledged = mine.unsent_bytes > 0 and mine.retransmits != 0
+    # A packet for which there is no route is not even counted as sent again.
+    unacknowledged = mine.unsent_bytes > 0 and (mine.retransmits != 0 or mine.moved_bytes == 0)
     if unacknowledged or theirs.unread_bytes > 0:
         yield BrokenLink(
             sender=rank,
