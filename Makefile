@@ -24,8 +24,9 @@ $(VENV)/.ready-xccl: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[xccl]'
 	@touch $@
 
+# Most tests wait for processes, so two files at a time; a file's tests stay in order.
 test: setup $(VENV)/.ready-xccl
-	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not slow' $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
