@@ -1,8 +1,8 @@
 """Line up the hosts' clocks once, at `init`: where each rank's stamps lie on rank 0's clock.
 
 Ranks that share rank 0's clock (all of them, on one host) need nothing. Of every other host one
-rank asks rank 0 for the time, by round trips through the store's queues, and tells the host's others.
-Rank 0 answers as many questions as there will be and no more, so this ends with the last of them.
+rank asks rank 0 for the time, by round trips through the store's queues, and tells the others of
+its host. Rank 0 answers as many questions as there will be and no more, so this ends with the last.
 """
 
 from __future__ import annotations
