@@ -3,12 +3,13 @@
     python benchmarks/pipeline.py                       # about 6 minutes on 2 quiet cores
     python benchmarks/pipeline.py --preset thin --rounds 30
 
-Two ranks hold the same stages twice: once in our pipeline (over shm, and over gloo), once in
-torch's. Every round runs one step of each, in turns, so that a slow moment of the machine meets
-all; a step's time is its slowest rank's. "x torch" is the median of the rounds' ratios: below 1 is
-faster. Processor time is that of both ranks and all their threads. Costs of each stage's forward,
-input and weight gradients are measured beforehand, with both ranks at it at once, and so is the
-link; "simulated" is the makespan that they give.
+Two ranks hold the same stages: in our pipeline (over shm, and over gloo), and in torch's, whose
+ranks are processes of their own that sleep meanwhile, since ours change the heap's settings
+(`echelon/dist/heap.py`). Every round runs one step of each, in turns, so that a slow moment of the
+machine meets all; a step's time is its slowest rank's. "x torch" is the median of the rounds'
+ratios: below 1 is faster. Processor time is that of both ranks and all their threads. Costs of each
+stage's forward, input and weight gradients are measured beforehand, with both ranks at it at once,
+and so is the link; "simulated" is the makespan that they give.
 
 Presets: `gpt` is a char-level GPT (10.7M parameters, 8 x 256 tokens); `thin` has 1/6 of its width
 and 8 times its tokens, so that messages weigh more.
@@ -18,10 +19,10 @@ and 8 times its tokens, so that messages weigh more.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -103,39 +104,122 @@ def loss_fn(output: Any, targets: Any) -> Any:
 # ---- one rank ----
 
 
-class Rank:
-    def __init__(self, arguments: argparse.Namespace) -> None:
+class Batch:
+    def __init__(self, preset: Preset) -> None:
         import torch
-        import torch.distributed as torch_dist
-
-        import echelon.dist as dist
 
         torch.set_num_threads(1)
+        generator = torch.Generator().manual_seed(2)
+        shape, high = (preset.batch, preset.tokens), preset.vocabulary
+        self.inputs = torch.randint(high, shape, generator=generator)
+        self.targets = torch.randint(high, shape, generator=generator)
+
+
+class TorchRank:
+    """A rank of torch's pipeline, in a process that takes a step when it is told to."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        command = [
+            sys.executable, __file__, "--serve-torch", "--preset", arguments.preset,
+            "--microbatches", str(arguments.microbatches),
+        ]  # fmt: skip
+        environment = {
+            **os.environ,
+            "MASTER_PORT": os.environ["TORCH_RANKS_PORT"],
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment
+        )
+
+    def ask(self, *words: str) -> float:
+        """Let it make a schedule's stages, or take a step; return the processor time of it."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(" ".join(words) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+        assert self._process.returncode == 0, self._process.returncode
+
+
+def serve_torch(arguments: argparse.Namespace) -> None:
+    import torch.distributed as torch_dist
+
+    from echelon.dist.pipeline import schedule
+
+    preset, step = PRESETS[arguments.preset], None
+    batch = Batch(preset)
+    torch_dist.init_process_group("gloo")
+    for line in sys.stdin:
+        before = time.process_time()
+        if line.startswith("make"):
+            name = line.split()[1]
+            chunks, torch_name = CASES[name]
+            plan = schedule(name, RANKS, arguments.microbatches, chunks if chunks > 1 else None)
+            step = theirs(preset, batch, torch_name, plan, plan.stages_of(torch_dist.get_rank()))
+        assert step is not None
+        step()
+        print(time.process_time() - before, flush=True)
+    torch_dist.destroy_process_group()
+
+
+def theirs(
+    preset: Preset, batch: Batch, name: str, plan: Any, mine: tuple[int, ...]
+) -> Callable[[], Any]:
+    import torch
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+
+    modules = stages_of(preset, plan.num_stages, mine)
+    owner = dict(enumerate(plan.rank_of_stage))
+    stages = []
+    for index, module in modules.items():
+        stage = pipelining.PipelineStage(module, index, plan.num_stages, torch.device("cpu"))
+        stage.stage_index_to_group_rank = owner
+        stages.append(stage)
+    made = getattr(schedules, name)(
+        stages[0] if len(stages) == 1 else stages, plan.num_microbatches, loss_fn=loss_fn
+    )
+    first, last = 0 in mine, plan.num_stages - 1 in mine
+
+    def step() -> None:
+        arguments = [batch.inputs] if first else []
+        options: dict[str, Any] = {"losses": [], "target": batch.targets} if last else {}
+        made.step(*arguments, **options)
+        clear(modules.values())
+
+    return step
+
+
+class Rank:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import echelon.dist as dist
+
         self.preset = PRESETS[arguments.preset]
         self.num_microbatches = arguments.microbatches
         self.rounds = arguments.rounds
-        torch_dist.init_process_group("gloo")
-        self.torch_dist = torch_dist
+        self.torch = TorchRank(arguments)
         self.groups = {"shm": dist.init(backend="shm")}
         self.groups["gloo"] = gloo_group(self.groups["shm"])
         self.world = self.groups["shm"]
-        generator = torch.Generator().manual_seed(2)
-        shape = (self.preset.batch, self.preset.tokens)
-        high = self.preset.vocabulary
-        self.inputs = torch.randint(high, shape, generator=generator)
-        self.targets = torch.randint(high, shape, generator=generator)
+        batch = Batch(self.preset)
+        self.inputs, self.targets = batch.inputs, batch.targets
 
     def run(self, name: str) -> dict[str, Any]:
         from echelon.dist.pipeline import schedule
 
-        chunks, torch_name = CASES[name]
+        chunks, _ = CASES[name]
         plan = schedule(name, RANKS, self.num_microbatches, chunks if chunks > 1 else None)
         mine = plan.stages_of(self.world.rank)
         ways: dict[str, Callable[[], Any]] = {
             backend: self.ours(plan, mine, group) for backend, group in self.groups.items()
         }
-        with contextlib.suppress(NotImplementedError):
-            ways["torch"] = self.theirs(torch_name, plan, mine)
+        self.torch.ask("make", name)
+        ways["torch"] = lambda: self.torch.ask("step")
         for way in ways.values():
             way()  # warm
         times: dict[str, list[float]] = {way: [] for way in ways}
@@ -154,8 +238,8 @@ class Rank:
         """Return the slowest rank's time, and all ranks' processor time, all threads."""
         self.world.barrier()
         began, before = time.perf_counter(), time.process_time()
-        call()
-        wall, processor = time.perf_counter() - began, time.process_time() - before
+        elsewhere = call() or 0.0
+        wall, processor = time.perf_counter() - began, time.process_time() - before + elsewhere
         each = self.world.all_gather_object([wall, processor])
         return max(one[0] for one in each), sum(one[1] for one in each)
 
@@ -168,31 +252,6 @@ class Rank:
 
         def step() -> None:
             pipe.step(self.inputs, self.targets)
-            clear(modules.values())
-
-        return step
-
-    def theirs(self, name: str, plan: Any, mine: tuple[int, ...]) -> Callable[[], Any]:
-        import torch
-        from torch.distributed import pipelining
-        from torch.distributed.pipelining import schedules
-
-        modules = stages_of(self.preset, plan.num_stages, mine)
-        owner = dict(enumerate(plan.rank_of_stage))
-        stages = []
-        for index, module in modules.items():
-            stage = pipelining.PipelineStage(module, index, plan.num_stages, torch.device("cpu"))
-            stage.stage_index_to_group_rank = owner
-            stages.append(stage)
-        made = getattr(schedules, name)(
-            stages[0] if len(stages) == 1 else stages, self.num_microbatches, loss_fn=loss_fn
-        )
-        first, last = 0 in mine, plan.num_stages - 1 in mine
-
-        def step() -> None:
-            arguments = [self.inputs] if first else []
-            options: dict[str, Any] = {"losses": [], "target": self.targets} if last else {}
-            made.step(*arguments, **options)
             clear(modules.values())
 
         return step
@@ -309,8 +368,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--json", type=Path, help="also write all samples here")
+    parser.add_argument("--serve-torch", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.serve_torch:
+        arguments.preset = arguments.preset[0]
+        serve_torch(arguments)
+        return
     presets = arguments.preset or ["gpt", "thin"]
     names = arguments.only or list(CASES)
     if arguments.rank_output:
@@ -319,7 +383,7 @@ def main() -> None:
         results = {name: rank.run(name) for name in names}
         if rank.world.rank == 0:
             arguments.rank_output.write_text(json.dumps(results))
-        rank.torch_dist.destroy_process_group()
+        rank.torch.close()
         return
     everything = {preset: launch(arguments, preset, names) for preset in presets}
     for preset, results in everything.items():
@@ -340,11 +404,19 @@ def launch(arguments: argparse.Namespace, preset: str, names: list[str]) -> dict
             "--rounds", str(arguments.rounds), "--rank-output", str(output),
             *[word for name in names for word in ("--only", name)],
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "TORCH_RANKS_PORT": str(free_port())
+        }  # fmt: skip
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-2000:] + done.stderr[-4000:])
         return json.loads(output.read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def show(preset: str, arguments: argparse.Namespace, results: dict[str, Any]) -> None:

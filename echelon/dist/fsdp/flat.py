@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.dist.fsdp import heap
+from echelon.dist import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
 from echelon.dist.fsdp.pages import Pages
 from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import torch
 
+from echelon.dist import heap
 from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.action import Action, Kind
 from echelon.dist.pipeline.batch import check_batch, split_batch
@@ -93,6 +94,8 @@ class Pipeline:
         self._ties = Ties(ties, self.stages, self.plan.rank_of_stage, self.group)
         self._failed = False
         self._rooms: dict[int, Room] = {}
+        if all(p.device.type == "cpu" for stage in self.stages for p in stage.module.parameters()):
+            heap.keep()
         self._ties.begin()
 
     @cached_property

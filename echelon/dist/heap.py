@@ -4,8 +4,8 @@ A training step on the CPU takes and frees the same few hundred megabytes of act
 gradients at every step. By default glibc maps large blocks one by one and gives the top of the heap
 back to the system as soon as it is free; every page is then faulted in and zeroed anew, which for
 85M parameters cost a sixth of the step's processor time (measured beside FSDP2, see
-docs/benchmarks/sharding.md). So sharding on the host asks glibc to keep what it has. The peak stays
-the same: nothing is kept that was not in use at once.
+docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep what it has.
+The peak stays the same: nothing is kept that was not in use at once.
 """
 
 from __future__ import annotations
