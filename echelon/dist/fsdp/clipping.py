@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -14,13 +13,7 @@ from echelon.dist.fsdp.unit import units_of
 from echelon.dist.group import ProcessGroup
 
 
-def clip_grad_norm(
-    module: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    across: Iterable[ProcessGroup] = (),
-) -> float:
+def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
     """Scale all gradients so that their common norm is at most `max_norm`; return what it was.
 
     The norm is summed in float64, in rank order, from one number of each rank: the same bits
@@ -31,7 +24,6 @@ def clip_grad_norm(
         module: the sharded model.
         max_norm: upper bound; infinite: nothing is scaled.
         norm_type: 2.0, another positive number, or infinity.
-        across: further groups whose ranks hold other parts of the model, such as a pipeline's.
 
     Raises:
         ValueError: a bad argument.
@@ -46,8 +38,6 @@ def clip_grad_norm(
         total = _join([total, *_everyones(group, _measure(mine, norm_type), module)], norm_type)
     if not sharded:
         total = _measure(plain, norm_type)
-    for group in across:
-        total = _join(_everyones(group, total, module), norm_type)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     scale = max_norm / (norm + 1e-6)
     if not scale >= 1.0:  # NaN too: the gradients show it then, as with torch's
