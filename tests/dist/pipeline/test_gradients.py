@@ -117,7 +117,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(num_ranks, num_microb
 def _with_replicas(rank, world_size, sharded):
     dist.init(reduction="rank_ordered")
     torch.set_num_threads(1)
-    mesh = DeviceMesh((2, 2), ("pp", "dp"))
+    mesh = DeviceMesh((world_size // 2, 2), ("pp", "dp"))
     for name in NAMES:
         how = {"shard_over": mesh["dp"]} if sharded else {"replicas": mesh["dp"]}
         pipe = _pipeline(name, mesh["pp"], 4, tied=True, **how)
@@ -138,7 +138,7 @@ def _evaluate(pipe):
         assert all(unit.state is State.SHARDED for unit in units_of(stage.module))
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_every_schedule_with_data_parallelism(sharded):
-    """Two stages' ranks times two replicas, parameters divided among these, or copied."""
-    run_ranks(_with_replicas, 4, sharded, timeout_s=120)
+@pytest.mark.parametrize(("num_ranks", "sharded"), [(4, True), (4, False), (8, True)])
+def test_every_schedule_with_data_parallelism(num_ranks, sharded):
+    """Two or four stages' ranks times two replicas, parameters divided among these, or copied."""
+    run_ranks(_with_replicas, num_ranks, sharded, timeout_s=60 * num_ranks)
