@@ -26,7 +26,7 @@ $(VENV)/.ready-xccl: $(VENV)/.ready
 
 # Most tests wait for processes, so two files at a time; a file's tests stay in order.
 test: setup $(VENV)/.ready-xccl
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu and not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
