@@ -116,7 +116,8 @@ def test_with_py_spy_the_line_is_named_too(train):
 
 def test_a_crash_names_the_rank_and_not_its_victims(train):
     done, verdict = train("raises")
-    assert done.returncode == 1, done.stderr
+    # Torch's threads may end in std::terminate while the interpreter shuts down: then it is SIGABRT.
+    assert done.returncode in (1, 128 + signal.SIGABRT), done.stderr
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("exception", [1]), verdict
     assert "a bad batch" in verdict["summary"]
 
