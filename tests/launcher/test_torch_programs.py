@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import textwrap
 
 import pytest
@@ -116,7 +117,7 @@ def test_with_py_spy_the_line_is_named_too(train):
 
 def test_a_crash_names_the_rank_and_not_its_victims(train):
     done, verdict = train("raises")
-    # Torch's threads may end in std::terminate while the interpreter shuts down: then it is SIGABRT.
+    # Torch's threads may call std::terminate while the interpreter shuts down: SIGABRT then.
     assert done.returncode in (1, 128 + signal.SIGABRT), done.stderr
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("exception", [1]), verdict
     assert "a bad batch" in verdict["summary"]
