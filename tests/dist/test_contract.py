@@ -102,12 +102,7 @@ def _keep_order(rank: int, world_size: int, backend: str) -> None:
     dist.shutdown()
 
 
-# Three ranks of oneCCL's CPU plugin, which polls, once stood still for a minute on two busy cores:
-# until it is known why, they are not for every run.
-@pytest.mark.parametrize(
-    ("backend", "world_size"),
-    [("gloo", 4), ("shm+gloo", 4), pytest.param("xccl", 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 4), ("shm+gloo", 4), ("xccl", 3)])
 def test_rank_ordered_sums_are_the_same_bits_on_every_backend(backend, world_size):
     reason = next(status.reason for status in registry.statuses() if status.name == backend)
     if reason:
