@@ -125,6 +125,7 @@ class MadeUpBackend(StreamBackend):
         self._library = None
         self._num_collectives = 0
         self.reported = ""  # an error that the library has found
+        self._ended = threading.Event()
         super().__init__(members, store, timeout_s)
 
     def _find_accelerator(self):
@@ -158,8 +159,10 @@ class MadeUpBackend(StreamBackend):
         )  # fmt: skip
 
         def run():
-            with contextlib.suppress(Exception):  # a kernel that ends without having done its work
+            try:
                 self._library.execute(operation)
+            except Exception:
+                self._ended.wait()  # a kernel whose peer is gone spins until it is aborted
 
         if is_message and self._group is not None:
             self._group.append(operation)  # all of a group at once: nobody waits for an order
@@ -186,18 +189,22 @@ class MadeUpBackend(StreamBackend):
             self._put(lambda: self._run_group(group))
 
     def _run_group(self, group):
-        with contextlib.suppress(Exception):
+        try:
             for pending in [self._library.submit(operation) for operation in group]:
                 pending.wait(self._limit_s)
+        except Exception:
+            self._ended.wait()
 
     def _failure(self):
         return self.reported
 
     def _abort(self):
+        self._ended.set()
         if self._library is not None:
             self._library.abort()
 
     def _close(self):
+        self._ended.set()
         self._library.close()
 
 

@@ -154,9 +154,9 @@ def _wait_for_dead(rank: int, world_size: int) -> None:
     world.all_reduce(x)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    work = world.all_reduce(x, async_op=True)
-    _wait_until_done(work)
     with pytest.raises(PeerLostError, match="rank 1 ") as caught:
+        work = world.all_reduce(x, async_op=True)  # may already know: then this call says so
+        _wait_until_done(work)
         work.wait()
     assert caught.value.ranks == (1,)
     dist.shutdown()

@@ -71,7 +71,8 @@ def test_a_shell_is_looked_through_and_children_are_found(start):
     pid = start("sh", "-c", "sh -c 'echo ready; sleep 900; true'; true")
     below = _until(lambda: threads.descendants(pid), lambda found: len(found) == 2)
     assert threads.program_of(pid) == below[-1]
-    assert Path(f"/proc/{below[-1]}/comm").read_text() == "sleep\n"
+    comm = Path(f"/proc/{below[-1]}/comm")  # says "sh" until the fork has become sleep
+    _until(comm.read_text, lambda name: name == "sleep\n")
     assert threads.program_of(os.getpid()) == os.getpid()
 
 

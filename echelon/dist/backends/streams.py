@@ -179,6 +179,7 @@ class StreamBackend(ABC):
                 pending = StreamPending(self, operation, self.accelerator.Event())
                 self._note(pending)
         with self._lock:
+            pending.error = self._lost  # the group may have ended since this call began
             self._flying.append(pending)
         return pending
 
