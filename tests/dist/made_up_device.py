@@ -16,6 +16,7 @@ import torch
 from echelon.dist.backends.operation import Operation, encode_call
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.backends.streams import StreamBackend
+from echelon.errors import EchelonError
 from echelon.store import PrefixStore
 
 LAG_S = 0.002  # how much later than the host the device runs each piece of work
@@ -161,7 +162,7 @@ class MadeUpBackend(StreamBackend):
         def run():
             try:
                 self._library.execute(operation)
-            except Exception:
+            except EchelonError:
                 self._ended.wait()  # a kernel whose peer is gone spins until it is aborted
 
         if is_message and self._group is not None:
@@ -192,7 +193,7 @@ class MadeUpBackend(StreamBackend):
         try:
             for pending in [self._library.submit(operation) for operation in group]:
                 pending.wait(self._limit_s)
-        except Exception:
+        except EchelonError:
             self._ended.wait()
 
     def _failure(self):

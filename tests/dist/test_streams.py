@@ -155,11 +155,15 @@ def _wait_for_dead(rank: int, world_size: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match="rank 1 ") as caught:
-        work = world.all_reduce(x, async_op=True)  # may already know: then this call says so
-        _wait_until_done(work)
-        work.wait()
+        _all_reduce_to_its_end(world, x)
     assert caught.value.ranks == (1,)
     dist.shutdown()
+
+
+def _all_reduce_to_its_end(world, x) -> None:
+    work = world.all_reduce(x, async_op=True)  # raises itself if the death is known already
+    _wait_until_done(work)
+    work.wait()
 
 
 def test_a_killed_rank_ends_what_runs_on_the_device():
