@@ -11,13 +11,15 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from tests import wire
 from tests.wire import Wire
 
+_ROOT = Path(__file__).parents[1]
 _numbers = itertools.count()
 
 
@@ -156,3 +158,43 @@ def hosts(count: int, *, wired: Collection[int] = ()) -> Iterator[list[Host]]:
             one.close()
         for name in reversed(made):
             _ip("netns", "delete", name)
+
+
+def run_on(
+    machines: Sequence[Host], *argv: str, ranks_per_host: int = 2, timeout_s: float = 120.0
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run one program on every host, `ranks_per_host` times, as the ranks of one world.
+
+    They meet on the first host, and nothing of them runs on when this returns. A rank may end in
+    any way: its exit code is the caller's to assert.
+
+    Returns:
+        By rank: how it ended, and what it wrote.
+
+    Raises:
+        subprocess.TimeoutExpired: a rank ran on.
+    """
+    placed = [(host, place) for host in machines for place in range(ranks_per_host)]
+    env = {
+        **os.environ, "WORLD_SIZE": str(len(placed)), "LOCAL_WORLD_SIZE": str(ranks_per_host),
+        "MASTER_ADDR": machines[0].address, "MASTER_PORT": "29400", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(_ROOT),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            host.command(*argv),
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(place)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, (host, place) in enumerate(placed)
+    ]  # fmt: skip
+    try:
+        texts = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [
+        subprocess.CompletedProcess(argv, rank.returncode, *said)
+        for rank, said in zip(ranks, texts, strict=True)
+    ]

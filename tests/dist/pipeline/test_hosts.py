@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts
+from tests.hosts import hosts, needs_hosts, run_on
 
-_ROOT = Path(__file__).parents[3]
 _RANK = """
 import torch
 import echelon.dist as dist
@@ -29,23 +25,6 @@ dist.shutdown()
 @pytest.mark.netns
 @needs_hosts
 def test_two_hosts_of_two_ranks_give_the_gradients_of_one_process():
-    with hosts(2) as (first, second):
-        env = {
-            **os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": first.address, "MASTER_PORT": "29400", "PYTHONPATH": str(_ROOT),
-        }  # fmt: skip
-        ranks = [
-            subprocess.Popen(
-                (first, second)[rank // 2].command(sys.executable, "-c", _RANK),
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
-                stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(4)
-        ]  # fmt: skip
-        try:
-            ends = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    assert [code for _, code in ends] == [0] * 4, "\n".join(text for text, _ in ends)
+    with hosts(2) as machines:
+        ends = run_on(machines, sys.executable, "-c", _RANK)
+    assert [end.returncode for end in ends] == [0] * 4, "\n".join(end.stderr for end in ends)

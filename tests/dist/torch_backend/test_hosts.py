@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts
+from tests.hosts import hosts, needs_hosts, run_on
 
-_ROOT = Path(__file__).parents[3]
 _RANK = """
 import os, signal, sys
 import torch, torch.distributed as dist
@@ -49,25 +45,8 @@ else:
 @pytest.mark.netns
 @needs_hosts
 def test_ranks_of_two_hosts_add_in_rank_order_and_name_a_lost_one():
-    with hosts(2) as (first, second):
-        env = {
-            **os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": first.address, "MASTER_PORT": "29400", "PYTHONPATH": str(_ROOT),
-        }  # fmt: skip
-        ranks = [
-            subprocess.Popen(
-                (first, second)[rank // 2].command(sys.executable, "-c", _RANK, "rank_ordered"),
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(4)
-        ]  # fmt: skip
-        try:
-            ends = [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    texts = "\n".join(text for _, text, _ in ends)
-    assert [code for _, _, code in ends] == [0, 0, 0, -signal.SIGKILL], texts
-    assert [said.split("\n")[0] for said, _, _ in ends] == ["same bits"] * 4, texts
+    with hosts(2) as machines:
+        ends = run_on(machines, sys.executable, "-c", _RANK, "rank_ordered")
+    texts = "\n".join(end.stderr for end in ends)
+    assert [end.returncode for end in ends] == [0, 0, 0, -signal.SIGKILL], texts
+    assert [end.stdout.split("\n")[0] for end in ends] == ["same bits"] * 4, texts
