@@ -63,22 +63,11 @@ class Cluster:
 
     def marked(self, node: int | None = None) -> list[int]:
         """Return the living processes of one node, or of all."""
-        mark = f"ECHELON_TEST_MARK={self.mark}-{'' if node is None else f'{node}-'}"
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark.encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
+        return marked(self._mark_of(node))
 
     def left(self, node: int | None = None) -> list[int]:
         """Return processes that live on, once those that are ending have ended."""
-        deadline = time.monotonic() + 10
-        while (pids := self.marked(node)) and time.monotonic() < deadline:
-            select.select([], [], [], 0.05)
-        return pids
+        return left(self._mark_of(node))
 
     def told(self) -> str:
         """Return all that the nodes printed, for a failed assertion."""
@@ -92,6 +81,29 @@ class Cluster:
         """End what has not ended."""
         for node in self.nodes:
             node.close()
+
+    def _mark_of(self, node: int | None) -> str:
+        return f"ECHELON_TEST_MARK={self.mark}-{'' if node is None else f'{node}-'}"
+
+
+def marked(mark: str) -> list[int]:
+    """Return the living processes whose environment holds a mark, `NAME=VALUE` or its beginning."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def left(mark: str) -> list[int]:
+    """Return marked processes that live on, once those that are ending have ended."""
+    deadline = time.monotonic() + 10
+    while (pids := marked(mark)) and time.monotonic() < deadline:
+        select.select([], [], [], 0.05)
+    return pids
 
 
 def free_port() -> int:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
 
 import pytest
 
 from echelon.launcher.guard import descendants
 from echelon.recorder.read import read
 from echelon.recorder.schema import Live
+from tests.launcher.background import Node
+from tests.launcher.cluster import left, marked
 from tests.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
@@ -38,23 +37,18 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def _marked(mark: str) -> list[int]:
-    """Return the living processes that carry a mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+@pytest.fixture
+def start(run_dir):
+    """Start a job in the background."""
+    started: list[Node] = []
 
+    def begin(*options: str) -> Node:
+        started.append(Node(run_dir, options))
+        return started[-1]
 
-def _wait_until_gone(mark: str, timeout_s: float = 5.0) -> list[int]:
-    deadline = time.monotonic() + timeout_s
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        select.select([], [], [], 0.02)
-    return left
+    yield begin
+    for job in started:
+        job.close()
 
 
 def test_a_good_job_exits_0_without_an_incident(script, run_dir):
@@ -214,7 +208,7 @@ def test_who_ignores_sigterm_is_killed_with_all_it_started(script, run_dir, monk
         ),
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    assert _wait_until_gone(mark) == []
+    assert left(mark) == []
 
 
 def test_streams_are_redirected_filtered_and_kept_where_asked(script, run_dir, tmp_path):
@@ -332,50 +326,26 @@ while True:
 """
 
 
-class _Job:
-    """A job in the background, and the lines that it printed."""
-
-    def __init__(self, *argv: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "echelon", "run", *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: list[str] = []
-
-    def read_until(self, text: str, count: int) -> None:
-        while sum(text in line for line in self.lines) < count:
-            line = self.process.stdout.readline()
-            assert line, (self.lines, self.process.stderr.read())
-            self.lines.append(line.rstrip())
-
-    def end(self) -> int:
-        out, self.err = self.process.communicate(timeout=30)
-        self.lines += out.splitlines()
-        return self.process.returncode
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"]
 )
-def test_a_signal_reaches_the_workers_and_ends_the_job(script, run_dir, number, code):
-    job = _Job("--nproc-per-node", "2", "--run-dir", str(run_dir), script(_WAITING))
-    job.read_until("ready", 2)
+def test_a_signal_reaches_the_workers_and_ends_the_job(script, start, run_dir, number, code):
+    job = start("--nproc-per-node", "2", script(_WAITING))
+    job.wait_for("ready", 2)
     job.process.send_signal(signal.SIGUSR1)
-    job.read_until("got SIGUSR1", 2)
+    job.wait_for("got SIGUSR1", 2)
     job.process.send_signal(number)
-    assert job.end() == code, job.err
+    assert job.end() == code, job.lines
     assert sum(f"got {number.name}" in line for line in job.lines) == 2
     report = read_json(run_dir / "report.json")
     assert (report["ended_by"], report["incidents"]) == ("signal", [])
 
 
-def test_nothing_outlives_an_agent_that_is_killed(script, run_dir, monkeypatch):
+def test_nothing_outlives_an_agent_that_is_killed(script, start, run_dir, monkeypatch):
     mark = f"ECHELON_TEST_MARK={os.getpid()}-killed"
     monkeypatch.setenv(*mark.split("="))
-    job = _Job(
-        "--nproc-per-node", "2", "--run-dir", str(run_dir),
+    job = start(
+        "--nproc-per-node", "2",
         script(
             "import subprocess, sys\n"
             "from echelon import recorder; recorder.step()\n"
@@ -383,13 +353,13 @@ def test_nothing_outlives_an_agent_that_is_killed(script, run_dir, monkeypatch):
             " start_new_session=True)\n" + _WAITING
         ),
     )  # fmt: skip
-    job.read_until("ready", 2)
-    assert len(_marked(mark)) >= 5  # agent, guard, store, workers and what they started
+    job.wait_for("ready", 2)
+    assert len(marked(mark)) >= 5  # agent, guard, store, workers and what they started
     (link,) = (run_dir / "rank_0/attempt_0").glob("ring")
     in_memory = link.resolve()
     job.process.kill()
     job.end()
-    assert _wait_until_gone(mark) == []
+    assert left(mark) == []
     assert read(link).live[Live.STEP] == 1
     assert not link.is_symlink()
     assert in_memory == link or not in_memory.parents[1].exists()
@@ -428,7 +398,7 @@ def test_nothing_outlives_a_guard_that_is_killed(script, run_dir, monkeypatch):
     assert done.returncode == 1, done.stderr
     assert "the guard process is gone" in done.stderr
     assert read_json(run_dir / "report.json")["ended_by"] == "agent"
-    assert _wait_until_gone(mark) == []
+    assert left(mark) == []
 
 
 def test_a_stopped_worker_is_named_and_ended(script, run_dir):
@@ -452,12 +422,14 @@ def test_a_stopped_worker_is_named_and_ended(script, run_dir):
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("frozen_process", [2])
 
 
-def test_after_agent_and_guard_were_killed_together_the_next_launcher_clears_up(script, run_dir):
-    job = _Job(
-        "--nproc-per-node", "1", "--run-dir", str(run_dir),
+def test_after_agent_and_guard_were_killed_together_the_next_launcher_clears_up(
+    script, start, run_dir
+):
+    job = start(
+        "--nproc-per-node", "1",
         script("from echelon import recorder; recorder.step()\n" + _WAITING),
     )  # fmt: skip
-    job.read_until("ready", 1)
+    job.wait_for("ready", 1)
     link = run_dir / "rank_0/attempt_0/ring"
     if not link.is_symlink():
         job.process.terminate()
@@ -477,12 +449,12 @@ def test_after_agent_and_guard_were_killed_together_the_next_launcher_clears_up(
     assert not memory.exists()
 
 
-def test_a_launcher_does_not_clear_up_where_another_works(script, run_dir):
-    job = _Job(
-        "--nproc-per-node", "1", "--run-dir", str(run_dir),
+def test_a_launcher_does_not_clear_up_where_another_works(script, start, run_dir):
+    job = start(
+        "--nproc-per-node", "1",
         script("from echelon import recorder; recorder.step()\n" + _WAITING),
     )  # fmt: skip
-    job.read_until("ready", 1)
+    job.wait_for("ready", 1)
     memory = (run_dir / "rank_0/attempt_0/ring").resolve()
     other = run_dir.with_name("other")
     assert run_echelon("run", "--run-dir", str(other), script("")).returncode == 0
@@ -516,13 +488,11 @@ def test_workers_are_bound_and_see_their_own_gpu(script, run_dir, monkeypatch):
     assert "has no GPU for local rank 2" in done.stderr
 
 
-def test_signals_that_were_not_asked_for_are_passed_on_or_left_alone(script, run_dir):
-    job = _Job(
-        "--signals-to-handle", "SIGTERM,SIGUSR2", "--run-dir", str(run_dir), script(_WAITING)
-    )
-    job.read_until("ready", 1)
+def test_signals_that_were_not_asked_for_are_passed_on_or_left_alone(script, start):
+    job = start("--signals-to-handle", "SIGTERM,SIGUSR2", script(_WAITING))
+    job.wait_for("ready", 1)
     job.process.send_signal(signal.SIGUSR1)
-    job.read_until("got SIGUSR1", 1)
+    job.wait_for("got SIGUSR1", 1)
     job.process.send_signal(signal.SIGHUP)
     assert job.end() == -signal.SIGHUP, "not handled: the launcher has the default action"
 
