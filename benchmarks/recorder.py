@@ -31,7 +31,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import echelon.recorder.recorder as black_box
+import echelon.recorder.current as black_box
 from echelon.recorder import span, step
 from echelon.recorder.dump import write_dump
 from echelon.recorder.read import read_ring

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import echelon.recorder.recorder as black_box
+import echelon.recorder.current as black_box
 from echelon.dist import failures
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.operation import Operation

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import echelon.recorder.recorder as black_box
+import echelon.recorder.current as black_box
 from echelon.dist import failures, objects
 from echelon.dist.arguments import check_pair, check_reduce_op, check_splits
 from echelon.dist.arrays import View, view

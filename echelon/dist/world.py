@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-import echelon.recorder.recorder as black_box
+import echelon.recorder.current as black_box
 from echelon.dist import clocks
 from echelon.dist.backends import registry
 from echelon.dist.backends.by_device import ByDevice

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from echelon.recorder.recorder import span, step, watch
+from echelon.recorder.marks import span, step, watch
 
 if TYPE_CHECKING:
     from echelon.recorder.torch_export import export_torch

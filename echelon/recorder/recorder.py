@@ -1,39 +1,27 @@
-"""The recorder of this process: operations, spans, steps, a heartbeat, and last words.
-
-One process has at most one. It records into `ring.py`'s file, in the folder that the launcher names
-in the environment (ECHELON_RANK_DIR) or the user does (ECHELON_RECORD_DIR); without one, or with
-ECHELON_RECORDER_SIZE=0, every call here is a cheap no-op, so that code which records never asks
-whether it does.
+"""The recorder: operations, spans, steps, a heartbeat, and last words, written into a ring.
 
 It never raises into training, never touches a device, and allocates nothing after start but the
-text of a call site that it has not met before.
-
-[Note: who may record] A ring belongs to one process. A fork inherits the mapping, so in the child
-the recorder is switched off (`os.register_at_fork`); a process that multiprocessing started, or
-that finds the ring file already there, does not record at all. Else a DataLoader's workers would
-write their parent's story.
+text of a call site that it has not met before. Which process has one is decided in `current.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 import sys
 import threading
 import traceback
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 from echelon.recorder import sites
-from echelon.recorder.environment import Settings
 from echelon.recorder.liveness import HEARTBEAT_S
-from echelon.recorder.ring import OPERATION_FIXED_STRUCT, SPAN_FIXED_STRUCT, Ring
+from echelon.recorder.open_span import OpenSpan
+from echelon.recorder.ring import OPERATION_FIXED_STRUCT, Ring
 from echelon.recorder.schema import (
     MAX_DIMS,
     MAX_SPLITS,
@@ -47,7 +35,6 @@ from echelon.recorder.schema import (
     encode_ranks,
 )
 
-_T = TypeVar("_T")
 _Shapes = tuple[tuple[int, ...], ...]
 _Splits = tuple[int, ...]
 
@@ -226,7 +213,7 @@ class Recorder:
         self._live[Live.STEP_MONO_NS] = now
         self._live[Live.PROGRESS_MONO_NS] = now
 
-    def open_span(self, name: str, detail: str, depth: int) -> _OpenSpan:
+    def open_span(self, name: str, detail: str, depth: int) -> OpenSpan:
         """Record that a phase begins."""
         now = monotonic_ns()
         level = self._thread.depth
@@ -238,7 +225,7 @@ class Recorder:
             self._live[Live.OPEN_SPANS_REFUSED] += 1
         site, _ = self._sites.find(sys._getframe(depth))
         intern = self._ring.intern
-        span = _OpenSpan(
+        span = OpenSpan(
             next(self._span_numbers),
             now,
             self._step,
@@ -254,7 +241,7 @@ class Recorder:
         self._live[Live.PROGRESS_MONO_NS] = now
         return span
 
-    def close_span(self, span: _OpenSpan) -> None:
+    def close_span(self, span: OpenSpan) -> None:
         """Record that a phase ended."""
         now = monotonic_ns()
         if span.thread == self._thread.native_id:
@@ -281,7 +268,7 @@ class Recorder:
         if not keep:
             return
         thread = self._thread
-        span = _OpenSpan(
+        span = OpenSpan(
             next(self._span_numbers), began, self._step, name, detail, 0, thread.native_id,
             thread.depth, -1,
         )  # fmt: skip
@@ -364,50 +351,6 @@ def _clamped(fields: tuple[int, ...]) -> list[int]:
     return out
 
 
-class _OpenSpan:
-    """A span that has begun: what is needed to write its end."""
-
-    __slots__ = (
-        "depth",
-        "detail",
-        "name",
-        "number",
-        "place",
-        "site",
-        "started",
-        "step",
-        "thread",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        number: int,
-        started: int,
-        step: int,
-        name: int,
-        detail: int,
-        site: int,
-        thread: int,
-        depth: int,
-        place: int,
-    ) -> None:
-        self.number = number
-        self.started = started
-        self.step = step
-        self.name = name
-        self.detail = detail
-        self.site = site
-        self.thread = thread
-        self.depth = depth
-        self.place = place
-
-    def pack(self, ended: int) -> bytes:
-        return SPAN_FIXED_STRUCT.pack(
-            self.number, self.started, ended, self.step, self.name, self.detail, self.site,
-            self.thread, self.depth, 0,
-        )  # fmt: skip
-
-
 def encode_signature(shapes: _Shapes, inputs: _Splits, outputs: _Splits) -> tuple[int, int, bytes]:
     """Return (flags, number of tensors, tail bytes), which `decode_signature` reads back."""
     counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
@@ -429,97 +372,3 @@ def encode_signature(shapes: _Shapes, inputs: _Splits, outputs: _Splits) -> tupl
     summary = (len(shapes), numel, crc32(data))
     packed = b"".join(n.to_bytes(8, "little", signed=True) for n in summary)
     return int(Flag.SUMMARISED), 0, counts + packed
-
-
-# ---- the recorder of this process ----
-
-_recorder: Recorder | None = None
-_leave: Callable[[], None] | None = None
-_opened = False
-_open_lock = threading.Lock()
-
-
-def current() -> Recorder | None:
-    """Return this process's recorder, opening it on the first call; None if nothing is recorded."""
-    return _recorder if _opened else _open()
-
-
-def _open() -> Recorder | None:
-    global _recorder, _leave, _opened
-    with _open_lock:
-        if _opened:
-            return _recorder
-        settings = Settings.from_environment()
-        if settings.records and _may_record():
-            from echelon.recorder.start import start
-
-            try:
-                _recorder, _leave = start(settings) or (None, None)
-            except OSError as err:
-                folder = settings.rank_dir or settings.record_dir
-                warnings.warn(f"not recording: {folder}: {err}", stacklevel=3)
-        _opened = True
-        return _recorder
-
-
-def _may_record() -> bool:
-    multiprocessing = sys.modules.get("multiprocessing.process")
-    return multiprocessing is None or multiprocessing.parent_process() is None
-
-
-def _forget_after_fork() -> None:
-    global _recorder, _leave, _opened, _open_lock
-    if _leave is not None:
-        _leave()
-    _recorder, _leave = None, None
-    _opened = False
-    _open_lock = threading.Lock()  # another thread may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
-
-
-# ---- what users call ----
-
-
-class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
-    """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
-
-    Known to verdicts: data_wait, compute, checkpoint, compile, store. Any other name is yours.
-    """
-
-    __slots__ = ("_detail", "_name", "_open")
-
-    def __init__(self, name: str, detail: str = "") -> None:
-        self._name = name
-        self._detail = detail
-        self._open: _OpenSpan | None = None
-
-    def __enter__(self) -> None:
-        recorder = current()
-        if recorder is not None:
-            self._open = recorder.open_span(self._name, self._detail, 2)
-
-    def __exit__(self, *_: object) -> None:
-        if self._open is not None and _recorder is not None:
-            _recorder.close_span(self._open)
-
-
-def step(number: int | None = None) -> None:
-    """Say that a training step begins: number `number`, or one more than the last."""
-    recorder = current()
-    if recorder is not None:
-        recorder.step(number)
-
-
-def watch(loader: Iterable[_T]) -> Iterator[_T]:
-    """Iterate over `loader` with every wait for its next item in a `data_wait` span."""
-    iterator = iter(loader)
-    while True:
-        with span("data_wait"):
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-        yield item

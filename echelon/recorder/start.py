@@ -1,7 +1,7 @@
 """Starting the recorder of a process: its ring, its hooks, and what undoes them.
 
 Imported only by a process that records. Hooks belong to the process that made them: a forked child
-inherits them, and there they must do nothing (recorder.py, [Note: who may record]).
+inherits them, and there they must do nothing (current.py, [Note: who may record]).
 """
 
 from __future__ import annotations

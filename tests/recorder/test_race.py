@@ -12,7 +12,7 @@ from echelon.recorder.schema import State
 
 WRITER = """
 import sys
-from echelon.recorder.recorder import current
+from echelon.recorder.current import current
 
 recorder = current()
 group = recorder.group("world", (1, 3))

@@ -61,7 +61,7 @@ def test_a_full_disk_is_one_warning_and_no_recording(program, tmp_path):
         one = program(
             """
 from echelon.recorder import span, step
-from echelon.recorder.recorder import current
+from echelon.recorder.current import current
 for _ in range(3):
     step()
     with span("compute"):

@@ -14,7 +14,7 @@ from tests.recorder.conftest import span_names
 
 RECORD = """
 from echelon.recorder import span, step
-from echelon.recorder.recorder import current
+from echelon.recorder.current import current
 """
 
 

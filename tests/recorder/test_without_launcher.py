@@ -60,7 +60,7 @@ def test_a_stall_is_kept_once_with_stacks_and_two_looks(program, tmp_path):
     one = program(
         """
 import sys, threading
-from echelon.recorder.recorder import current
+from echelon.recorder.current import current
 
 def stuck_here(recorder):
     number = recorder.begin(recorder.group("world", (3, 4)), "all_reduce", sequence=12)
@@ -108,7 +108,7 @@ def stalled(program, folder, rank, **environ):
     """Start a rank that records into `folder` and stalls at once."""
     return program(
         """
-from echelon.recorder.recorder import current
+from echelon.recorder.current import current
 recorder = current()
 recorder.mark_initialised()
 recorder.begin(recorder.group("world", (0, 1)), "barrier", sequence=0)

@@ -41,7 +41,7 @@ class _Late(nn.Module):
 
 def _work(rank, world_size, folder):
     os.environ["ECHELON_RANK_DIR"] = f"{folder}/rank_{rank}"
-    importlib.import_module("echelon.recorder.recorder")._opened = False  # the server's, not ours
+    importlib.import_module("echelon.recorder.current")._opened = False  # the server's, not ours
     world = dist.init(timeout_s=60)
     module = _Late(folder) if rank == 0 else nn.Linear(2, 2)
     pipe = Pipeline(

@@ -72,7 +72,7 @@ _then = _then.__class__(_then.__code__.replace(co_filename="<eval_with_key>.1"),
 
 def _work(rank: int, world_size: int, folder: str) -> None:
     os.environ["ECHELON_RANK_DIR"] = f"{folder}/rank_{rank}"
-    importlib.import_module("echelon.recorder.recorder")._opened = False  # the server's, not ours
+    importlib.import_module("echelon.recorder.current")._opened = False  # the server's, not ours
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("echelon")

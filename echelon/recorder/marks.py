@@ -1,0 +1,56 @@
+"""What users mark in their own code: phases, steps, and the waits for data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from echelon.recorder.current import current, if_opened
+
+if TYPE_CHECKING:
+    from echelon.recorder.open_span import OpenSpan
+
+_T = TypeVar("_T")
+
+
+class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
+    """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
+
+    Known to verdicts: data_wait, compute, checkpoint, compile, store. Any other name is yours.
+    """
+
+    __slots__ = ("_detail", "_name", "_open")
+
+    def __init__(self, name: str, detail: str = "") -> None:
+        self._name = name
+        self._detail = detail
+        self._open: OpenSpan | None = None
+
+    def __enter__(self) -> None:
+        recorder = current()
+        if recorder is not None:
+            self._open = recorder.open_span(self._name, self._detail, 2)
+
+    def __exit__(self, *_: object) -> None:
+        recorder = if_opened()  # none in a child forked within the span: its end is the parent's
+        if self._open is not None and recorder is not None:
+            recorder.close_span(self._open)
+
+
+def step(number: int | None = None) -> None:
+    """Say that a training step begins: number `number`, or one more than the last."""
+    recorder = current()
+    if recorder is not None:
+        recorder.step(number)
+
+
+def watch(loader: Iterable[_T]) -> Iterator[_T]:
+    """Iterate over `loader` with every wait for its next item in a `data_wait` span."""
+    iterator = iter(loader)
+    while True:
+        with span("data_wait"):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+        yield item
