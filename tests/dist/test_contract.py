@@ -51,7 +51,7 @@ def test_gloo_keeps_the_contract(world_size, is_slow):
 
 @pytest.mark.parametrize(
     ("world_size", "is_slow"),
-    [(2, True), pytest.param(4, False, marks=pytest.mark.slow)],
+    [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)],
 )
 def test_xccl_keeps_the_contract(world_size, is_slow):
     reason = next(status.reason for status in registry.statuses() if status.name == "xccl")
@@ -96,9 +96,8 @@ def _keep_order(rank: int, world_size: int, backend: str) -> None:
     traits = contract.Traits(ordered=True, is_slow=True)
     contract.check_large(group, traits)
     contract.check_reduce(group, traits)
-    if backend != "xccl":  # it polls, and all its sums are the two above
-        contract.check_all_reduce(group, traits)
-        contract.check_reduce_scatter(group, traits)
+    contract.check_all_reduce(group, traits)
+    contract.check_reduce_scatter(group, traits)
     dist.shutdown()
 
 
