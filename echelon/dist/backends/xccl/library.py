@@ -23,9 +23,9 @@ DTYPES = {
 }  # fmt: skip
 REDUCE_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 AVERAGE = 4
-# The plugin's own way is a spinning worker thread beside each spinning caller: where ranks are more
-# than cores, 3 of them made 18 operations a second. Our calls have a thread of their own already, so
-# that one does the work and yields while it waits: 370 a second.
+# The plugin's own way is a spinning worker thread beside each spinning caller: with more ranks than
+# cores, 3 of them made 18 operations a second. Our calls have a thread of their own already, which
+# does the work and yields while it waits: 370 a second.
 _CPU_SETTINGS = {
     "CCL_PLUGIN": "ONECCL_LEGACY_CPU",
     "CCL_ATL_TRANSPORT": "ofi",
