@@ -48,7 +48,17 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     except ValueError as err:
         parser.error(str(err))
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
-    job = parser.add_argument_group("the job")
+    _add_job_options(parser.add_argument_group("the job"), default)
+    _add_placement_options(parser.add_argument_group("placement"), default)
+    add_node_options(parser.add_argument_group("many nodes"), default)
+    _add_watch_options(parser.add_argument_group("watching"), default)
+    _add_log_options(parser.add_argument_group("output"), default)
+    _add_program_options(parser.add_argument_group("the program"), default)
+    add_ignored(parser.add_argument_group("accepted for torchrun's sake"), default)
+    return parser
+
+
+def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
     job.add_argument(
         "--nproc-per-node",
         type=num_workers,
@@ -71,7 +81,9 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     job.add_argument(
         "--shutdown-timeout",
         type=seconds,
-        default=default("shutdown_timeout", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")),
+        default=default(
+            "shutdown_timeout", default.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+        ),
         metavar="S",
         help="seconds between SIGTERM and SIGKILL when workers are stopped (default 10)",
     )
@@ -83,43 +95,6 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
         help=f"signals that the launcher takes (default {_STOPPING}, which end the job); others "
         "named here go to the workers, as SIGUSR1 and SIGUSR2 always do",
     )
-    _add_placement_options(parser.add_argument_group("placement"), default)
-    add_node_options(parser.add_argument_group("many nodes"), default)
-    watch = parser.add_argument_group("watching")
-    watch.add_argument(
-        "--stall-timeout",
-        type=seconds,
-        default=default("stall_timeout", "60"),
-        metavar="S",
-        help="an operation pending or silence for so long is a stall (default 60)",
-    )
-    watch.add_argument(
-        "--on-stall",
-        choices=("report", "stop"),
-        default=default("on_stall", "report"),
-        help="report: print the verdict and let the job go on (default); stop: end the job",
-    )
-    watch.add_argument(
-        "--run-dir",
-        type=Path,
-        default=default("run_dir", None),
-        metavar="DIR",
-        help="where everything of the job goes (default runs/<time>-<id>)",
-    )
-    watch.add_argument(
-        "--recorder-size",
-        type=not_negative,
-        default=default("recorder_size", str(DEFAULT_NUM_OPERATIONS)),
-        metavar="N",
-        help="operations that each rank's black box keeps; 0 turns it off (default 4096)",
-    )
-    _add_log_options(parser.add_argument_group("output"), default)
-    program = parser.add_argument_group("the program")
-    default.flag(program, "-m", "--module", help="SCRIPT is a Python module")
-    default.flag(program, "--no-python", help="SCRIPT is run as it is")
-    default.flag(program, "--run-path", help="SCRIPT is Python, whatever --no-python says")
-    add_ignored(parser.add_argument_group("accepted for torchrun's sake"), default)
-    return parser
 
 
 def _add_placement_options(place: argparse._ArgumentGroup, default: Defaults) -> None:
@@ -212,6 +187,36 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
     )
 
 
+def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> None:
+    watch.add_argument(
+        "--stall-timeout",
+        type=seconds,
+        default=default("stall_timeout", "60"),
+        metavar="S",
+        help="an operation pending or silence for so long is a stall (default 60)",
+    )
+    watch.add_argument(
+        "--on-stall",
+        choices=("report", "stop"),
+        default=default("on_stall", "report"),
+        help="report: print the verdict and let the job go on (default); stop: end the job",
+    )
+    watch.add_argument(
+        "--run-dir",
+        type=Path,
+        default=default("run_dir", None),
+        metavar="DIR",
+        help="where everything of the job goes (default runs/<time>-<id>)",
+    )
+    watch.add_argument(
+        "--recorder-size",
+        type=not_negative,
+        default=default("recorder_size", str(DEFAULT_NUM_OPERATIONS)),
+        metavar="N",
+        help="operations that each rank's black box keeps; 0 turns it off (default 4096)",
+    )
+
+
 def _add_log_options(logs: argparse._ArgumentGroup, default: Defaults) -> None:
     streams = reader(parse_streams)
     logs.add_argument(
@@ -265,6 +270,12 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: Defaults) -> None:
     )
 
 
+def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) -> None:
+    default.flag(program, "-m", "--module", help="SCRIPT is a Python module")
+    default.flag(program, "--no-python", help="SCRIPT is run as it is")
+    default.flag(program, "--run-path", help="SCRIPT is Python, whatever --no-python says")
+
+
 class Defaults:
     """Defaults: `PET_<OPTION>`, else what the scheduler says, else ours.
 
@@ -283,6 +294,10 @@ class Defaults:
     def is_set(self, name: str) -> bool:
         """Whether the environment switches an option on."""
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
+
+    def variable(self, name: str, default: str) -> str:
+        """Return what a variable that is not ours says."""
+        return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:
         """Return the default of an option: from the environment, the scheduler, or ours."""
