@@ -1,0 +1,156 @@
+"""The others wait for a rank that stands somewhere else: in its code, its data, its storage."""
+
+from __future__ import annotations
+
+from tests.analysis.imagined_job import Job
+from tests.analysis.stories.story import story
+
+
+def _waiting_for(rank: int, size: int = 4) -> Job:
+    job = Job(size).train(3)
+    for other in job.others(rank):
+        other.step().all_reduce(shape=(64,), site="train.py:20 backward", inside=True)
+    job[rank].step()
+    return job
+
+
+@story("host_hang", [2])
+def hangs_in_its_own_code() -> Job:
+    job = _waiting_for(2)
+    job[2].stands("tokenize.py", 88, "wait_for_tokenizer")
+    return job
+
+
+@story("host_hang", [1])
+def hangs_inside_a_compute_span() -> Job:
+    job = _waiting_for(1)
+    job[1].span("compute").stands()
+    return job
+
+
+@story("data_starvation", [3])
+def waits_for_data() -> Job:
+    job = _waiting_for(3)
+    job[3].span("data_wait").stands("data.py", 12, "read")
+    return job
+
+
+@story("data_starvation", [1, 3])
+def two_wait_for_data() -> Job:
+    job = Job(4).train(3)
+    for rank in (job[0], job[2]):
+        rank.all_reduce(inside=True)
+    job[1].span("data_wait")
+    job[3].span("data_wait")
+    return job
+
+
+@story("storage_stall", [0])
+def the_innermost_span_decides() -> Job:
+    job = _waiting_for(0)
+    job[0].span("compute").span("checkpoint", depth=1)
+    return job
+
+
+@story("host_hang", [0])
+def a_span_of_another_thread_does_not_count() -> Job:
+    job = _waiting_for(0)
+    job[0].span("compute").span("data_wait", thread=5).stands()
+    return job
+
+
+@story("storage_stall", [1])
+def sleeps_uninterruptibly() -> Job:
+    job = _waiting_for(1)
+    job[1].host.update(process_state="D", wait_channel="nfs_wait")
+    return job
+
+
+@story("compile_stall", [2])
+def compiles() -> Job:
+    job = _waiting_for(2)
+    job[2].span("compile")
+    job[2].heartbeat_age_s = 20.0  # compilers hold the lock for long
+    return job
+
+
+@story("store_wait", [1])
+def waits_for_a_key() -> Job:
+    job = _waiting_for(1)
+    job[1].span("store", detail="epoch/7")
+    return job
+
+
+@story("frozen_process", [3])
+def is_stopped() -> Job:
+    job = _waiting_for(3)
+    job[3].host["process_state"] = "T"
+    job[3].heartbeat_age_s = 30.0
+    return job
+
+
+@story("gil_hang", [2])
+def holds_the_lock() -> Job:
+    job = _waiting_for(2)
+    job[2].host.update(process_state="R", cpu_share=1.0)
+    job[2].heartbeat_age_s = 25.0
+    return job
+
+
+@story("host_hang", [3])
+def a_subgroup_stall_is_reported_once() -> Job:
+    job = Job(4).train(2)
+    for rank in (job[0], job[1]):
+        rank.all_reduce(group="tp0", ranks=(0, 1)).all_reduce(inside=True)
+    job[2].all_reduce(group="tp1", ranks=(2, 3), inside=True)
+    job[3].stands()
+    return job
+
+
+@story("host_hang", [2])
+def a_pipeline_waits_for_a_hung_stage() -> Job:
+    job = Job(4).train(1)
+    job[0].send(1)
+    job[1].recv(0).send(2, inside=True)
+    job[3].recv(2, inside=True)
+    job[2].stands()
+    return job
+
+
+@story("data_starvation", [0, 1, 2])
+def everybody_waits_for_data() -> Job:
+    job = Job(3).train(2)
+    for rank in job.ranks:
+        rank.span("data_wait")
+    return job
+
+
+@story("host_hang", [1])
+def hangs_before_it_comes_to_the_meeting() -> Job:
+    job = Job(3)
+    for rank in job.others(1):
+        rank.span("store", detail="gather ranks")
+    job[1].stands("train.py", 12, "load_everything")
+    return job
+
+
+@story("dead_process", [2], "")
+def rings_whose_owner_has_gone_silent() -> Job:
+    """Read without their host: nobody said that rank 2 died, but its heart stopped."""
+    job = _waiting_for(2)
+    for rank in job.ranks:
+        rank.host = {"alive": None}
+    job[2].heartbeat_age_s = 25.0
+    return job
+
+
+@story("host_hang", [2], "failure")
+def does_not_come_to_the_first_meeting_and_the_others_give_up() -> Job:
+    job = Job(3)
+    for order, rank in enumerate(job.others(2)):
+        rank.raised(
+            "echelon.errors.CollectiveTimeoutError", "init after 30.0 s: missing: 2", order=order,
+            bases=("echelon.errors.EchelonError",),
+        )  # fmt: skip
+    job[2].stands("train.py", 12, "load_everything")
+    return job
