@@ -487,10 +487,10 @@ def check_tag(tag: Any) -> int:
     """Check a message's tag.
 
     Raises:
-        ValueError: it is no number from 0 to 2^31 - 1.
+        ValueError: it is no number from 0 to 2^31 - 3; backends use the two above.
     """
-    if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
-        raise ValueError(f"tag {tag!r} is no number from 0 to {(1 << 31) - 1}")
+    if not isinstance(tag, int) or not 0 <= tag < (1 << 31) - 2:
+        raise ValueError(f"tag {tag!r} is no number from 0 to {(1 << 31) - 3}")
     return tag
 
 

@@ -9,8 +9,8 @@ With L ranks on each of H hosts, n bytes an array:
     messages         inside by shared memory, across by Gloo
 
 So each byte crosses the network once for each host and not once for each rank. What has no such
-form here (all_to_all, gather, scatter), sums in rank order, and groups whose hosts hold different
-numbers of ranks take one flat Gloo mesh.
+form here (all_to_all, gather, scatter), sums in rank order, and groups whose hosts hold one rank
+each or different numbers take one flat Gloo mesh.
 
 The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
 every rank: inside first, then across, and the latter while the first step inside runs. Between two
@@ -126,7 +126,7 @@ class HierarchyBackend(LaneBackend):
                                       verdicts=store)  # fmt: skip
         self._inside = self._level(self._hosts[self._mine], f"inside/{self._mine}", store)
         self._across: _Level | None = None
-        if self._is_even and len(self._hosts) > 1:
+        if self._is_even and 1 < len(self._hosts) < self._size:
             column = [ranks[self._place] for ranks in self._hosts]
             self._across = self._level(column, f"across/{self._place}", store, is_inside=False)
         self._run: dict[str, Callable[[Operation, float, _Agree], None]] = {
@@ -287,7 +287,7 @@ class HierarchyBackend(LaneBackend):
             if turn == 0:
                 agree()
             theirs = self._scratch("theirs" + side, length, data.dtype)
-            work = self._gloo.start_exchange(theirs, share)
+            work = self._gloo.start_swap(theirs, share, deadline_s)
             if flying is not None:
                 flying()
             flying = functools.partial(

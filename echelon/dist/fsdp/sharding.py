@@ -29,7 +29,7 @@ def fully_shard(
     *,
     ignored: Iterable[nn.Parameter] = (),
     offload_to_cpu: bool = False,
-    prefetch: int = 1,
+    prefetch: int = 2,
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> M:

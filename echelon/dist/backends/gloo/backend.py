@@ -6,6 +6,7 @@
     reduce_scatter                         all_to_all of parts, summed here: n bytes a rank
                                            (Gloo's own is a whole all_reduce)
     reduce                                 reduce_scatter, then gather
+    two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
 Before every collective the ranks exchange what they called, 96 bytes each, so that a mismatch is an
 error with names; that exchange is the barrier, too. When a connection breaks, each rank closes its
@@ -40,6 +41,7 @@ from echelon.store import PrefixStore
 
 _OWN_SUMS = frozenset({"float32", "float64", "int32", "int64"})
 _OWN_OPS = frozenset({"sum", "min", "max", "prod"})
+_SMALL_BYTES = 64 << 10
 _MESSAGE = struct.Struct("<16sQ")
 
 
@@ -166,10 +168,9 @@ class GlooBackend(LaneBackend):
         """Start collecting bytes of all; `finish` waits for them. All members must come to it."""
         return self._transport.all_gather(out, data)
 
-    def start_exchange(self, out: Flat, data: Flat) -> Any:
-        """Start to swap all of `data` with the only other member, unequal sizes excluded."""
-        splits = [0, data.nbytes] if self._rank == 0 else [data.nbytes, 0]
-        return self._transport.all_to_all(out, data, splits, splits)
+    def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
+        """Start to swap `data` with the only other member; both know both sizes."""
+        return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
     def finish(self, operation: Operation, deadline_s: float, work: Any) -> None:
         """Wait for what was started, in place of `operation`."""
@@ -243,6 +244,9 @@ class GlooBackend(LaneBackend):
         if self._size == 1 or not len(data):
             self._alone(operation)
             return
+        if self._size == 2:
+            self._all_reduce_of_two(operation, deadline_s, data)
+            return
         own = operation.dtype in _OWN_SUMS and operation.reduce_op in _OWN_OPS
         if own and not self._ordered:
             work = self._transport.all_reduce(data, operation.reduce_op)
@@ -253,6 +257,20 @@ class GlooBackend(LaneBackend):
         work = self._transport.all_gather(whole.reshape(-1), shares)
         self._wait(operation, deadline_s, work)
         np.copyto(data, whole.reshape(-1)[: len(data)])
+
+    def _all_reduce_of_two(self, operation: Operation, deadline_s: float, data: Flat) -> None:
+        """Swap halves and sum one, then swap the sums; what is small is swapped at once."""
+        middle = (len(data) + 1) // 2
+        halves = [data[:middle], data[middle:]]
+        if data.nbytes <= _SMALL_BYTES:
+            halves[self._rank] = halves[1 - self._rank] = data
+        mine, other = halves[self._rank], halves[1 - self._rank]
+        theirs = np.empty_like(mine)
+        self._swap(operation, deadline_s, theirs, other)
+        parts = [mine, theirs] if self._rank == 0 else [theirs, mine]
+        reduce(mine, parts, operation.reduce_op, operation.dtype)
+        if mine is not data:
+            self._swap(operation, deadline_s, other, mine)
 
     def _reduce(self, operation: Operation, deadline_s: float) -> None:
         source = _array(operation.source)
@@ -287,11 +305,22 @@ class GlooBackend(LaneBackend):
     def _sum_rows(
         self, operation: Operation, deadline_s: float, source: Flat, target: Flat
     ) -> None:
-        parts = np.empty((self._size, len(target)), source.dtype)
-        splits = [target.nbytes] * self._size
-        work = self._transport.all_to_all(parts.reshape(-1), source, splits, splits)
-        self._wait(operation, deadline_s, work)
-        reduce(target, list(parts), operation.reduce_op, operation.dtype)
+        rows = list(source.reshape(self._size, len(target)))
+        if self._size == 2:
+            other = 1 - self._rank
+            theirs = np.empty(len(target), source.dtype)
+            self._swap(operation, deadline_s, theirs, rows[other])
+            rows[other] = theirs
+        else:
+            parts = np.empty((self._size, len(target)), source.dtype)
+            splits = [target.nbytes] * self._size
+            work = self._transport.all_to_all(parts.reshape(-1), source, splits, splits)
+            self._wait(operation, deadline_s, work)
+            rows = list(parts)
+        reduce(target, rows, operation.reduce_op, operation.dtype)
+
+    def _swap(self, operation: Operation, deadline_s: float, out: Flat, data: Flat) -> None:
+        self._wait(operation, deadline_s, self.start_swap(out, data, deadline_s))
 
     def _alone(self, operation: Operation) -> None:
         if operation.source is not None and operation.target is not None:
@@ -304,7 +333,12 @@ class GlooBackend(LaneBackend):
         if self._size == 1 or not len(source):
             np.copyto(target, source)
             return
-        self._wait(operation, deadline_s, self._transport.all_gather(target, source))
+        if self._size == 2:
+            rows = target.reshape(2, len(source))
+            self._swap(operation, deadline_s, rows[1 - self._rank], source)
+            np.copyto(rows[self._rank], source)
+        else:
+            self._wait(operation, deadline_s, self._transport.all_gather(target, source))
 
     def _broadcast(self, operation: Operation, deadline_s: float) -> None:
         is_root = self._rank == operation.root
