@@ -2,6 +2,7 @@
 
     python benchmarks/sharding.py                                  # the tables and the plot's data
     python benchmarks/sharding.py --sizes 10M --ranks 2 --rounds 5
+    python benchmarks/sharding.py --mixed-precision bf16 --contenders echelon,fsdp2,ddp,alone
     python benchmarks/sharding.py --link 60                        # MB/s between hosts, as root
     python benchmarks/sharding.py --plot docs/images/sharding-memory.svg   # memory against ranks
     python benchmarks/sharding.py --compile                       # blocks against the whole model
@@ -10,7 +11,8 @@ The contenders train the same char GPT on the same data. Each rank of each conte
 process; all stand ready, and the contenders take one step in turn, so that a slow moment of the
 machine meets them all. A step is everything from `zero_grad` to `optimizer.step()`, and takes as
 long as its slowest rank. Reported: best and median step, processor seconds a step and rank (all
-threads, at the best step), peak resident memory of the largest rank.
+threads, at the best step), peak resident memory of the largest rank. "alone": the same computation
+by as many processes at once that do not know of each other; no way of sharding can be faster.
 
 With `--link` every rank is a host of its own (a network namespace), whose sending is limited by a
 token bucket; "compute" is a step of the same ranks without communication, "link" the bytes that a
@@ -131,16 +133,21 @@ def make_batch(size: Size, step: int, rank: int, ranks: int) -> tuple[Any, Any]:
 # ---- the contenders ----
 
 
-def wrap(contender: str, model: Any, backend: str) -> Any:
+def wrap(contender: str, model: Any, precision: str) -> Any:
     """Join the contender's world and wrap the model."""
+    import torch
+
+    dtypes = {}
+    if precision:
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     if contender == "echelon":
         import echelon.dist as dist
-        from echelon.dist.fsdp import fully_shard
+        from echelon.dist.fsdp import MixedPrecision, fully_shard
 
-        dist.init(backend or None)
+        dist.init()
         for block in model.blocks:
-            fully_shard(block)
-        return fully_shard(model)
+            fully_shard(block, mixed_precision=MixedPrecision(**dtypes))
+        return fully_shard(model, mixed_precision=MixedPrecision(**dtypes))
     if contender == "alone":
         return model
     import torch.distributed as torch_dist
@@ -156,15 +163,16 @@ def wrap(contender: str, model: Any, backend: str) -> Any:
 
         return DistributedDataParallel(model)
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     for block in model.blocks:
-        torch_fully_shard(block, mesh=mesh)
-    return torch_fully_shard(model, mesh=mesh)
+        torch_fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+    return torch_fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
 
 
-def serve(contender: str, size: Size, backend: str) -> None:
+def serve(contender: str, size: Size, precision: str) -> None:
     """Be one rank: take a step for every line on standard input."""
     import torch
     from torch.nn import functional
@@ -172,7 +180,9 @@ def serve(contender: str, size: Size, backend: str) -> None:
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     imported = _peak_mib()
-    model = wrap(contender, make_model(size), backend)
+    model = wrap(contender, make_model(size), precision)
+    # Who does not shard has autocast instead.
+    casts = bool(precision) and contender in ("ddp", "alone")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -180,8 +190,9 @@ def serve(contender: str, size: Size, backend: str) -> None:
         ids, targets = make_batch(size, step, rank, ranks)
         start, cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
-        logits = model(ids)
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            logits = model(ids)
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
         optimizer.step()
         answer = {
@@ -211,14 +222,14 @@ class Team:
         size_name: str,
         environ: list[dict[str, str]],
         prefixes: list[list[str]],
-        backend: str,
+        precision: str,
     ) -> None:
         self.contender = contender
         self.steps: list[dict[str, Any]] = []
         self._processes = [
             subprocess.Popen(
                 [*prefix, sys.executable, __file__, "--serve", contender, "--sizes", size_name,
-                 "--backend", backend],
+                 *(["--mixed-precision", precision] if precision else [])],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **one},
             )
@@ -235,7 +246,7 @@ class Team:
         for process in self._processes:
             process.stdin.write("step\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
-        answers = [json.loads(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
+        answers = [self._answer(process) for process in self._processes]
         self.steps.append(
             {
                 "wall_s": max(answer["wall_s"] for answer in answers),
@@ -245,6 +256,14 @@ class Team:
                 "imported_mib": max(answer["imported_mib"] for answer in answers),
             }
         )
+
+    def _answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            code = process.wait(30)
+            raise SystemExit(f"a rank of {self.contender} ended with {code} (-9: out of memory?)")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         for process in self._processes:
@@ -273,7 +292,7 @@ class Team:
 
 @contextlib.contextmanager
 def team(
-    contender: str, size: str, ranks: int, *, hosts: list[Any] | None = None, backend: str = ""
+    contender: str, size: str, ranks: int, *, hosts: list[Any] | None = None, precision: str = ""
 ) -> Iterator[Team]:
     from echelon.store import StoreServer
 
@@ -300,7 +319,7 @@ def team(
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
         each = [{**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        result = Team(contender, size, each, prefixes, backend)
+        result = Team(contender, size, each, prefixes, precision)
         stack.callback(result.close)
         yield result
 
@@ -328,13 +347,15 @@ def race(
     rounds: int,
     *,
     hosts: list[Any] | None = None,
-    backend: str = "",
+    precision: str = "",
 ) -> dict[str, dict[str, float]]:
     """Let the contenders take one step in turn, `rounds` times; return what was seen."""
     with contextlib.ExitStack() as stack:
         teams = []
         for one in contenders:
-            teams.append(stack.enter_context(team(one, size, ranks, hosts=hosts, backend=backend)))
+            teams.append(
+                stack.enter_context(team(one, size, ranks, hosts=hosts, precision=precision))
+            )
             teams[-1].wait_until_ready()
         for number in range(rounds + 1):
             for one in teams[number % len(teams) :] + teams[: number % len(teams)]:
@@ -457,14 +478,15 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--mixed-precision", choices=["bf16"], default="",
+                        help="compute and gather in it, reduce in fp32")  # fmt: skip
     parser.add_argument("--link", type=float, metavar="MB/S", help="limit what a rank sends")
     parser.add_argument("--plot", metavar="FILE", help="draw memory against ranks (SVG)")
     parser.add_argument("--compile", action="store_true", help="time cold starts")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--backend", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, SIZES[options.sizes], options.backend)
+        serve(options.serve, SIZES[options.sizes], options.mixed_precision)
         return
     counts = list(map(int, options.ranks.split(",")))
     if options.plot:
@@ -485,7 +507,11 @@ def main() -> None:
     show_heading()
     for size in options.sizes.split(","):
         for ranks in counts:
-            show(size, ranks, race(options.contenders.split(","), size, ranks, options.rounds))
+            contenders = options.contenders.split(",")
+            result = race(
+                contenders, size, ranks, options.rounds, precision=options.mixed_precision
+            )
+            show(size, ranks, result)
 
 
 if __name__ == "__main__":
