@@ -44,7 +44,7 @@ def _wait_for_death(rank: int, world_size: int, backend: str, num: int) -> None:
     with pytest.raises(PeerLostError, match="rank 1 ") as caught:
         world.all_reduce(x)
     assert time.monotonic() - begun < 20, "10 minutes were allowed, 2 s are meant"
-    assert caught.value.ranks == (1,)
+    assert caught.value.ranks == (1,), str(caught.value)
     with pytest.raises(CollectiveError, match="broken since"):
         world.barrier()
     dist.shutdown()
@@ -113,11 +113,11 @@ def _wait_for_late(rank: int, world_size: int) -> None:
         dist_store().get("gave-up-2", timeout=20)
         with pytest.raises(CollectiveError) as caught:
             world.all_reduce(np.ones(3))
-        assert caught.value.ranks == (1,)
+        assert caught.value.ranks == (1,), str(caught.value)
     else:
         with pytest.raises(CollectiveTimeoutError, match=r"missing: 1\b") as caught:
             world.all_reduce(np.ones(3))
-        assert caught.value.ranks == (1,)
+        assert caught.value.ranks == (1,), str(caught.value)
         assert isinstance(caught.value, TimeoutError)
         dist_store().set(f"gave-up-{rank}", "1")
     dist.shutdown()
@@ -147,7 +147,7 @@ def _wait_for_stopped(rank: int, world_size: int) -> None:
     try:
         with pytest.raises(CollectiveTimeoutError, match=r"missing: 1\b") as caught:
             _sum_for_ever(world, np.ones(3))
-        assert caught.value.ranks == (1,)
+        assert caught.value.ranks == (1,), str(caught.value)
         store.set(f"saw-{rank}", "1")
         store.wait([f"saw-{r}" for r in range(world_size) if r != 1], timeout=20)
     finally:
@@ -255,3 +255,45 @@ def _shut_down_in_flight(rank: int, world_size: int) -> None:
 
 def test_shutdown_ends_what_is_in_flight(engine):
     run_ranks(_shut_down_in_flight, 2, environ=engine)
+
+
+def _end_a_swap(rank: int, world_size: int, end: str) -> None:
+    """Two ranks exchange large arrays; rank 1 is frozen or dies in there."""
+    world = dist.init("gloo", timeout_s=1.5 if end == "timeout" else 600)
+    store, x = dist_store(), np.ones(BIG, np.float32)
+    store.set(f"pid-{rank}", str(os.getpid()))
+    peer = int(store.get("pid-1"))
+    world.all_reduce(x)
+    if rank == 1:
+        with contextlib.suppress(CollectiveError):
+            _sum_for_ever(world, x)
+        dist.shutdown()
+        return
+    ends = {
+        "kill": (lambda: os.kill(peer, signal.SIGKILL), PeerLostError, "rank 1 "),
+        "timeout": (lambda: None, CollectiveTimeoutError, r"missing: 1\b"),
+        "abort": (world.abort, CollectiveError, "aborted on rank 0"),
+        "ctrl-c": (lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt, ""),
+    }
+    act, error, text = ends[end]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+    if end != "kill":
+        threading.Timer(0.1, lambda: os.kill(peer, signal.SIGSTOP)).start()
+    timer = threading.Timer(0.4, act)
+    timer.start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(error, match=text):
+            _sum_for_ever(world, x)
+        assert time.monotonic() - begun < 20
+        timer.join()
+        dist.shutdown()
+    finally:
+        if end != "kill":
+            os.kill(peer, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("end", ["kill", "timeout", "abort", "ctrl-c"])
+def test_two_ranks_that_swap_are_ended_like_any_others(end):
+    pytest.importorskip("torch")
+    run_ranks(_end_a_swap, 2, end, exit_codes={1: -signal.SIGKILL} if end == "kill" else None)

@@ -110,12 +110,12 @@ class Lane:
                 self._busy = False
                 self._changed.notify_all()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread after what is queued; the caller has made that fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if wait and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
 
     def _serve(self) -> None:

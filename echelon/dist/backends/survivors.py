@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 
 from echelon.dist import failures
 from echelon.dist.backends.interface import Members
@@ -27,7 +28,9 @@ from echelon.store import PrefixStore
 
 _ROLL_CALL_S = 2.0
 _HEARSAY_S = 0.5
+_SOON_S = 0.25  # a busy machine takes longer than an idle one's millisecond to answer
 _NOW_S = 0.01
+_ASK_EVERY_S = 2.0
 
 
 class Survivors:
@@ -50,18 +53,27 @@ class Survivors:
         self._verdicts = verdicts
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         self._told = False
+        self._ask_at_s = time.monotonic() + _ASK_EVERY_S
         facts = gather(members, store, "processes", process_identity(), deadline_s)
         host = facts[members.rank]["host"]
         near = {r: facts[r] for r in self._others if facts[r]["host"] == host}
         self._peers = Peers({r: (fact["pid"], fact["start"]) for r, fact in near.items()})
 
     def look(self, operation: Operation) -> None:
-        """Raise if a process of this host has died."""
+        """Raise if a process of this host has died, or others have given up for some time.
+
+        The library should say the latter at once, but Gloo sometimes does not wake who waits.
+        """
         dead = self._peers.dead(self._others)
         if dead:
-            raise self._verdict(operation, _NOW_S) or failures.peer_lost(
+            raise self._verdict(operation, _SOON_S) or failures.peer_lost(
                 self._members, operation, dead
             )
+        if time.monotonic() >= self._ask_at_s:
+            self._ask_at_s = time.monotonic() + _ASK_EVERY_S
+            said = self._verdict(operation, _NOW_S)
+            if said is not None:
+                raise said
 
     def tell(self, error: CollectiveError) -> None:
         """Leave whom this rank blames for those that cannot see it; the first word counts."""
@@ -71,6 +83,13 @@ class Survivors:
             text = json.dumps({"lost": lost, "ranks": list(error.ranks)})
             with contextlib.suppress(StoreError):
                 self._verdicts.compare_set("verdict", "", text)
+
+    def give_up(self) -> None:
+        """Say that this rank has ended the group."""
+        text = json.dumps({"lost": True, "ranks": [self._members.ranks[self._members.rank]]})
+        with contextlib.suppress(StoreError):
+            self._verdicts.compare_set("verdict", "", text)
+        self.leave()
 
     def leave(self) -> None:
         """Say that this rank goes on its own account; not if others made it give up."""
@@ -86,7 +105,7 @@ class Survivors:
         """
         with contextlib.suppress(StoreError):
             dead = self._peers.dead(self._others)
-            said = self._verdict(operation, _NOW_S if dead else _HEARSAY_S)
+            said = self._verdict(operation, _SOON_S if dead else _HEARSAY_S)
             if said is not None:
                 return said
             if not dead:
@@ -96,7 +115,7 @@ class Survivors:
                 return failures.peer_lost(self._members, operation, dead)
             missing = self._call_roll()
             dead = self._peers.dead(self._others)
-            said = self._verdict(operation, _NOW_S)
+            said = self._verdict(operation, _SOON_S)
             if said is not None:
                 return said
             build = failures.timed_out if timed_out and not dead else failures.peer_lost

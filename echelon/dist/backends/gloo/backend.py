@@ -120,7 +120,7 @@ class GlooBackend(LaneBackend):
     def abort(self) -> None:
         """End the group on this rank: what waits here and at the others raises."""
         self._aborted = True
-        self.survivors.leave()
+        self.survivors.give_up()
         if self._transport is not None:
             self._transport.break_off()
 

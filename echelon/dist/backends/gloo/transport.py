@@ -25,6 +25,7 @@ _SLICE_S = 0.1
 _NEVER_SENT = (1 << 31) - 1  # a tag under which nobody sends
 _SWAPPED = (1 << 31) - 2  # the tag of `swap`; both are above the users'
 _SMALL_BYTES = 64 << 10
+_NO_LIMIT = timedelta(days=365)
 _core: Any = torch._C._distributed_c10d
 _REDUCE_OPS = {
     "sum": torch_dist.ReduceOp.SUM,
@@ -97,9 +98,10 @@ class Transport:
         options._threads = 2
         self._store = _Bridge(store, timeout_s)  # Gloo keeps no reference of its own
         self._made: Any = _core.ProcessGroupGloo(self._store, rank, size, options)
-        self._rank, self._size = rank, size
+        self._made.set_timeout(_NO_LIMIT)  # each operation has its own, which its caller holds
         self._peer = (rank + 1) % size
         self._waiter = Lane("echelon-gloo-swaps")
+        self._is_broken = False
 
     @property
     def _group(self) -> Any:
@@ -111,15 +113,19 @@ class Transport:
     def close(self) -> None:
         """Let go of the connections: they close once nothing waits on them."""
         self._made = None
-        self._waiter.close()
+        self._waiter.close(wait=not self._is_broken)
 
     def break_off(self) -> None:
         """Close the connections under whatever waits on them, here and at the peers.
 
-        Gloo has no call for that; but a receive that is not answered in time closes them all.
+        Gloo has no call for that; but a receive that is not answered in time closes them all. Now
+        and then one of its threads is not woken by that, and its destructor waits for its threads
+        while it holds the interpreter's lock: so what is broken is never destroyed.
         """
         made, self._made = self._made, None
         if made is not None:
+            self._is_broken = True
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             nothing = torch.empty(1, dtype=torch.uint8)
             with contextlib.suppress(RuntimeError):
                 made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
@@ -153,7 +159,7 @@ class Transport:
                 one[self._peer] = array.nbytes
             return self.all_to_all(out, data, *sizes)
         works = [self.receive(out, self._peer, _SWAPPED), self.send(data, self._peer, _SWAPPED)]
-        limit = timedelta(seconds=timeout_s)
+        limit = timedelta(seconds=timeout_s + _SLICE_S)  # who waits in slices decides before that
 
         def wait_for_both() -> None:
             for work in works:
