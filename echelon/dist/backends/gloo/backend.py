@@ -41,7 +41,6 @@ from echelon.store import PrefixStore
 
 _OWN_SUMS = frozenset({"float32", "float64", "int32", "int64"})
 _OWN_OPS = frozenset({"sum", "min", "max", "prod"})
-_SMALL_BYTES = 64 << 10
 _MESSAGE = struct.Struct("<16sQ")
 
 
@@ -262,7 +261,7 @@ class GlooBackend(LaneBackend):
         """Swap halves and sum one, then swap the sums; what is small is swapped at once."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
-        if data.nbytes <= _SMALL_BYTES:
+        if data.nbytes <= self._transport.small_bytes:
             halves[self._rank] = halves[1 - self._rank] = data
         mine, other = halves[self._rank], halves[1 - self._rank]
         theirs = np.empty_like(mine)

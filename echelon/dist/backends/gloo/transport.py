@@ -24,7 +24,6 @@ from echelon.store import PrefixStore
 _SLICE_S = 0.1
 _NEVER_SENT = (1 << 31) - 1  # a tag under which nobody sends
 _SWAPPED = (1 << 31) - 2  # the tag of `swap`; both are above the users'
-_SMALL_BYTES = 64 << 10
 _NO_LIMIT = timedelta(days=365)
 _core: Any = torch._C._distributed_c10d
 _REDUCE_OPS = {
@@ -66,9 +65,8 @@ class Swap:
     mesh does it, and who waits for that thread can look around meanwhile.
     """
 
-    def __init__(self, pending: LanePending, arrays: tuple[Flat, ...]) -> None:
+    def __init__(self, pending: LanePending) -> None:
         self._pending = pending
-        self._arrays = arrays  # Gloo works on them
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -88,6 +86,8 @@ class Swap:
 
 class Transport:
     """One full mesh of Gloo connections."""
+
+    small_bytes = 64 << 10  # up to this a swap is one of Gloo's collectives
 
     def __init__(
         self, store: PrefixStore, rank: int, size: int, address: str, timeout_s: float
@@ -153,19 +153,21 @@ class Transport:
         its own data on the same connection, and the other direction stays idle all that time: on a
         link of 60 MB/s half of the exchanges took twice as long. So we receive first.
         """
-        if max(out.nbytes, data.nbytes) <= _SMALL_BYTES:
+        if max(out.nbytes, data.nbytes) <= self.small_bytes:
             sizes = [[0, 0], [0, 0]]
             for one, array in zip(sizes, (out, data), strict=True):
                 one[self._peer] = array.nbytes
             return self.all_to_all(out, data, *sizes)
-        works = [self.receive(out, self._peer, _SWAPPED), self.send(data, self._peer, _SWAPPED)]
+        coming = self.receive(out, self._peer, _SWAPPED)
+        going = self.send(data, self._peer, _SWAPPED)
         limit = timedelta(seconds=timeout_s + _SLICE_S)  # who waits in slices decides before that
+        works = [(coming, out), (going, data)]  # with the arrays, which Gloo does not keep
 
         def wait_for_both() -> None:
-            for work in works:
+            for work, _ in works:
                 work.wait(limit)
 
-        return Swap(self._waiter.submit(wait_for_both), (out, data))
+        return Swap(self._waiter.submit(wait_for_both))
 
     def broadcast(self, data: Flat, root: int) -> Any:
         """Start sending the root's bytes to all."""
