@@ -14,7 +14,12 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
-from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from echelon.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    StoreTimeoutError,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -297,3 +302,21 @@ def _end_a_swap(rank: int, world_size: int, end: str) -> None:
 def test_two_ranks_that_swap_are_ended_like_any_others(end):
     pytest.importorskip("torch")
     run_ranks(_end_a_swap, 2, end, exit_codes={1: -signal.SIGKILL} if end == "kill" else None)
+
+
+def _come_after_the_limit_of_init(rank: int, world_size: int) -> None:
+    world = dist.init("gloo", timeout_s=1.0)
+    world.timeout_s = 60.0
+    if rank == 1:
+        with pytest.raises(StoreTimeoutError):
+            dist_store().get("never", timeout=2.0)
+    x = np.ones(BIG, np.float32)
+    world.all_reduce(x)
+    assert x[0] == x[-1] == world_size
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_operation_may_take_longer_than_init_could(world_size):
+    pytest.importorskip("torch")
+    run_ranks(_come_after_the_limit_of_init, world_size)
