@@ -108,15 +108,21 @@ def _differ_async(rank: int, world_size: int) -> None:
     good = np.ones(4)
     first = world.all_reduce(good, async_op=True)
     bad = world.all_reduce(np.ones(4 + rank), async_op=True)
-    after = world.all_reduce(np.ones(4), async_op=True)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        _sum_to_its_end(world)
+    assert set(caught.value.ranks) == {0, 1}
     first.wait()
     assert (good == world_size).all()
-    for work in (bad, after):
-        with pytest.raises(CollectiveMismatchError) as caught:
-            work.wait(timeout_s=20)
-        assert set(caught.value.ranks) == {0, 1}
-        assert work.done
+    with pytest.raises(CollectiveMismatchError) as caught:
+        bad.wait(timeout_s=20)
+    assert set(caught.value.ranks) == {0, 1}
+    assert bad.done
     dist.shutdown()
+
+
+def _sum_to_its_end(world) -> None:
+    """The call raises itself where the mismatch before it is known already."""
+    world.all_reduce(np.ones(4), async_op=True).wait(timeout_s=20)
 
 
 def test_async_work_carries_the_error_and_so_does_what_follows():

@@ -29,10 +29,11 @@ import numpy as np
 
 from echelon.dist import failures
 from echelon.dist.arrays import Flat
+from echelon.dist.backends import small
 from echelon.dist.backends.gloo import backend as gloo
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.lanes import LaneBackend
-from echelon.dist.backends.operation import CALL_BYTES, Operation, encode_call
+from echelon.dist.backends.operation import Operation, encode_call
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.backends.shm.native import reduce
 from echelon.dist.backends.shm.reduction import narrow_bfloat16, widen_bfloat16
@@ -58,7 +59,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
 
 _CHUNK_BYTES = 2 << 20  # of a share, between two hosts
 _MOST_KEPT_BYTES = 4 << 20
-_Agree = Callable[[], None]
+_Agree = Callable[[], Flat]  # returns everybody's call and small data, in rank order
 
 
 class _Level:
@@ -130,7 +131,7 @@ class HierarchyBackend(LaneBackend):
             column = [ranks[self._place] for ranks in self._hosts]
             self._across = self._level(column, f"across/{self._place}", store, is_inside=False)
         self._run: dict[str, Callable[[Operation, float, _Agree], None]] = {
-            "barrier": lambda operation, deadline_s, agree: agree(),  # noqa: ARG005
+            "barrier": self._barrier,
             "all_reduce": self._all_reduce,
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
@@ -188,7 +189,10 @@ class HierarchyBackend(LaneBackend):
             else:
                 deadline_s = time.monotonic() + operation.timeout_s
                 agree = self._start_comparing(operation, deadline_s)
-                self._run[operation.kind](operation, deadline_s, agree)
+                if small.is_small(operation):
+                    small.finish(operation, agree(), self._members.rank)
+                else:
+                    self._run[operation.kind](operation, deadline_s, agree)
         except CollectiveError as err:
             error = self._retold(operation, err)
             self._lost = error
@@ -221,22 +225,22 @@ class HierarchyBackend(LaneBackend):
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
-        mine = np.frombuffer(operation.sequence.to_bytes(8, "little") + operation.call, np.uint8)
+        mine = small.pack(operation)
         inside = np.empty((self._inside.members.size, len(mine)), np.uint8)
         self._step(self._inside, "all_gather", mine, inside.reshape(-1), plain, deadline_s)
-        everyone = np.empty((self._size, len(mine)), np.uint8)
+        by_host = np.empty((self._size, len(mine)), np.uint8)
         across = self._gloo
-        work = across.start_all_gather(everyone.reshape(-1), inside.reshape(-1))
+        work = across.start_all_gather(by_host.reshape(-1), inside.reshape(-1))
 
-        def agree() -> None:
+        def agree() -> Flat:
             across.finish(operation, deadline_s, work)
-            if not (everyone == mine).all():
-                calls = [b""] * self._size
-                for rank, row in zip(self._order, everyone, strict=True):
-                    calls[rank] = bytes(row[8 : 8 + CALL_BYTES])
-                raise mismatch_error(self._members, operation, calls)
+            rows = np.empty_like(by_host)
+            rows[self._order] = by_host
+            if not small.are_equal(rows, mine):
+                raise mismatch_error(self._members, operation, small.calls(rows))
+            return rows
 
-        if not (inside == mine).all():
+        if not small.are_equal(inside, mine):
             agree()
         return agree
 
@@ -256,6 +260,9 @@ class HierarchyBackend(LaneBackend):
         level.run(kind, source, target, like, left_s, reduce_op=reduce_op, root=root)
 
     # ---- the collectives ----
+
+    def _barrier(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:  # noqa: ARG002
+        agree()
 
     def _all_reduce(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None

@@ -8,10 +8,10 @@
     reduce                                 reduce_scatter, then gather
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
-Before every collective the ranks exchange what they called, 96 bytes each, so that a mismatch is an
-error with names; that exchange is the barrier, too. When a connection breaks, each rank closes its
-own, so that everybody wakes, and those that are left meet once more at the store: who does not come
-is the one to name.
+Before every collective the ranks exchange what they called, so that a mismatch is an error with
+names. That exchange is the barrier, too, and carries data of up to 256 bytes (`small.py`). When a
+connection breaks, each rank closes its own, so that everybody wakes, and those that are left meet
+once more at the store: who does not come is the one to name.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import numpy as np
 
 from echelon.dist import failures
 from echelon.dist.arrays import Flat
+from echelon.dist.backends import small
 from echelon.dist.backends.interface import Members
 from echelon.dist.backends.lanes import LaneBackend
-from echelon.dist.backends.operation import CALL_BYTES, Operation
+from echelon.dist.backends.operation import Operation
 from echelon.dist.backends.shm.native import reduce
 from echelon.dist.backends.survivors import Survivors
 from echelon.dist.environment import Rendezvous
@@ -160,8 +161,11 @@ class GlooBackend(LaneBackend):
             if operation.is_message:
                 self._message(operation, deadline_s)
             else:
-                self._compare_calls(operation, deadline_s)
-                self._run[operation.kind](operation, deadline_s)
+                rows = self._compare_calls(operation, deadline_s)
+                if rows is not None and small.is_small(operation):
+                    small.finish(operation, rows, self._rank)
+                else:
+                    self._run[operation.kind](operation, deadline_s)
 
     def start_all_gather(self, out: Flat, data: Flat) -> Any:
         """Start collecting bytes of all; `finish` waits for them. All members must come to it."""
@@ -226,15 +230,16 @@ class GlooBackend(LaneBackend):
         if self._transport is not None:
             self._transport.break_off()
 
-    def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
+    def _compare_calls(self, operation: Operation, deadline_s: float) -> Flat | None:
+        """Return everybody's call, with data if that is small; None where nothing is compared."""
         if self._size == 1 or not self._compares:
-            return
-        mine = np.frombuffer(operation.sequence.to_bytes(8, "little") + operation.call, np.uint8)
-        calls = np.empty((self._size, len(mine)), np.uint8)
-        self._wait(operation, deadline_s, self._transport.all_gather(calls.reshape(-1), mine))
-        if not (calls == mine).all():
-            texts = [bytes(call[8 : 8 + CALL_BYTES]) for call in calls]
-            raise mismatch_error(self._members, operation, texts)
+            return None
+        mine = small.pack(operation)
+        rows = np.empty((self._size, len(mine)), np.uint8)
+        self._wait(operation, deadline_s, self._transport.all_gather(rows.reshape(-1), mine))
+        if not small.are_equal(rows, mine):
+            raise mismatch_error(self._members, operation, small.calls(rows))
+        return rows
 
     # ---- sums ----
 

@@ -33,9 +33,10 @@ import numpy as np
 
 from echelon.dist import failures
 from echelon.dist.arrays import Flat
+from echelon.dist.backends import small
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.lanes import Lane, LaneBackend, LanePending
-from echelon.dist.backends.operation import CALL_BYTES, Operation
+from echelon.dist.backends.operation import Operation
 from echelon.dist.backends.shm.native import reduce
 from echelon.dist.backends.survivors import Survivors
 from echelon.dist.backends.xccl import library
@@ -232,8 +233,11 @@ class XcclBackend(LaneBackend):
             raise failures.broken_since(self._members, operation, self._lost)
         deadline_s = time.monotonic() + operation.timeout_s
         try:
-            self._compare_calls(operation, deadline_s)
-            self._run[operation.kind](operation, deadline_s)
+            rows = self._compare_calls(operation, deadline_s)
+            if rows is not None and small.is_small(operation):
+                small.finish(operation, rows, self._members.rank)
+            else:
+                self._run[operation.kind](operation, deadline_s)
         except CollectiveError as err:
             self._lost = err
             self._survivors.tell(err)
@@ -274,16 +278,15 @@ class XcclBackend(LaneBackend):
             target,
         )
 
-    def _compare_calls(self, operation: Operation, deadline_s: float) -> None:
+    def _compare_calls(self, operation: Operation, deadline_s: float) -> Flat | None:
         if self._size == 1:
-            return
-        head = operation.sequence.to_bytes(8, "little") + operation.call
-        mine = np.frombuffer(head, np.uint8).copy()
+            return None
+        mine = small.pack(operation)
         rows = np.empty((self._size, len(mine)), np.uint8)
         self._gather_bytes(operation, deadline_s, mine, rows)
-        if not (rows == mine).all():
-            calls = [bytes(row[8 : 8 + CALL_BYTES]) for row in rows]
-            raise mismatch_error(self._members, operation, calls)
+        if not small.are_equal(rows, mine):
+            raise mismatch_error(self._members, operation, small.calls(rows))
+        return rows
 
     def _gather_bytes(
         self, operation: Operation, deadline_s: float, source: Flat, target: Flat

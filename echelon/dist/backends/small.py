@@ -1,0 +1,65 @@
+"""Small operations: what a rank gives travels with what it called.
+
+Backends over connections compare calls before every collective, which is an exchange of its own. Up
+to 256 bytes of data go along in it, and each rank works out its result from everybody's: a small
+operation costs one exchange instead of two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from echelon.dist.arrays import Flat
+from echelon.dist.backends.operation import CALL_BYTES, Operation
+from echelon.dist.backends.shm.native import reduce
+
+_HEAD_BYTES = 8 + CALL_BYTES
+_DATA_BYTES = 256
+_KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast"})
+
+
+def pack(operation: Operation) -> Flat:
+    """Return what this rank sends: number and call of the operation, and its data if it is small.
+
+    The same number of bytes for every operation, so that ranks that differ can be compared.
+    """
+    packed = np.zeros(_HEAD_BYTES + _DATA_BYTES, np.uint8)
+    head = operation.sequence.to_bytes(8, "little") + operation.call
+    packed[: len(head)] = np.frombuffer(head, np.uint8)
+    source = operation.source
+    if source is not None and is_small(operation):
+        packed[_HEAD_BYTES : _HEAD_BYTES + source.nbytes] = source.view(np.uint8)
+    return packed
+
+
+def are_equal(rows: Flat, mine: Flat) -> bool:
+    """Say whether all called what this rank did; rows: [num_ranks, packed bytes]."""
+    return bool((rows[:, :_HEAD_BYTES] == mine[:_HEAD_BYTES]).all())
+
+
+def calls(rows: Flat) -> list[bytes]:
+    """Return what each rank called."""
+    return [row[8:_HEAD_BYTES].tobytes() for row in rows]
+
+
+def is_small(operation: Operation) -> bool:
+    """Whether its data went along; ranks with equal calls agree on that."""
+    data = operation.target if operation.source is None else operation.source
+    return operation.kind in _KINDS and data is not None and 0 < data.nbytes <= _DATA_BYTES
+
+
+def finish(operation: Operation, rows: Flat, rank: int) -> None:
+    """Write a small operation's result; rows: everybody's, in rank order, as sums are."""
+    source, target = operation.source, operation.target
+    if target is None:
+        return
+    given = target if source is None else source
+    parts = [row[_HEAD_BYTES : _HEAD_BYTES + given.nbytes].copy().view(given.dtype) for row in rows]
+    if operation.kind == "broadcast":
+        np.copyto(target, parts[operation.root])
+    elif operation.kind == "all_gather":
+        np.copyto(target, np.concatenate(parts))
+    else:
+        if operation.kind == "reduce_scatter":
+            parts = [part.reshape(len(rows), len(target))[rank] for part in parts]
+        reduce(target, parts, operation.reduce_op, operation.dtype)
