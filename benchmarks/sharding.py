@@ -33,101 +33,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sharding_model import SIZES, Size, make_batch, make_model
+
 CONTENDERS = ("echelon", "fsdp2", "ddp")
-_SEED = 1337
-
-
-@dataclass(frozen=True)
-class Size:
-    """A char GPT, and how many sequences of `context` tokens all ranks together train on a step."""
-
-    depth: int
-    width: int
-    heads: int
-    context: int
-    batch: int
-    vocabulary: int = 65
-
-
-SIZES = {
-    "tiny": Size(depth=3, width=128, heads=4, context=64, batch=4),  # to see that it runs
-    "10M": Size(depth=6, width=384, heads=6, context=256, batch=8),
-    "85M": Size(depth=12, width=768, heads=12, context=256, batch=4),
-}
-
-
-# ---- the model ----
-
-
-def make_model(size: Size) -> Any:
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
-            self.out = nn.Linear(size.width, size.width, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            batch, length, width = x.shape
-            q, k, v = (
-                part.view(batch, length, size.heads, -1).transpose(1, 2)
-                for part in self.qkv(x).split(width, 2)
-            )
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm1 = nn.LayerNorm(size.width, bias=False)
-            self.attention = Attention()
-            self.norm2 = nn.LayerNorm(size.width, bias=False)
-            self.up = nn.Linear(size.width, 4 * size.width, bias=False)
-            self.down = nn.Linear(4 * size.width, size.width, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            x = x + self.attention(self.norm1(x))
-            return x + self.down(functional.gelu(self.up(self.norm2(x))))
-
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token = nn.Embedding(size.vocabulary, size.width)
-            self.position = nn.Embedding(size.context, size.width)
-            self.blocks = nn.ModuleList(Block() for _ in range(size.depth))
-            self.norm = nn.LayerNorm(size.width, bias=False)
-            self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-            self.head.weight = self.token.weight
-            for parameter in self.parameters():
-                if parameter.dim() == 2:
-                    nn.init.normal_(parameter, std=0.02)
-
-        def forward(self, ids: Any) -> Any:
-            x = self.token(ids) + self.position.weight[: ids.shape[1]]
-            for block in self.blocks:
-                x = block(x)
-            return self.head(self.norm(x))
-
-    torch.manual_seed(_SEED)
-    return Gpt()
-
-
-def make_batch(size: Size, step: int, rank: int, ranks: int) -> tuple[Any, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(_SEED + step)
-    shape = (size.batch, size.context + 1)
-    ids = torch.randint(0, size.vocabulary, shape, generator=generator)
-    per_rank = size.batch // ranks
-    mine = ids[rank * per_rank : (rank + 1) * per_rank]
-    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
 # ---- the contenders ----
@@ -441,37 +352,6 @@ def plot_memory(path: str, size: str, counts: list[int]) -> None:
     Path(path).write_text(sharding_plot.draw(title, "ranks", series, ("16 P / N", formula)))
 
 
-def time_compilation(size: str) -> None:
-    """Print the first and the best step with the blocks compiled, and with the whole model."""
-    print("| compiled | first step s | best step s |\n|---|---|---|", flush=True)
-    for what in ("nothing", "each block", "the whole"):
-        code = f"import sharding; sharding.compile_and_step({size!r}, {what!r})"
-        folder = Path(__file__).resolve().parent
-        with tempfile.TemporaryDirectory() as cache:
-            environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
-            subprocess.run([sys.executable, "-c", code], cwd=folder, env=environ, check=True)
-
-
-def compile_and_step(size: str, what: str) -> None:
-    import torch
-    from torch.nn import functional
-
-    torch.set_num_threads(1)
-    model = make_model(SIZES[size])
-    if what == "each block":
-        for block in model.blocks:
-            block.compile()
-    elif what == "the whole":
-        model.compile()
-    times = []
-    for step in range(4):
-        ids, targets = make_batch(SIZES[size], step, 0, 2)
-        start = time.perf_counter()
-        functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).backward()
-        times.append(time.perf_counter() - start)
-    print(f"| {what} | {times[0]:.1f} | {min(times[1:]):.2f} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="10M,85M")
@@ -493,6 +373,8 @@ def main() -> None:
         plot_memory(options.plot, options.sizes.split(",")[-1], counts)
         return
     if options.compile:
+        from sharding_compile import time_compilation
+
         time_compilation(options.sizes.split(",")[0])
         return
     if options.link:
