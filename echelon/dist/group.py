@@ -15,7 +15,7 @@ from typing import Any
 
 import echelon.recorder.current as black_box
 from echelon.dist import failures, objects
-from echelon.dist.arguments import check_pair, check_reduce_op, check_splits
+from echelon.dist.arguments import check_pair, check_reduce_op, check_splits, check_tag
 from echelon.dist.arrays import View, view
 from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
@@ -481,31 +481,3 @@ class ProcessGroup:
         if array is not None:
             raise ValueError(f"{name} is given by root {root} alone; pass None on rank {self.rank}")
         return None
-
-
-def check_tag(tag: Any) -> int:
-    """Check a message's tag.
-
-    Raises:
-        ValueError: it is no number from 0 to 2^31 - 3; backends use the two above.
-    """
-    if not isinstance(tag, int) or not 0 <= tag < (1 << 31) - 2:
-        raise ValueError(f"tag {tag!r} is no number from 0 to {(1 << 31) - 3}")
-    return tag
-
-
-def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Check the members of a new group.
-
-    Raises:
-        ValueError: none, one twice, or one that is no rank of the world.
-    """
-    members = tuple(int(rank) for rank in ranks)
-    if not members:
-        raise ValueError("a group needs at least one rank")
-    if len(set(members)) != len(members):
-        raise ValueError(f"ranks {list(members)}: one comes twice")
-    outside = [rank for rank in members if not 0 <= rank < world_size]
-    if outside:
-        raise ValueError(f"ranks {outside} are not in the world (0-{world_size - 1})")
-    return members
