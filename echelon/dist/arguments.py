@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from echelon.dist.arrays import View, is_floating, is_numeric
 from echelon.dist.backends.operation import REDUCE_OPS

@@ -53,8 +53,16 @@ def _differ(rank: int, world_size: int, backend: str, kind: str, odd: tuple[int,
     with pytest.raises(CollectiveError, match="broken since") as again:
         world.barrier()
     assert again.value.ranks == odd
+    _nobody_is_lost()
     dist.shutdown()
     return str(error).partition(". Called at")[0]
+
+
+def _nobody_is_lost() -> None:
+    """All ranks have ended their group by now, and none may have said that another is gone."""
+    store = importlib.import_module("echelon.dist.world")._need().store
+    store.barrier("ended", dist.world().size, timeout=20)
+    assert [key for key in store.list_keys() if key.endswith("verdict")] == []
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])

@@ -197,6 +197,8 @@ class HierarchyBackend(LaneBackend):
             error = self._retold(operation, err)
             self._lost = error
             self._flat.survivors.tell(error)
+            if self._across is not None:
+                self._gloo.survivors.tell(error)
             self.abort()
             raise error from None
 

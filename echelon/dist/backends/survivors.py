@@ -85,7 +85,9 @@ class Survivors:
                 self._verdicts.compare_set("verdict", "", text)
 
     def give_up(self) -> None:
-        """Say that this rank has ended the group."""
+        """Say that this rank has ended the group, if it was not others who made it."""
+        if self._told:
+            return
         text = json.dumps({"lost": True, "ranks": [self._members.ranks[self._members.rank]]})
         with contextlib.suppress(StoreError):
             self._verdicts.compare_set("verdict", "", text)
