@@ -216,6 +216,7 @@ class RingParser:
             data = self._data[begin : begin + length]
             if begin + length - STRINGS_OFFSET <= self._strings_used and crc32(data) == crc:
                 return data.decode("utf-8", "replace")
+        self.num_torn += 1  # or younger than the copy of the texts, which precede the slots
         self.warnings.append("a text is damaged")
         return DAMAGED
 
