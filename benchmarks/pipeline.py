@@ -337,8 +337,8 @@ def gloo_group(world: Any) -> Any:
     """Make a gloo group of ours beside the shm one; a program has one backend, a benchmark two."""
     from echelon.dist.backends import registry
     from echelon.dist.backends.interface import Members
-    from echelon.dist.environment import Rendezvous
     from echelon.dist.group import ProcessGroup
+    from echelon.dist.membership.environment import Rendezvous
     from echelon.store import PrefixStore, TCPStore
 
     members = Members(name="gloo", rank=world.rank, ranks=world.ranks)

@@ -2,7 +2,7 @@
 
 from echelon.dist.group import ProcessGroup
 from echelon.dist.options import Options
+from echelon.dist.runtime import init, new_group, shutdown, world
 from echelon.dist.work import Work
-from echelon.dist.world import init, new_group, shutdown, world
 
 __all__ = ["init", "world", "new_group", "shutdown", "ProcessGroup", "Work", "Options"]

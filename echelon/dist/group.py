@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import echelon.recorder.current as black_box
-from echelon.dist import failures, objects
-from echelon.dist.arguments import check_pair, check_reduce_op, check_splits, check_tag
-from echelon.dist.arrays import View, view
+from echelon.dist import objects
 from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.operation import Operation, encode_call
-from echelon.dist.flight import Flight
+from echelon.dist.errors import build
+from echelon.dist.operation.arrays import View, view
+from echelon.dist.operation.checks import check_pair, check_reduce_op, check_splits, check_tag
+from echelon.dist.operation.operation import Operation, encode_call
+from echelon.dist.progress.flight import Flight
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder import sites
@@ -370,7 +371,7 @@ class ProcessGroup:
         try:
             self._flight.sweep()
             if self._broken is not None:
-                raise failures.broken_since(self._members, operation, self._broken)
+                raise build.broken_since(self._members, operation, self._broken)
             if not async_op and batch is None and operation.device == "cpu":
                 self._execute(operation, record)
                 return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from echelon.dist.group import ProcessGroup
-from echelon.dist.world import new_group, world
+from echelon.dist.runtime import new_group, world
 
 
 class DeviceMesh:

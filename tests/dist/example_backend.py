@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.dist import failures
-from echelon.dist.backends.lanes import LaneBackend
-from echelon.dist.backends.shm.native import reduce
-from echelon.dist.mismatch import mismatch_error
+from echelon.dist.arithmetic.reduce import reduce
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import mismatch_error
+from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import StoreTimeoutError
 
 
@@ -43,7 +43,7 @@ class StoreBackend(LaneBackend):
             )
         except StoreTimeoutError as err:
             missing = [int(rank) for rank in err.missing]
-            raise failures.timed_out(self._members, operation, missing) from err
+            raise build.timed_out(self._members, operation, missing) from err
         calls = [value[: len(operation.call)] for value in values]
         if set(calls) != {operation.call}:
             raise mismatch_error(self._members, operation, calls)

@@ -13,9 +13,9 @@ import types
 
 import torch
 
-from echelon.dist.backends.operation import Operation, encode_call
+from echelon.dist.backends.device.stream import StreamBackend
 from echelon.dist.backends.shm import backend as shm
-from echelon.dist.backends.streams import StreamBackend
+from echelon.dist.operation.operation import Operation, encode_call
 from echelon.errors import EchelonError
 from echelon.store import PrefixStore
 

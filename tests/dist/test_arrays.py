@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from echelon.dist.arrays import view
+from echelon.dist.operation.arrays import view
 
 torch = pytest.importorskip("torch")
 

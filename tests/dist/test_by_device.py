@@ -146,7 +146,7 @@ def _stay_away(rank: int, world_size: int) -> None:
 
 
 def _store():
-    return importlib.import_module("echelon.dist.world")._need().store
+    return importlib.import_module("echelon.dist.runtime")._need().store
 
 
 def test_a_rank_that_never_comes_to_a_device_is_named():

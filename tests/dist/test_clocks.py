@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from echelon.dist.clocks import agree
+from echelon.dist.membership.clocks import agree
 from echelon.store import MemoryStore, PrefixStore
 
 

@@ -52,7 +52,7 @@ def _sum_in(group, seed: int) -> None:
 
 
 def _use_from_threads(rank: int, world_size: int, backend: str) -> None:
-    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
     world = dist.init(backend, timeout_s=60, reduction="rank_ordered")
     groups = [dist.new_group(list(reversed(range(world_size)))), world.split(rank % 2)]

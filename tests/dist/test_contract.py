@@ -67,7 +67,7 @@ def _keep_contract_on_hosts(
     rank: int, world_size: int, hosts: tuple[int, ...], is_slow: bool
 ) -> str:
     """Ranks that believe to be on several hosts: the logic of two levels, without networks."""
-    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {hosts[rank]}"}
     hierarchy._CHUNK_BYTES = 100_000  # so that arrays of a few MB are cut into many
     traits = contract.Traits(ordered=False, is_slow=is_slow)
@@ -90,7 +90,7 @@ def test_shm_gloo_keeps_the_contract(hosts, is_slow):
 
 
 def _keep_order(rank: int, world_size: int, backend: str) -> None:
-    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
     group = dist.init(backend, timeout_s=60, reduction="rank_ordered")
     traits = contract.Traits(ordered=True, is_slow=True)

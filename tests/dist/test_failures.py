@@ -67,7 +67,7 @@ def test_a_killed_rank_is_named_by_backends_with_connections_too(backend):
 
 
 def _wait_for_death_on_hosts(rank: int, world_size: int, backend: str) -> None:
-    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
     _wait_for_death(rank, world_size, backend, 1000)
 
@@ -129,7 +129,7 @@ def _wait_for_late(rank: int, world_size: int) -> None:
 
 
 def dist_store():
-    return importlib.import_module("echelon.dist.world")._need().store
+    return importlib.import_module("echelon.dist.runtime")._need().store
 
 
 def test_a_late_rank_is_missing_after_the_timeout_and_told_so_when_it_comes(engine):
@@ -239,7 +239,7 @@ def test_a_group_on_connections_is_aborted_while_messages_wait(backend):
 
 
 def _abort_on_hosts(rank: int, world_size: int, backend: str) -> None:
-    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {rank}"}
     _abort(rank, world_size, backend)
 

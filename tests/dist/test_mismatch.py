@@ -60,7 +60,7 @@ def _differ(rank: int, world_size: int, backend: str, kind: str, odd: tuple[int,
 
 def _nobody_is_lost() -> None:
     """All ranks have ended their group by now, and none may have said that another is gone."""
-    store = importlib.import_module("echelon.dist.world")._need().store
+    store = importlib.import_module("echelon.dist.runtime")._need().store
     store.barrier("ended", dist.world().size, timeout=20)
     assert [key for key in store.list_keys() if key.endswith("verdict")] == []
 
@@ -73,7 +73,7 @@ def test_every_rank_names_the_one_that_differs(kind, engine):
 
 
 def _differ_on_hosts(rank: int, world_size: int, backend: str, kind: str) -> str:
-    hierarchy = importlib.import_module("echelon.dist.backends.hierarchy")
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
     return _differ(rank, world_size, backend, kind, (2,))
 

@@ -79,7 +79,7 @@ def test_two_ranks_compute_and_exchange(backend, reduction):
 
 
 def _store():
-    return importlib.import_module("echelon.dist.world")._need().store
+    return importlib.import_module("echelon.dist.runtime")._need().store
 
 
 def _wait_for_late(rank: int, world_size: int) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from echelon.dist.arithmetic.reduce import reduce
+from echelon.dist.arithmetic.reduce_numpy import reduce_into
 from echelon.dist.backends.shm import native
-from echelon.dist.backends.shm.reduction import reduce_into
 from tests.dist import oracle
 
 
@@ -24,7 +25,7 @@ def _implementation(request, monkeypatch):
 
 
 def _reduce_in_c(target, parts, op, dtype):
-    native.reduce(target, list(parts), op, dtype)
+    reduce(target, list(parts), op, dtype)
 
 
 def _reduce(parts, op, dtype):

@@ -141,7 +141,7 @@ def _wait_until_done(work) -> None:
 
 
 def _store():
-    return importlib.import_module("echelon.dist.world")._need().store
+    return importlib.import_module("echelon.dist.runtime")._need().store
 
 
 def test_an_operation_that_a_rank_never_joins_ends_at_its_timeout():

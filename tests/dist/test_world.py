@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
-from echelon.dist.environment import Rendezvous
+from echelon.dist.membership.environment import Rendezvous
 from tests.ranks import run_ranks
 
 

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-from echelon.dist import failures
-from echelon.dist.arrays import DeviceFlat
 from echelon.dist.backends import registry
 from echelon.dist.backends.interface import Backend, Members, Pending
-from echelon.dist.backends.operation import Operation
+from echelon.dist.errors import build
+from echelon.dist.operation.arrays import DeviceFlat
+from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
@@ -130,7 +130,7 @@ class ByDevice:
         try:
             self._host.execute(meeting)
         except CollectiveError as err:
-            before, now = (failures.place(self._members, one) for one in (meeting, operation))
+            before, now = (build.place(self._members, one) for one in (meeting, operation))
             err.args = (str(err).replace(before, now, 1),)
             err.operation = operation.kind
             raise

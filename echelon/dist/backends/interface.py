@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from echelon.dist.backends.operation import Operation
+from echelon.dist.operation.operation import Operation
 from echelon.dist.options import Options
 
 

@@ -22,9 +22,9 @@ _OWN = ("shm", "gloo", "shm+gloo", "xccl", "nccl")
 _MODULES = {
     "shm": "echelon.dist.backends.shm.backend",
     "gloo": "echelon.dist.backends.gloo.backend",
-    "shm+gloo": "echelon.dist.backends.hierarchy",
+    "shm+gloo": "echelon.dist.backends.two_level",
     "xccl": "echelon.dist.backends.xccl.backend",
-    "nccl": "echelon.dist.backends.nccl",
+    "nccl": "echelon.dist.backends.device.nccl",
 }
 
 _DEVICES = {"cuda": "nccl", "xpu": "xccl"}

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from echelon.dist.backends.interface import Backend, Pending
-from echelon.dist.backends.operation import Operation
+from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError
 
 

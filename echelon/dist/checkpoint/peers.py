@@ -11,7 +11,7 @@ import torch
 import torch.distributed as torch_dist
 
 from echelon.dist.group import ProcessGroup
-from echelon.dist.world import world
+from echelon.dist.runtime import world
 from echelon.errors import CheckpointError
 
 _DEFAULT_TIMEOUT_S = 600.0

@@ -16,7 +16,7 @@ from echelon.dist.fsdp.settings import MixedPrecision
 from echelon.dist.fsdp.unit import Unit, unit_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh
-from echelon.dist.world import world
+from echelon.dist.runtime import world
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 

@@ -36,7 +36,7 @@ from echelon.dist.pipeline.plan import Plan
 from echelon.dist.pipeline.replicas import average_gradients
 from echelon.dist.pipeline.stage import LossFn, Stage, tensors_of
 from echelon.dist.pipeline.ties import Ties
-from echelon.dist.world import world
+from echelon.dist.runtime import world
 from echelon.recorder import span
 
 _AHEAD = 2  # computations whose receives are posted before their turn

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import echelon.recorder.current as black_box
-from echelon.dist import clocks
 from echelon.dist.backends import registry
 from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
+from echelon.dist.membership import clocks
 from echelon.dist.options import Options
+from echelon.dist.runtime import choose_backend
 from echelon.dist.torch_backend.group import TorchGroup
 from echelon.dist.torch_backend.store import Meeting
-from echelon.dist.world import choose_backend
 from echelon.errors import CollectiveTimeoutError, StoreError, StoreTimeoutError
 from echelon.store import PrefixStore
 

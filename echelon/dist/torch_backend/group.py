@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from echelon.dist.backends.lanes import Lane
 from echelon.dist.group import ProcessGroup
+from echelon.dist.progress.executor import Lane
 from echelon.dist.torch_backend import sparse, tensors
 from echelon.dist.torch_backend.identity import Identity
 from echelon.dist.torch_backend.reduction import Reduction

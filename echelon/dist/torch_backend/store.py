@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed
 
-from echelon.dist.environment import store_secret
+from echelon.dist.membership.environment import store_secret
 from echelon.errors import StoreConnectionError, StoreError
 from echelon.recorder import span
 from echelon.store import PrefixStore, TCPStore

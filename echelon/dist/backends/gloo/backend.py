@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from echelon.dist import failures
-from echelon.dist.arrays import Flat
-from echelon.dist.backends import small
+from echelon.dist.arithmetic import inline
+from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.lanes import LaneBackend
-from echelon.dist.backends.operation import Operation
-from echelon.dist.backends.shm.native import reduce
-from echelon.dist.backends.survivors import Survivors
-from echelon.dist.environment import Rendezvous
-from echelon.dist.mismatch import message_error, mismatch_error, split_error
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
+from echelon.dist.membership.environment import Rendezvous
+from echelon.dist.membership.survivors import Survivors
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
@@ -147,7 +147,7 @@ class GlooBackend(LaneBackend):
         try:
             return Transport(self._store, self._rank, self._size, address, left_s)
         except RuntimeError as err:
-            raise failures.peer_lost(
+            raise build.peer_lost(
                 self._members, Operation("init", 0, timeout_s=left_s), []
             ) from err
 
@@ -155,15 +155,15 @@ class GlooBackend(LaneBackend):
 
     def _carry_out(self, operation: Operation) -> None:
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         deadline_s = time.monotonic() + operation.timeout_s
         with self._failing(operation, deadline_s):
             if operation.is_message:
                 self._message(operation, deadline_s)
             else:
                 rows = self._compare_calls(operation, deadline_s)
-                if rows is not None and small.is_small(operation):
-                    small.finish(operation, rows, self._rank)
+                if rows is not None and inline.is_small(operation):
+                    inline.finish(operation, rows, self._rank)
                 else:
                     self._run[operation.kind](operation, deadline_s)
 
@@ -203,18 +203,18 @@ class GlooBackend(LaneBackend):
 
     def _look_around(self, operation: Operation) -> None:
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         if self._aborted:
-            raise failures.aborted(self._members, operation)
+            raise build.aborted(self._members, operation)
         self.survivors.look(operation)
 
     def _find_lost(self, operation: Operation, deadline_s: float) -> CollectiveError:
         """Say who is gone, once for the group: every lane comes here when the connections break."""
         with self._lost_lock:
             if self._lost is not None:
-                return failures.broken_since(self._members, operation, self._lost)
+                return build.broken_since(self._members, operation, self._lost)
             if self._aborted:
-                return failures.aborted(self._members, operation)
+                return build.aborted(self._members, operation)
             if self._transport is not None:
                 self._transport.break_off()
             self._lost = self.survivors.find(operation, time.monotonic() >= deadline_s)
@@ -234,11 +234,11 @@ class GlooBackend(LaneBackend):
         """Return everybody's call, with data if that is small; None where nothing is compared."""
         if self._size == 1 or not self._compares:
             return None
-        mine = small.pack(operation)
+        mine = inline.pack(operation)
         rows = np.empty((self._size, len(mine)), np.uint8)
         self._wait(operation, deadline_s, self._transport.all_gather(rows.reshape(-1), mine))
-        if not small.are_equal(rows, mine):
-            raise mismatch_error(self._members, operation, small.calls(rows))
+        if not inline.are_equal(rows, mine):
+            raise mismatch_error(self._members, operation, inline.calls(rows))
         return rows
 
     # ---- sums ----

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from echelon.dist.arrays import Flat
-from echelon.dist.backends.lanes import Lane, LanePending
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.progress.executor import Lane, LanePending
 from echelon.store import PrefixStore
 
 _SLICE_S = 0.1

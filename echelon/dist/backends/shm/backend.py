@@ -12,7 +12,7 @@ from echelon.dist.backends.shm.cores import usable_cores
 from echelon.dist.backends.shm.python import PythonEngine
 from echelon.dist.backends.shm.python import engine_bytes as python_bytes
 from echelon.dist.backends.shm.rendezvous import Plan, join
-from echelon.dist.environment import num_ranks_here, wants_python_engine
+from echelon.dist.membership.environment import num_ranks_here, wants_python_engine
 from echelon.store import PrefixStore
 
 _SLOT_BYTES = 256 << 10

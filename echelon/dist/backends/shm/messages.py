@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from echelon.dist.backends.operation import Operation
 from echelon.dist.backends.shm import futex
 from echelon.dist.backends.shm.segment import LINE_BYTES, Segment
+from echelon.dist.operation.operation import Operation
 
 _HEAD = struct.Struct("<Qi16s")
 _STRIDE_LINES = 1024  # copied between two announcements

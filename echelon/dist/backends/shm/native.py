@@ -13,16 +13,15 @@ import struct
 from contextlib import AbstractContextManager
 from typing import Any
 
-from echelon.dist import failures
-from echelon.dist.arrays import DTYPES, Flat
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.operation import CALL_BYTES, OPERATIONS, REDUCE_OPS, Operation
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
-from echelon.dist.backends.shm.peers import Peers
-from echelon.dist.backends.shm.reduction import reduce_into
 from echelon.dist.backends.shm.rendezvous import Plan
-from echelon.dist.mismatch import message_error, mismatch_error, split_error
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
+from echelon.dist.membership.peers import Peers
+from echelon.dist.operation.arrays import DTYPES, Flat
+from echelon.dist.operation.operation import CALL_BYTES, OPERATIONS, REDUCE_OPS, Operation
 from echelon.errors import CollectiveError
 
 try:
@@ -40,6 +39,11 @@ _REDUCE_OPS[""] = 0
 def available() -> bool:
     """Tell whether the C core was built."""
     return _native is not None
+
+
+def core() -> Any:
+    """Return the C core's module, or None where it was not built."""
+    return _native
 
 
 def max_ranks() -> int:
@@ -151,10 +155,10 @@ class NativeEngine:
         if reason == Fault.MISMATCH:
             return self._explain_mismatch(operation, ranks, kind, sequence, mine)
         if reason == Fault.TIMED_OUT:
-            return failures.timed_out(self._members, operation, ranks)
+            return build.timed_out(self._members, operation, ranks)
         if reason == Fault.PEER_LOST:
-            return failures.peer_lost(self._members, operation, ranks)
-        return failures.aborted(self._members, operation)
+            return build.peer_lost(self._members, operation, ranks)
+        return build.aborted(self._members, operation)
 
     def _explain_mismatch(
         self, operation: Operation, ranks: list[int], kind: int, sequence: int, mine: bool
@@ -167,7 +171,7 @@ class NativeEngine:
         else:
             calls = [call[:CALL_BYTES] for call in self._engine.calls()]
             error = mismatch_error(self._members, first, calls or [b""])
-        return error if mine else failures.broken_since(self._members, operation, error)
+        return error if mine else build.broken_since(self._members, operation, error)
 
     def _arguments(self, operation: Operation) -> tuple[Any, ...]:
         root = operation.peer if operation.peer >= 0 else max(operation.root, 0)
@@ -196,11 +200,3 @@ def _split_bytes(operation: Operation) -> bytes:
 def _array(data: Flat | None) -> Flat:
     assert data is not None
     return data
-
-
-def reduce(target: Flat, parts: list[Flat], reduce_op: str, dtype: str) -> None:
-    """Reduce parts in rank order into `target`, in C if it was built. For other backends."""
-    if _native is None:
-        reduce_into(target, parts, reduce_op, dtype)
-    else:
-        _native.reduce(target, parts, _DTYPES[dtype], _REDUCE_OPS[reduce_op])

@@ -25,20 +25,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from echelon.dist import failures
-from echelon.dist.arrays import Flat
+from echelon.dist.arithmetic.reduce_numpy import reduce_into
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.lanes import LaneBackend
-from echelon.dist.backends.operation import CALL_BYTES, Operation
 from echelon.dist.backends.shm import futex
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
 from echelon.dist.backends.shm.messages import Mailbox
-from echelon.dist.backends.shm.peers import Peers
-from echelon.dist.backends.shm.reduction import reduce_into
 from echelon.dist.backends.shm.rendezvous import Plan
 from echelon.dist.backends.shm.segment import CONTROL_BYTES, Segment, segment_bytes
-from echelon.dist.mismatch import message_error, mismatch_error, split_error
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
+from echelon.dist.membership.peers import Peers
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.operation import CALL_BYTES, Operation
+from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -107,7 +107,7 @@ class PythonEngine(LaneBackend):
 
     def _carry_out(self, operation: Operation) -> None:
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         deadline_s = time.monotonic() + operation.timeout_s
         if not operation.is_message:
             self._call = operation.call
@@ -339,9 +339,9 @@ class PythonEngine(LaneBackend):
     ) -> None:
         """Raise if who has not come will not come, or if the time is up."""
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         if self._aborted:
-            raise failures.aborted(self._members, operation)
+            raise build.aborted(self._members, operation)
         dead = self._peers.dead(late)
         late = still_late()
         gone = {rank for rank in dead if rank in late and not self._segment.blamed_by(rank)[0]}
@@ -354,14 +354,14 @@ class PythonEngine(LaneBackend):
         if gone:
             raise self._explain(operation, reason, sorted(gone))
         if late and time.monotonic() >= deadline_s:
-            raise failures.timed_out(self._members, operation, late)
+            raise build.timed_out(self._members, operation, late)
 
     def _explain(self, operation: Operation, reason: Fault, gone: list[int]) -> CollectiveError:
         if reason == Fault.TIMED_OUT:
-            return failures.timed_out(self._members, operation, gone)
+            return build.timed_out(self._members, operation, gone)
         if reason == Fault.MISMATCH:
             return message_error(self._members, operation, gone)
-        return failures.peer_lost(self._members, operation, gone)
+        return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
         """Tell the others whom we blame, so that they name the same ranks and not us."""

@@ -7,13 +7,11 @@ boot id, same network namespace, same memory. It is never guessed from host name
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from echelon.dist.backends.interface import Members
@@ -24,8 +22,10 @@ from echelon.dist.backends.shm.memory import (
     anonymous_file,
     marks_bytes,
 )
-from echelon.dist.backends.shm.peers import Peers, start_ticks
-from echelon.errors import CollectiveTimeoutError, PeerLostError, StoreTimeoutError
+from echelon.dist.membership.host import host_identity
+from echelon.dist.membership.meet import gather
+from echelon.dist.membership.peers import Peers, start_ticks
+from echelon.errors import CollectiveTimeoutError, PeerLostError
 from echelon.store import PrefixStore
 
 
@@ -97,52 +97,6 @@ def _facts(handover: Handover | None, offer: Plan) -> dict[str, Any]:
     }
 
 
-def host_identity() -> dict[str, Any]:
-    """Say which host this is: equal on two ranks only if they may share memory."""
-    return {
-        "boot": _text("/proc/sys/kernel/random/boot_id"),
-        "net": _inode("/proc/self/ns/net"),
-        "pids": _inode("/proc/self/ns/pid"),
-    }
-
-
-def process_identity() -> dict[str, Any]:
-    """Say which process of which host this is, to whoever watches it from there."""
-    identity = host_identity()
-    host = f"{identity['boot']}/{identity['net']}/{identity['pids']}"
-    return {"host": host, "pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
-
-
-def gather(
-    members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
-) -> list[Any]:
-    """Exchange one value per member through the store.
-
-    Who gives up first withdraws its arrival, so that the next to give up would miss it too: a note
-    that outlives the withdrawal says who came at all.
-
-    Raises:
-        CollectiveTimeoutError: members did not come by `deadline_s`; names those that never did.
-    """
-    value = json.dumps(mine).encode()
-    left = max(0.001, deadline_s - time.monotonic())
-    try:
-        store.set(f"{key}/came/{members.rank}", b"1")
-        values = store.gather(key, members.rank, members.size, value, timeout=left)
-    except StoreTimeoutError as err:
-        late = [int(rank) for rank in err.missing]
-        never = [rank for rank in late if not store.check([f"{key}/came/{rank}"])]
-        missing = [members.ranks[rank] for rank in never or late]
-        raise CollectiveTimeoutError(
-            f"setting up group {members.name!r} ({members.size} ranks) after {left:.1f} s: "
-            f"missing: {', '.join(map(str, missing))}. See stderr.log of those ranks",
-            group=members.name,
-            operation="init",
-            ranks=missing,
-        ) from err
-    return [json.loads(text) for text in values]
-
-
 def _check_one_host(members: Members, facts: list[dict[str, Any]]) -> None:
     mine = facts[members.rank]
     elsewhere = [
@@ -204,17 +158,3 @@ def _prove_shared(
                 f"group {members.name!r}: rank {members.ranks[rank]} maps other memory than "
                 f"rank {members.ranks[members.rank]}: the ranks are not on one host"
             )
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _inode(path: str) -> int:
-    try:
-        return Path(path).stat().st_ino
-    except OSError:
-        return 0

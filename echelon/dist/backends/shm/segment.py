@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from echelon.dist.arrays import Flat
 from echelon.dist.backends.shm.memory import SharedMemory
+from echelon.dist.operation.arrays import Flat
 
 CONTROL_BYTES = 4096
 HEADER_BYTES = 1024

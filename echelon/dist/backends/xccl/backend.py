@@ -31,17 +31,17 @@ from typing import Any
 
 import numpy as np
 
-from echelon.dist import failures
-from echelon.dist.arrays import Flat
-from echelon.dist.backends import small
+from echelon.dist.arithmetic import inline
+from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.lanes import Lane, LaneBackend, LanePending
-from echelon.dist.backends.operation import Operation
-from echelon.dist.backends.shm.native import reduce
-from echelon.dist.backends.survivors import Survivors
 from echelon.dist.backends.xccl import library
 from echelon.dist.backends.xccl.ending import keep_for_ever
-from echelon.dist.mismatch import mismatch_error, split_error
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import mismatch_error, split_error
+from echelon.dist.membership.survivors import Survivors
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.executor import Lane, LaneBackend, LanePending
 from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
 
@@ -219,7 +219,7 @@ class XcclBackend(LaneBackend):
         try:
             drawn = store.get("unique_id", timeout=max(0.001, deadline_s - time.monotonic()))
         except StoreTimeoutError as err:
-            raise failures.timed_out(self._members, init, [0]) from err
+            raise build.timed_out(self._members, init, [0]) from err
 
         def join() -> None:
             self._communicator = library.Communicator(self._size, self._members.rank, drawn)
@@ -230,12 +230,12 @@ class XcclBackend(LaneBackend):
 
     def _carry_out(self, operation: Operation) -> None:
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         deadline_s = time.monotonic() + operation.timeout_s
         try:
             rows = self._compare_calls(operation, deadline_s)
-            if rows is not None and small.is_small(operation):
-                small.finish(operation, rows, self._members.rank)
+            if rows is not None and inline.is_small(operation):
+                inline.finish(operation, rows, self._members.rank)
             else:
                 self._run[operation.kind](operation, deadline_s)
         except CollectiveError as err:
@@ -253,7 +253,7 @@ class XcclBackend(LaneBackend):
         try:
             while not pending.wait(max(0.001, min(_SLICE_S, deadline_s - time.monotonic()))):
                 if self._aborted:
-                    raise failures.aborted(self._members, operation)
+                    raise build.aborted(self._members, operation)
                 self._survivors.look(operation)
                 if time.monotonic() >= deadline_s:
                     raise self._survivors.find(operation, True)
@@ -281,11 +281,11 @@ class XcclBackend(LaneBackend):
     def _compare_calls(self, operation: Operation, deadline_s: float) -> Flat | None:
         if self._size == 1:
             return None
-        mine = small.pack(operation)
+        mine = inline.pack(operation)
         rows = np.empty((self._size, len(mine)), np.uint8)
         self._gather_bytes(operation, deadline_s, mine, rows)
-        if not small.are_equal(rows, mine):
-            raise mismatch_error(self._members, operation, small.calls(rows))
+        if not inline.are_equal(rows, mine):
+            raise mismatch_error(self._members, operation, inline.calls(rows))
         return rows
 
     def _gather_bytes(

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from echelon.dist.backends.device.stream import StreamBackend
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.streams import StreamBackend
 from echelon.dist.backends.xccl import library
 from echelon.dist.backends.xccl.ending import keep_for_ever
 from echelon.store import PrefixStore

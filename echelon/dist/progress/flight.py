@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import echelon.recorder.current as black_box
-from echelon.dist import failures
 from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.operation import Operation
+from echelon.dist.errors import build
+from echelon.dist.operation.operation import Operation
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder.recorder import NOT_RECORDED
@@ -55,7 +55,7 @@ class Flight:
             if recorder is not None:
                 recorder.failed(record, err)
             raise
-        work = Work(failures.place(self._members, operation), pending, record, self.settle)
+        work = Work(build.place(self._members, operation), pending, record, self.settle)
         with self._lock:
             self._works.append(work)
             if self._thread is None and record != NOT_RECORDED:

@@ -13,8 +13,8 @@ import importlib.util
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from echelon.dist.backends.device.stream import StreamBackend
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.streams import StreamBackend
 from echelon.store import PrefixStore
 
 _SUCCESS, _IN_PROGRESS = 0, 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.operation import Operation
+from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 

@@ -27,18 +27,19 @@ from typing import Any
 
 import numpy as np
 
-from echelon.dist import failures
-from echelon.dist.arrays import Flat
-from echelon.dist.backends import small
+from echelon.dist.arithmetic import inline
+from echelon.dist.arithmetic.reduce import reduce
+from echelon.dist.arithmetic.reduce_numpy import narrow_bfloat16, widen_bfloat16
 from echelon.dist.backends.gloo import backend as gloo
 from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.lanes import LaneBackend
-from echelon.dist.backends.operation import Operation, encode_call
 from echelon.dist.backends.shm import backend as shm
-from echelon.dist.backends.shm.native import reduce
-from echelon.dist.backends.shm.reduction import narrow_bfloat16, widen_bfloat16
-from echelon.dist.backends.shm.rendezvous import gather, host_identity
-from echelon.dist.mismatch import mismatch_error
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import mismatch_error
+from echelon.dist.membership.host import host_identity
+from echelon.dist.membership.meet import gather
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.operation import Operation, encode_call
+from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from echelon.store import PrefixStore
 
@@ -180,7 +181,7 @@ class HierarchyBackend(LaneBackend):
 
     def _carry_out(self, operation: Operation) -> None:
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         try:
             if operation.is_message:
                 self._message(operation)
@@ -189,8 +190,8 @@ class HierarchyBackend(LaneBackend):
             else:
                 deadline_s = time.monotonic() + operation.timeout_s
                 agree = self._start_comparing(operation, deadline_s)
-                if small.is_small(operation):
-                    small.finish(operation, agree(), self._members.rank)
+                if inline.is_small(operation):
+                    inline.finish(operation, agree(), self._members.rank)
                 else:
                     self._run[operation.kind](operation, deadline_s, agree)
         except CollectiveError as err:
@@ -208,16 +209,16 @@ class HierarchyBackend(LaneBackend):
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Speak of what the user called and not of a step of it."""
-        told = str(error).startswith(failures.place(self._members, operation))
+        told = str(error).startswith(build.place(self._members, operation))
         if told or isinstance(error, CollectiveMismatchError):
             return error
         if type(error) is CollectiveError:
-            return failures.aborted(self._members, operation)
+            return build.aborted(self._members, operation)
         places = {rank: place for place, rank in enumerate(self._members.ranks)}
         ranks = [places[rank] for rank in error.ranks if rank in places]
         if isinstance(error, TimeoutError):
-            return failures.timed_out(self._members, operation, ranks)
-        return failures.peer_lost(self._members, operation, ranks)
+            return build.timed_out(self._members, operation, ranks)
+        return build.peer_lost(self._members, operation, ranks)
 
     def _start_comparing(self, operation: Operation, deadline_s: float) -> _Agree:
         """Compare calls inside, and start to compare them across; what is returned ends it.
@@ -227,7 +228,7 @@ class HierarchyBackend(LaneBackend):
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
-        mine = small.pack(operation)
+        mine = inline.pack(operation)
         inside = np.empty((self._inside.members.size, len(mine)), np.uint8)
         self._step(self._inside, "all_gather", mine, inside.reshape(-1), plain, deadline_s)
         by_host = np.empty((self._size, len(mine)), np.uint8)
@@ -238,11 +239,11 @@ class HierarchyBackend(LaneBackend):
             across.finish(operation, deadline_s, work)
             rows = np.empty_like(by_host)
             rows[self._order] = by_host
-            if not small.are_equal(rows, mine):
-                raise mismatch_error(self._members, operation, small.calls(rows))
+            if not inline.are_equal(rows, mine):
+                raise mismatch_error(self._members, operation, inline.calls(rows))
             return rows
 
-        if not small.are_equal(inside, mine):
+        if not inline.are_equal(inside, mine):
             agree()
         return agree
 

@@ -12,11 +12,12 @@ import contextlib
 import json
 import time
 
-from echelon.dist import failures
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.operation import Operation
-from echelon.dist.backends.shm.peers import Peers
-from echelon.dist.backends.shm.rendezvous import gather, process_identity
+from echelon.dist.errors import build
+from echelon.dist.membership.host import process_identity
+from echelon.dist.membership.meet import gather
+from echelon.dist.membership.peers import Peers
+from echelon.dist.operation.operation import Operation
 from echelon.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -66,7 +67,7 @@ class Survivors:
         """
         dead = self._peers.dead(self._others)
         if dead:
-            raise self._verdict(operation, _SOON_S) or failures.peer_lost(
+            raise self._verdict(operation, _SOON_S) or build.peer_lost(
                 self._members, operation, dead
             )
         if time.monotonic() >= self._ask_at_s:
@@ -114,16 +115,16 @@ class Survivors:
                 left = [r for r in self._others if self._store.check([f"left/{r}"])]
                 dead = self._peers.dead(self._others) or left
             if dead:
-                return failures.peer_lost(self._members, operation, dead)
+                return build.peer_lost(self._members, operation, dead)
             missing = self._call_roll()
             dead = self._peers.dead(self._others)
             said = self._verdict(operation, _SOON_S)
             if said is not None:
                 return said
-            build = failures.timed_out if timed_out and not dead else failures.peer_lost
-            return build(self._members, operation, dead or missing)
-        build = failures.timed_out if timed_out else failures.peer_lost
-        return build(self._members, operation, [])
+            make = build.timed_out if timed_out and not dead else build.peer_lost
+            return make(self._members, operation, dead or missing)
+        make = build.timed_out if timed_out else build.peer_lost
+        return make(self._members, operation, [])
 
     def close(self) -> None:
         """Forget the processes."""
@@ -137,8 +138,8 @@ class Survivors:
             return None
         places = {rank: place for place, rank in enumerate(self._members.ranks)}
         ranks = [places[rank] for rank in said["ranks"] if rank in places]
-        build = failures.peer_lost if said["lost"] else failures.timed_out
-        error = build(self._members, operation, ranks)
+        make = build.peer_lost if said["lost"] else build.timed_out
+        error = make(self._members, operation, ranks)
         error.ranks = tuple(said["ranks"])  # some may be outside this group: they broke another
         return error
 

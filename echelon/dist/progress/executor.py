@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 
-from echelon.dist.backends.operation import Operation
+from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError
 
 _CLOSE_S = 5.0

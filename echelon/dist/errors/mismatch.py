@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.operation import Operation, describe_call
-from echelon.dist.failures import named, place
+from echelon.dist.errors.build import named, place
+from echelon.dist.operation.operation import Operation, describe_call
 from echelon.errors import CollectiveMismatchError
 
 _MAX_SIDES = 3

@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import echelon.recorder.current as black_box
-from echelon.dist import clocks
-from echelon.dist.arguments import check_ranks
 from echelon.dist.backends import registry
 from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.shm.rendezvous import gather, host_identity
 from echelon.dist.backends.with_messages import WithMessages
-from echelon.dist.environment import Rendezvous
 from echelon.dist.group import ProcessGroup
+from echelon.dist.membership import clocks
+from echelon.dist.membership.environment import Rendezvous
+from echelon.dist.membership.host import host_identity
+from echelon.dist.membership.meet import gather
+from echelon.dist.operation.checks import check_ranks
 from echelon.dist.options import Options
 from echelon.errors import StoreError
 from echelon.recorder import span

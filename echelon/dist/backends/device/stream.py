@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from echelon.dist import failures
-from echelon.dist.arrays import DeviceFlat
 from echelon.dist.backends.interface import Members
-from echelon.dist.backends.lanes import LanePending
-from echelon.dist.backends.operation import REDUCING, Operation
-from echelon.dist.backends.survivors import Survivors
+from echelon.dist.errors import build
+from echelon.dist.membership.survivors import Survivors
+from echelon.dist.operation.arrays import DeviceFlat
+from echelon.dist.operation.operation import REDUCING, Operation
+from echelon.dist.progress.executor import LanePending
 from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
 
@@ -164,7 +164,7 @@ class StreamBackend(ABC):
             ValueError: an array is on another device than the group's.
         """
         if self._lost is not None:
-            raise failures.broken_since(self._members, operation, self._lost)
+            raise build.broken_since(self._members, operation, self._lost)
         source, target = self._tensor(operation.source), self._tensor(operation.target)
         with self.accelerator.device(self._index):
             self.stream.wait_stream(self.accelerator.current_stream())
@@ -209,7 +209,7 @@ class StreamBackend(ABC):
         self._survivors.leave()
         with self._ending:
             if self._lost is None:
-                self._lost = failures.aborted(self._members, Operation("abort", 0))
+                self._lost = build.aborted(self._members, Operation("abort", 0))
             self._fail_flying(self._lost)
             self._abort()
 
@@ -352,7 +352,7 @@ class StreamBackend(ABC):
         try:
             drawn = store.get("unique_id", timeout=max(0.001, deadline_s - time.monotonic()))
         except StoreTimeoutError as err:
-            raise failures.timed_out(self._members, init, [0]) from err
+            raise build.timed_out(self._members, init, [0]) from err
         joining = self._run_aside(lambda: self._open(drawn))
         while not joining.wait(_WATCH_S):
             self._survivors.look(init)

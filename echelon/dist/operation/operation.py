@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from zlib import crc32
 
-from echelon.dist.arrays import Flat
+from echelon.dist.operation.arrays import Flat
 
 COLLECTIVES = (
     "all_reduce",

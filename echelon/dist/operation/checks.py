@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.dist.arrays import View, is_floating, is_numeric
-from echelon.dist.backends.operation import REDUCE_OPS
+from echelon.dist.operation.arrays import View, is_floating, is_numeric
+from echelon.dist.operation.operation import REDUCE_OPS
 
 _BITWISE = frozenset({"band", "bor", "bxor"})
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from echelon.dist.arrays import Flat
-from echelon.dist.backends.operation import CALL_BYTES, Operation
-from echelon.dist.backends.shm.native import reduce
+from echelon.dist.arithmetic.reduce import reduce
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.operation import CALL_BYTES, Operation
 
 _HEAD_BYTES = 8 + CALL_BYTES
 _DATA_BYTES = 256

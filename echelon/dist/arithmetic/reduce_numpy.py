@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.dist.arrays import Flat
+from echelon.dist.operation.arrays import Flat
 
 _COMBINE: dict[str, np.ufunc] = {
     "sum": np.add,

@@ -1,0 +1,1 @@
+"""Reductions on the host, and small operations that travel with the comparison of calls."""

@@ -1,0 +1,1 @@
+"""Backends whose arrays lie on a device."""

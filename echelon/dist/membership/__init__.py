@@ -1,0 +1,1 @@
+"""Who takes part: meeting the other ranks, their hosts, processes and clocks."""

@@ -1,0 +1,41 @@
+"""Exchange one value per member through the store: how every group begins."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from echelon.dist.backends.interface import Members
+from echelon.errors import CollectiveTimeoutError, StoreTimeoutError
+from echelon.store import PrefixStore
+
+
+def gather(
+    members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
+) -> list[Any]:
+    """Exchange one value per member through the store.
+
+    Who gives up first withdraws its arrival, so that the next to give up would miss it too: a note
+    that outlives the withdrawal says who came at all.
+
+    Raises:
+        CollectiveTimeoutError: members did not come by `deadline_s`; names those that never did.
+    """
+    value = json.dumps(mine).encode()
+    left = max(0.001, deadline_s - time.monotonic())
+    try:
+        store.set(f"{key}/came/{members.rank}", b"1")
+        values = store.gather(key, members.rank, members.size, value, timeout=left)
+    except StoreTimeoutError as err:
+        late = [int(rank) for rank in err.missing]
+        never = [rank for rank in late if not store.check([f"{key}/came/{rank}"])]
+        missing = [members.ranks[rank] for rank in never or late]
+        raise CollectiveTimeoutError(
+            f"setting up group {members.name!r} ({members.size} ranks) after {left:.1f} s: "
+            f"missing: {', '.join(map(str, missing))}. See stderr.log of those ranks",
+            group=members.name,
+            operation="init",
+            ranks=missing,
+        ) from err
+    return [json.loads(text) for text in values]

@@ -1,0 +1,1 @@
+"""Operations: what the caller asked for, checked, with flat views of its arrays."""

@@ -1,0 +1,1 @@
+"""Operations under way: who waits for them, who carries them out, how they end."""
