@@ -1,7 +1,28 @@
 """A distributed training runtime that explains itself.
 
-Import the room you need: `echelon.dist`, `echelon.store`, `echelon.recorder`. This module holds the
-version and nothing else, so that importing it costs nothing.
+Import the room that is needed: `echelon.dist`, `echelon.store`, `echelon.recorder`. After a plain
+`import echelon` these are loaded by their first use; the import itself costs nothing.
 """
 
+TYPE_CHECKING = False  # what type checkers take as True; importing typing takes milliseconds
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from echelon import analysis, dist, launcher, recorder, store
+
+__all__ = ["analysis", "dist", "launcher", "recorder", "store"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> "ModuleType":
+    """Load a room at its first use."""
+    if name in __all__:
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -88,6 +88,24 @@ def test_starting_loads_nothing_heavy(code):
     assert _loaded_after(code) == set()
 
 
+def _rooms_after(code: str) -> list[str]:
+    probe = "import sys, importlib; " + code
+    probe += f"; print([r for r in {_ROOMS!r} if 'echelon.' + r in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
+    )
+    return list(ast.literal_eval(done.stdout))
+
+
+def test_a_room_is_loaded_by_its_first_use():
+    assert _rooms_after("import echelon") == []
+    assert _rooms_after("import echelon; echelon.store.TCPStore") == ["store"]
+    assert "dist" in _rooms_after("import echelon; echelon.dist.init")
+    assert set(_ROOMS) <= set(dir(echelon))
+    with pytest.raises(AttributeError, match="no attribute 'kitchen'"):
+        echelon.kitchen  # noqa: B018
+
+
 @pytest.mark.parametrize(
     "command", [["-m", "echelon", "--version"], ["-m", "echelon.analysis", "--version"]]
 )

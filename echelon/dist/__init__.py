@@ -2,7 +2,16 @@
 
 from echelon.dist.group import ProcessGroup
 from echelon.dist.options import Options
-from echelon.dist.runtime import init, new_group, shutdown, world
+from echelon.dist.runtime import init, is_initialized, new_group, shutdown, world
 from echelon.dist.work import Work
 
-__all__ = ["init", "world", "new_group", "shutdown", "ProcessGroup", "Work", "Options"]
+__all__ = [
+    "init",
+    "is_initialized",
+    "world",
+    "new_group",
+    "shutdown",
+    "ProcessGroup",
+    "Work",
+    "Options",
+]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import overload
 
 from echelon.dist.group import ProcessGroup
 from echelon.dist.runtime import new_group, world
@@ -14,19 +13,27 @@ from echelon.dist.runtime import new_group, world
 class DeviceMesh:
     """The world's ranks in row-major order: the last axis holds neighbouring ranks.
 
-    Every rank of the world makes the same meshes in the same order; making one blocks until all
-    have come.
+    Every rank of the world makes the same meshes in the same order. Making one blocks until all
+    ranks have joined, at most for the world's timeout. Sub-meshes share the groups of their mesh:
+    taking one is local.
 
         mesh = DeviceMesh((2, 4), ("pp", "dp"))
-        mesh["dp"]                  # the ProcessGroup of my row: 4 ranks
-        mesh["pp", "dp"]            # a mesh of these axes alone, for what takes several
+        mesh["dp"]                  # a sub-mesh: the axis "dp" alone, shape (4,)
+        mesh["pp", "dp"]            # a sub-mesh of two axes, in this order
+        mesh.group("dp")            # the ProcessGroup along "dp": this rank's row of 4 ranks
 
     Args:
-        shape: ranks along each axis; their product is the world's size.
-        names: a name for each axis.
+        shape: the number of ranks along each axis; the product is the world's size.
+        names: one name per axis.
+
+    Attributes:
+        shape: the number of ranks along each axis.
+        names: the axes' names.
+        coordinate: this rank's index along each axis.
 
     Raises:
-        ValueError: shape and names do not fit each other or the world.
+        ValueError: shape and names do not match each other or the world.
+        CollectiveTimeoutError: a rank did not join within the world's timeout.
     """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str]) -> None:
@@ -39,50 +46,75 @@ class DeviceMesh:
             name: _make_axis(self.shape, axis, name) for axis, name in enumerate(self.names)
         }
 
-    @classmethod
-    def _of(cls, mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-        part = cls.__new__(cls)
-        axes = [mesh.names.index(name) for name in names]
-        part.shape = tuple(mesh.shape[axis] for axis in axes)
-        part.names = names
-        part.coordinate = tuple(mesh.coordinate[axis] for axis in axes)
-        part._groups = {name: mesh._groups[name] for name in names}
-        return part
+    @property
+    def size(self) -> int:
+        """The number of ranks in the mesh, over all of its axes."""
+        return math.prod(self.shape)
 
-    @overload
-    def __getitem__(self, names: str) -> ProcessGroup: ...
-
-    @overload
-    def __getitem__(self, names: tuple[str, ...]) -> DeviceMesh: ...
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> ProcessGroup | DeviceMesh:
-        """Return my group along an axis, or a mesh of several axes, in the order asked for.
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the sub-mesh of one axis or of several, in the order asked for. Local.
 
         Raises:
-            ValueError: no axis has that name.
+            ValueError: an axis is unknown or named twice, or no axis is named.
         """
-        wanted = (names,) if isinstance(names, str) else names
-        unknown = [name for name in wanted if name not in self.names]
-        if unknown:
-            raise ValueError(
-                f"the mesh has no axis {unknown[0]!r}; its axes: {', '.join(self.names)}"
-            )
-        return self._groups[names] if isinstance(names, str) else DeviceMesh._of(self, names)
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if not wanted:
+            raise ValueError(f"a sub-mesh has at least one axis; the axes: {self._axes()}")
+        _check_distinct(wanted)
+        axes = [self._axis(name) for name in wanted]
+        part = DeviceMesh.__new__(DeviceMesh)
+        part.shape = tuple(self.shape[axis] for axis in axes)
+        part.names = wanted
+        part.coordinate = tuple(self.coordinate[axis] for axis in axes)
+        part._groups = {name: self._groups[name] for name in wanted}
+        return part
+
+    def group(self, name: str | None = None) -> ProcessGroup:
+        """Return this rank's group along an axis. Local.
+
+        Args:
+            name: the axis; None: the only axis of a one-axis mesh.
+
+        Raises:
+            ValueError: no axis has that name, or None on a mesh of several axes.
+        """
+        if name is None:
+            if len(self.names) != 1:
+                raise ValueError(
+                    f"{self!r} has several groups; name one of its axes: {self._axes()}"
+                )
+            name = self.names[0]
+        return self._groups[self.names[self._axis(name)]]
+
+    get_group = group
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.shape, strict=True))
         return f"DeviceMesh({axes}, coordinate {self.coordinate})"
 
+    def _axis(self, name: str) -> int:
+        if name not in self.names:
+            raise ValueError(f"the mesh has no axis {name!r}; its axes: {self._axes()}")
+        return self.names.index(name)
+
+    def _axes(self) -> str:
+        return ", ".join(self.names)
+
 
 def _check(shape: tuple[int, ...], names: tuple[str, ...], world_size: int) -> None:
     if not shape or len(shape) != len(names):
-        raise ValueError(f"a mesh needs a name for each axis: shape {shape}, names {names}")
-    if len(set(names)) != len(names):
-        raise ValueError(f"mesh names {names}: one comes twice")
+        raise ValueError(f"a mesh needs one name per axis: shape {shape}, names {names}")
+    _check_distinct(names)
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(
             f"mesh shape {shape} has {math.prod(shape)} places, the world has {world_size} ranks"
         )
+
+
+def _check_distinct(names: tuple[str, ...]) -> None:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"mesh axis {twice[0]!r} is named twice: {names}")
 
 
 def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -94,14 +126,14 @@ def _coordinate(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
-    """Make every line of ranks along `axis`; return the one that I am on."""
-    mine: ProcessGroup | None = None
+    """Make the group of every line of ranks along `axis`; return the line of this rank."""
+    own: ProcessGroup | None = None
     others = [range(length) for index, length in enumerate(shape) if index != axis]
     for fixed in itertools.product(*others):
         line = [_rank((*fixed[:axis], place, *fixed[axis:]), shape) for place in range(shape[axis])]
-        mine = new_group(line, name=name) or mine
-    assert mine is not None, (shape, axis)
-    return mine
+        own = new_group(line, name=name) or own
+    assert own is not None, (shape, axis)
+    return own
 
 
 def _rank(coordinate: tuple[int, ...], shape: tuple[int, ...]) -> int:

@@ -168,6 +168,14 @@ def init(
         return _current.group
 
 
+def is_initialized() -> bool:
+    """Return whether `init` made a world in this process that `shutdown` has not ended yet.
+
+    False in a forked child of a rank: the world belongs to its parent.
+    """
+    return _current is not None and _current.pid == os.getpid()
+
+
 def world() -> ProcessGroup:
     """Return the group of all ranks.
 

@@ -79,7 +79,7 @@ class Stages:
     def __init__(
         self, model: GPT, settings: TrainingSettings, data_size: int, grid: DeviceMesh
     ) -> None:
-        self.stages, self.data = grid["pp"], grid["dp"]
+        self.stages, self.data = grid.group("pp"), grid.group("dp")
         self.sharded = settings.shard
         index, num_stages = self.stages.rank, self.stages.size
         autocast = settings.bf16 and not settings.shard
@@ -165,7 +165,7 @@ class PipelineTrainer(Trainer):
         grid = DeviceMesh((settings.pipeline, world.size // settings.pipeline), ("pp", "dp"))
         device = choose_device(world)
         torch.manual_seed(settings.seed)
-        data = grid["dp"]
+        data = grid.group("dp")
         source = BatchSource(
             blocks=blocks,
             num_sequences=settings.batch,

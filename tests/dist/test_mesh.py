@@ -14,20 +14,24 @@ def _grid(rank, world_size):
     dist.init()
     mesh = DeviceMesh((2, 2), ("pp", "dp"))
     total = np.array([rank + 1.0])
-    mesh["dp"].all_reduce(total)
-    part = mesh["dp", "pp"]
+    mesh.group("dp").all_reduce(total)
+    part, row = mesh["dp", "pp"], mesh["dp"]
+    assert isinstance(row, DeviceMesh)
+    assert row.group() is row.group("dp") is row.get_group() is mesh.get_group("dp")
+    assert row["dp"].group() is row.group()
     dist.shutdown()
     return {
         "place": mesh.coordinate,
-        "dp": mesh["dp"].ranks,
-        "pp": mesh["pp"].ranks,
-        "name": mesh["dp"].name,
+        "dp": mesh.group("dp").ranks,
+        "pp": mesh.group("pp").ranks,
+        "name": mesh.group("dp").name,
         "sum": float(total[0]),
-        "part": (part.names, part.shape, part.coordinate, part["pp"].ranks),
+        "part": (part.names, part.shape, part.coordinate, part.group("pp").ranks),
+        "row": (row.names, row.shape, row.coordinate, row.size),
     }
 
 
-def test_a_grid_of_ranks_has_a_group_along_each_axis():
+def test_a_mesh_has_a_group_along_each_axis_and_sub_meshes():
     results = run_ranks(_grid, 4)
     assert [one["place"] for one in results] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one["dp"] for one in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
@@ -35,12 +39,13 @@ def test_a_grid_of_ranks_has_a_group_along_each_axis():
     assert {one["name"] for one in results} == {"dp"}
     assert [one["sum"] for one in results] == [3.0, 3.0, 7.0, 7.0]
     assert results[1]["part"] == (("dp", "pp"), (2, 2), (1, 0), (1, 3))
+    assert results[1]["row"] == (("dp",), (2,), (1,), 2)
 
 
 def _split_rows(rank, world_size):
     """Rows have one name, and each splits on its own."""
     dist.init()
-    row = DeviceMesh((2, 2), ("pp", "dp"))["dp"]
+    row = DeviceMesh((2, 2), ("pp", "dp")).group("dp")
     parts = [row.split(0, name="part").ranks for _ in range(4)]
     dist.shutdown()
     return parts
@@ -55,9 +60,9 @@ def test_rows_of_one_name_split_apart():
     ("shape", "names", "says"),
     [
         ((2,), ("dp",), "the world has 1 ranks"),
-        ((1, 1), ("dp",), "a name for each axis"),
-        ((1, 1), ("dp", "dp"), "comes twice"),
-        ((), (), "a name for each axis"),
+        ((1, 1), ("dp",), "one name per axis"),
+        ((1, 1), ("dp", "dp"), "is named twice"),
+        ((), (), "one name per axis"),
     ],
 )
 def test_a_mesh_that_does_not_fit_says_so(shape, names, says):
@@ -67,5 +72,14 @@ def test_a_mesh_that_does_not_fit_says_so(shape, names, says):
             DeviceMesh(shape, names)
         with pytest.raises(ValueError, match="its axes: dp"):
             DeviceMesh((1,), ("dp",))["tp"]
+        mesh = DeviceMesh((1, 1), ("pp", "dp"))
+        with pytest.raises(ValueError, match="its axes: pp, dp"):
+            mesh.group("tp")
+        with pytest.raises(ValueError, match="name one of its axes: pp, dp"):
+            mesh.group()
+        with pytest.raises(ValueError, match="axis 'dp' is named twice"):
+            mesh["dp", "dp"]
+        with pytest.raises(ValueError, match="at least one axis"):
+            mesh[()]
     finally:
         dist.shutdown()

@@ -20,8 +20,10 @@ from tests.ranks import run_ranks
 def test_without_a_launcher_there_is_a_world_of_one(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
+    assert not dist.is_initialized()
     world = dist.init()
     try:
+        assert dist.is_initialized()
         assert (world.rank, world.size, world.ranks) == (0, 1, (0,))
         x = np.arange(3.0)
         world.all_reduce(x)
@@ -31,6 +33,7 @@ def test_without_a_launcher_there_is_a_world_of_one(monkeypatch):
             dist.init()
     finally:
         dist.shutdown()
+    assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"call echelon\.dist\.init"):
         dist.world()
     with pytest.raises(ValueError, match="shut down"):
@@ -158,6 +161,7 @@ def _fork(rank: int, world_size: int) -> None:
     if child == 0:
         code = 1
         try:
+            assert not dist.is_initialized()
             for call in (world.barrier, dist.world, dist.init):
                 with pytest.raises(ValueError, match="fork"):
                     call()

@@ -114,7 +114,7 @@ def _driver(group: ProcessGroup | DeviceMesh | None) -> Driver:
     if isinstance(group, DeviceMesh):
         if len(group.names) != 2:
             raise ValueError(f"expected a mesh of two axes (replicate, shard), got {group!r}")
-        replicas, group = group[group.names[0]], group[group.names[1]]
+        replicas, group = group.group(group.names[0]), group.group(group.names[1])
         replicas = replicas if replicas.size > 1 else None
     group = world() if group is None else group
     if not isinstance(group, ProcessGroup):

@@ -103,7 +103,7 @@ def _every_schedule(rank, world_size, num_microbatches):
     if world_size == 4:  # sharding at its hardest needs no other ranks to divide by
         alone = DeviceMesh((4, 1), ("pp", "dp"))
         for name in NAMES:
-            pipe = _pipeline(name, alone["pp"], 4, tied=True, shard_over=alone["dp"])
+            pipe = _pipeline(name, alone.group("pp"), 4, tied=True, shard_over=alone.group("dp"))
             _train(pipe, 1, 0, name, tied=True)
     dist.shutdown()
 
@@ -119,9 +119,9 @@ def _with_replicas(rank, world_size, sharded):
     torch.set_num_threads(1)
     mesh = DeviceMesh((world_size // 2, 2), ("pp", "dp"))
     for name in NAMES:
-        how = {"shard_over": mesh["dp"]} if sharded else {"replicas": mesh["dp"]}
-        pipe = _pipeline(name, mesh["pp"], 4, tied=True, **how)
-        _train(pipe, 2, mesh["dp"].rank, name, tied=True)
+        how = {"shard_over": mesh.group("dp")} if sharded else {"replicas": mesh.group("dp")}
+        pipe = _pipeline(name, mesh.group("pp"), 4, tied=True, **how)
+        _train(pipe, 2, mesh.group("dp").rank, name, tied=True)
         _evaluate(pipe)
     dist.shutdown()
 
