@@ -2,8 +2,8 @@
 
 from echelon.dist.checkpoint.export import export
 from echelon.dist.checkpoint.load import load, peek
-from echelon.dist.checkpoint.pending import PendingSave
-from echelon.dist.checkpoint.random_state import RandomState
+from echelon.dist.checkpoint.ranks.pending import PendingSave
 from echelon.dist.checkpoint.save import save
+from echelon.dist.checkpoint.state.random_state import RandomState
 
 __all__ = ["save", "load", "peek", "export", "RandomState", "PendingSave"]

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from echelon.dist.checkpoint.entries import MODULE, OPTIMIZER, RANDOM
+from echelon.dist.checkpoint.disk.source import Version
 from echelon.dist.checkpoint.export import export
-from echelon.dist.checkpoint.plain import unpack
-from echelon.dist.checkpoint.source import Version
+from echelon.dist.checkpoint.state.entries import MODULE, OPTIMIZER, RANDOM
+from echelon.dist.checkpoint.state.plain import unpack
 from echelon.errors import CheckpointError
 
 _SHOWN_CHARS = 100

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint import safetensors_file
-from echelon.dist.checkpoint.disk_tensor import dtype_named
-from echelon.dist.checkpoint.entries import MODULE, OPTIMIZER, RANDOM
-from echelon.dist.checkpoint.files import NewFile, sync_folder
-from echelon.dist.checkpoint.plain import TensorAt, unpack
-from echelon.dist.checkpoint.source import Version
+from echelon.dist.checkpoint.disk.files import NewFile, sync_folder
+from echelon.dist.checkpoint.disk.source import Version
+from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
+from echelon.dist.checkpoint.foreign import safetensors_file
+from echelon.dist.checkpoint.state.entries import MODULE, OPTIMIZER, RANDOM
+from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 
 
 def export(

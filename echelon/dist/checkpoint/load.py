@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from echelon.dist.checkpoint import pending
-from echelon.dist.checkpoint.folder import newest, read_manifest
-from echelon.dist.checkpoint.peers import Peers, agree, find, together
-from echelon.dist.checkpoint.restore import Restore, plain_values
-from echelon.dist.checkpoint.safetensors_file import SafetensorsFile
-from echelon.dist.checkpoint.source import Source, Version, require
-from echelon.dist.checkpoint.torch_file import TorchFile
+from echelon.dist.checkpoint.disk.folder import newest, read_manifest
+from echelon.dist.checkpoint.disk.source import Source, Version, require
+from echelon.dist.checkpoint.foreign.safetensors_file import SafetensorsFile
+from echelon.dist.checkpoint.foreign.torch_file import TorchFile
+from echelon.dist.checkpoint.ranks import pending
+from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.state.restore import Restore, plain_values
 from echelon.recorder import span
 
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from echelon.dist.checkpoint import files, pending
-from echelon.dist.checkpoint.collect import Contents, collect
-from echelon.dist.checkpoint.folder import Unfinished, is_committed, versions
-from echelon.dist.checkpoint.held import Held, digest, share
-from echelon.dist.checkpoint.manifest import Manifest
-from echelon.dist.checkpoint.peers import Peers, agree, find, together
-from echelon.dist.checkpoint.pending import PendingSave
-from echelon.dist.checkpoint.rank_file import RankFileWriter
+from echelon.dist.checkpoint.disk import files
+from echelon.dist.checkpoint.disk.folder import Unfinished, is_committed, versions
+from echelon.dist.checkpoint.disk.manifest import Manifest
+from echelon.dist.checkpoint.disk.rank_file import RankFileWriter
+from echelon.dist.checkpoint.ranks import pending
+from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.ranks.pending import PendingSave
+from echelon.dist.checkpoint.state.collect import Contents, collect
+from echelon.dist.checkpoint.state.held import Held, digest, share
 from echelon.errors import CheckpointError
 from echelon.recorder import span
 

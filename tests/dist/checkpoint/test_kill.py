@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import load, save  # noqa: E402
-from echelon.dist.checkpoint.folder import versions  # noqa: E402
+from echelon.dist.checkpoint.disk.folder import versions  # noqa: E402
 from echelon.errors import CheckpointError, EchelonError  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from echelon.dist.checkpoint import load, save  # noqa: E402
-from echelon.dist.checkpoint.folder import versions  # noqa: E402
+from echelon.dist.checkpoint.disk.folder import versions  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
 from tests.dist.checkpoint.states import make, same  # noqa: E402
 

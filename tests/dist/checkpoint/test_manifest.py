@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from echelon.dist.checkpoint.held import Held, digest, share  # noqa: E402
-from echelon.dist.checkpoint.manifest import (  # noqa: E402
+from echelon.dist.checkpoint.disk.manifest import (  # noqa: E402
     Manifest,
     Range,
     StoredFile,
@@ -22,7 +21,8 @@ from echelon.dist.checkpoint.manifest import (  # noqa: E402
     merge,
     seal,
 )
-from echelon.dist.checkpoint.plain import TensorAt, pack, unpack  # noqa: E402
+from echelon.dist.checkpoint.state.held import Held, digest, share  # noqa: E402
+from echelon.dist.checkpoint.state.plain import TensorAt, pack, unpack  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 

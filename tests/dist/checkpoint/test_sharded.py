@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import export, load, save  # noqa: E402
-from echelon.dist.checkpoint.folder import newest, read_manifest  # noqa: E402
+from echelon.dist.checkpoint.disk.folder import newest, read_manifest  # noqa: E402
 from echelon.dist.fsdp import MixedPrecision, full_state_dict, fully_shard  # noqa: E402
 from echelon.dist.mesh import DeviceMesh  # noqa: E402
 from tests.dist.checkpoint.states import batch, make, train  # noqa: E402

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import RandomState, load, save  # noqa: E402
-from echelon.dist.checkpoint.folder import newest, read_manifest  # noqa: E402
+from echelon.dist.checkpoint.disk.folder import newest, read_manifest  # noqa: E402
 from tests.dist.checkpoint.states import make, same, train  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 

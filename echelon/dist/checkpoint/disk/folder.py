@@ -15,8 +15,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.dist.checkpoint import files
-from echelon.dist.checkpoint.manifest import Manifest, check_complete, decode, encode, merge
+from echelon.dist.checkpoint.disk import files
+from echelon.dist.checkpoint.disk.manifest import Manifest, check_complete, decode, encode, merge
 from echelon.errors import CheckpointError
 
 MANIFEST = "manifest"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.manifest import dtype_bytes
+from echelon.dist.checkpoint.disk.manifest import dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)

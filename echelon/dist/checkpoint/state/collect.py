@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.entries import (
+from echelon.dist.checkpoint.disk.manifest import dtype_bytes
+from echelon.dist.checkpoint.state.entries import (
     MODULE,
     OBJECT,
     OPTIMIZER,
@@ -19,10 +20,9 @@ from echelon.dist.checkpoint.entries import (
     optimizer_names,
     parameter_names,
 )
-from echelon.dist.checkpoint.held import Held, dtype_name
-from echelon.dist.checkpoint.manifest import dtype_bytes
-from echelon.dist.checkpoint.plain import TensorAt, pack
-from echelon.dist.checkpoint.shards import local
+from echelon.dist.checkpoint.state.held import Held, dtype_name
+from echelon.dist.checkpoint.state.plain import TensorAt, pack
+from echelon.dist.checkpoint.state.shards import local
 
 
 class Contents:

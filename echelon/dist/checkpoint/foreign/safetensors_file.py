@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from echelon.dist.checkpoint.disk_tensor import as_bytes
-from echelon.dist.checkpoint.entries import MODULE, only_module
-from echelon.dist.checkpoint.files import NewFile
-from echelon.dist.checkpoint.manifest import Manifest, StoredTensor, dtype_bytes
+from echelon.dist.checkpoint.disk.files import NewFile
+from echelon.dist.checkpoint.disk.manifest import Manifest, StoredTensor, dtype_bytes
+from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
+from echelon.dist.checkpoint.state.entries import MODULE, only_module
 from echelon.errors import CheckpointError
 
 _LENGTH_BYTES = 8

@@ -7,13 +7,13 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echelon.dist.checkpoint import files
-from echelon.dist.checkpoint.disk_tensor import as_bytes
-from echelon.dist.checkpoint.manifest import BLOCK_BYTES, Range, StoredFile, StoredTensor
+from echelon.dist.checkpoint.disk import files
+from echelon.dist.checkpoint.disk.manifest import BLOCK_BYTES, Range, StoredFile, StoredTensor
+from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
 from echelon.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from echelon.dist.checkpoint.held import Held
+    from echelon.dist.checkpoint.state.held import Held
 
 
 def file_name(rank: int) -> str:

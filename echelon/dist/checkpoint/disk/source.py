@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.disk_tensor import as_bytes, dtype_named, is_plain
-from echelon.dist.checkpoint.folder import newest, read_manifest
-from echelon.dist.checkpoint.held import Held
-from echelon.dist.checkpoint.manifest import Manifest, dtype_bytes
-from echelon.dist.checkpoint.rank_file import RankFileReader
+from echelon.dist.checkpoint.disk.folder import newest, read_manifest
+from echelon.dist.checkpoint.disk.manifest import Manifest, dtype_bytes
+from echelon.dist.checkpoint.disk.rank_file import RankFileReader
+from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes, dtype_named, is_plain
+from echelon.dist.checkpoint.state.held import Held
 
 _MAX_OPEN = 64
 

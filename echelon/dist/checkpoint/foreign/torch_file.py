@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.collect import Contents, is_part
-from echelon.dist.checkpoint.entries import (
+from echelon.dist.checkpoint.disk.manifest import Manifest, StoredTensor
+from echelon.dist.checkpoint.state.collect import Contents, is_part
+from echelon.dist.checkpoint.state.entries import (
     MODULE,
     OPTIMIZER,
     entries,
@@ -20,9 +21,8 @@ from echelon.dist.checkpoint.entries import (
     parameter_names,
     plain_name,
 )
-from echelon.dist.checkpoint.manifest import Manifest, StoredTensor
-from echelon.dist.checkpoint.plain import TensorAt, pack
-from echelon.dist.checkpoint.shards import local
+from echelon.dist.checkpoint.state.plain import TensorAt, pack
+from echelon.dist.checkpoint.state.shards import local
 from echelon.errors import CheckpointError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.random_state import RandomState
-from echelon.dist.checkpoint.shards import owner
+from echelon.dist.checkpoint.state.random_state import RandomState
+from echelon.dist.checkpoint.state.shards import owner
 
 MODULE, OPTIMIZER, RANDOM, OBJECT, VALUE = "module", "optimizer", "random", "object", "value"
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")

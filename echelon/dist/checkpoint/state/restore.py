@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.collect import as_tensor
-from echelon.dist.checkpoint.disk_tensor import dtype_named
-from echelon.dist.checkpoint.entries import (
+from echelon.dist.checkpoint.disk.manifest import Manifest
+from echelon.dist.checkpoint.disk.source import Source, check_fit, fill, require
+from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
+from echelon.dist.checkpoint.state.collect import as_tensor
+from echelon.dist.checkpoint.state.entries import (
     MODULE,
     OBJECT,
     OPTIMIZER,
@@ -26,12 +28,10 @@ from echelon.dist.checkpoint.entries import (
     parameter_names,
     plain_name,
 )
-from echelon.dist.checkpoint.held import Held
-from echelon.dist.checkpoint.manifest import Manifest
-from echelon.dist.checkpoint.plain import TensorAt, unpack
-from echelon.dist.checkpoint.random_state import RandomState
-from echelon.dist.checkpoint.shards import local, wrap
-from echelon.dist.checkpoint.source import Source, check_fit, fill, require
+from echelon.dist.checkpoint.state.held import Held
+from echelon.dist.checkpoint.state.plain import TensorAt, unpack
+from echelon.dist.checkpoint.state.random_state import RandomState
+from echelon.dist.checkpoint.state.shards import local, wrap
 
 
 class Restore:

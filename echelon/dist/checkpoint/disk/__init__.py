@@ -1,0 +1,1 @@
+"""A checkpoint's folder, its files, and the bytes in them."""

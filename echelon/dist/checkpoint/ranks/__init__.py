@@ -1,0 +1,1 @@
+"""The ranks that save and load together."""

@@ -1,0 +1,1 @@
+"""From a state to what is stored of it, and back."""
