@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from echelon.dist.group import ProcessGroup
-from echelon.dist.progress.executor import Lane
 from echelon.dist.torch_backend import sparse, tensors
+from echelon.dist.torch_backend.futures import FutureThreads, Job
 from echelon.dist.torch_backend.identity import Identity
 from echelon.dist.torch_backend.reduction import Reduction
 from echelon.dist.torch_backend.tensors import Finish
@@ -47,7 +47,7 @@ class TorchGroup(Identity):
         self._maker = maker
         self._made: ProcessGroup | None = None
         self._making = threading.Lock()
-        self._futures: dict[str, Lane] = {}
+        self._futures = FutureThreads()
         self._coalesced: list[TorchWork] | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -113,12 +113,21 @@ class TorchGroup(Identity):
     # ---- many tensors a rank ----
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into a list of tensors."""
+        """Collect every rank's tensor into a list of tensors, which may differ in size.
+
+        Tensors of different sizes travel padded to the largest.
+        """
         outs, x = tensors.only_list(outputs, "allgather"), tensors.only(inputs, "allgather")
-        tensors.same_sizes([*outs, x], "all_gather")
-        out, finish = tensors.flat_target(outs)
-        start = self._gathering(out, x)
-        return self._run(opts, start, list(outs), finish)
+        self._check_list(outs, "all_gather")
+        length = tensors.longest(outs, x, self._maker.rank, "all_gather")
+        if tensors.is_even(outs):
+            out, finish = tensors.flat_target(outs)
+        else:
+            x, (out, finish) = (
+                tensors.padded_source([x], length),
+                tensors.padded_target(outs, length),
+            )
+        return self._run(opts, self._gathering(out, x), list(outs), finish)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
         """Collect every rank's tensor into one."""
@@ -150,15 +159,20 @@ class TorchGroup(Identity):
         return lambda later: group.all_gather(out, x, async_op=later)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors over all ranks; keep my part."""
-        reduction = Reduction.of(opts)
-        output, parts = (
-            tensors.only(outputs, "reduce_scatter"),
-            tensors.only_list(inputs, "reduce_scatter"),
-        )
-        tensors.same_sizes([*parts, output], "reduce_scatter")
-        start, finish = self._scattering(output, tensors.flat_source(parts), reduction)
-        return self._run(opts, start, [output], finish)
+        """Reduce lists of tensors over all ranks; keep this rank's part.
+
+        Tensors of different sizes travel padded to the largest.
+        """
+        reduction, name = Reduction.of(opts), "reduce_scatter"
+        output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
+        self._check_list(parts, name)
+        length = tensors.longest(parts, output, self._maker.rank, name)
+        if tensors.is_even(parts):
+            start, finish = self._scattering(output, tensors.flat_source(parts), reduction)
+            return self._run(opts, start, [output], finish)
+        part, into_output = tensors.padded_target([output], length)
+        start, _ = self._scattering(part, tensors.padded_source(parts, length), reduction)
+        return self._run(opts, start, [output], into_output)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
         """Reduce a tensor over all ranks; keep my part."""
@@ -298,7 +312,14 @@ class TorchGroup(Identity):
 
     def _end_coalescing(self, device: Any) -> TorchWork:  # noqa: ARG002
         works, self._coalesced = self._coalesced or [], None
-        return joined(works, lambda job: self._lane("coalesced").submit(job))
+        return joined(works, lambda job: self._futures.submit("coalesced", job))
+
+    def _check_list(self, listed: Sequence[Tensor], call: str) -> None:
+        if len(listed) != self._maker.size:
+            raise ValueError(
+                f"{call}: a list of {self._maker.size} tensors is needed, one per rank of the "
+                f"group, got {len(listed)}"
+            )
 
     # ---- settings and the end ----
 
@@ -331,8 +352,7 @@ class TorchGroup(Identity):
         self._closed = True
         if self._made is not None:
             self._made.close()
-        for lane in list(self._futures.values()):
-            lane.close()
+        self._futures.close()
         self._maker.close()
         _open_groups.discard(self)
 
@@ -378,7 +398,7 @@ class TorchGroup(Identity):
         source: int = -1,
     ) -> TorchWork:
         works = [part for part in parts if part is not None]
-        work = TorchWork(works, result, finish, lambda job: self._lane(lane).submit(job), source)
+        work = TorchWork(works, result, finish, lambda job: self._futures.submit(lane, job), source)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -386,21 +406,8 @@ class TorchGroup(Identity):
     def _done(self, result: list[Tensor]) -> TorchWork:
         return TorchWork((), result, None, _now)
 
-    def _lane(self, name: str) -> Lane:
-        """Return a thread that completes futures, in the order of their operations.
 
-        What is chained to a future runs on its lane's thread, and may wait for the next operation's
-        (DDP's PowerSGD does): that one is completed by a lane below.
-        """
-        title = f"echelon-torch-{name}"
-        running = threading.current_thread().name
-        if running.startswith(title):
-            title = f"{running}+"
-        lane = self._futures.get(title)
-        return lane or self._futures.setdefault(title, Lane(title))
-
-
-def _now(job: Callable[[], None]) -> None:
+def _now(job: Job) -> None:
     job()
 
 

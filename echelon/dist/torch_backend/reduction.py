@@ -17,8 +17,9 @@ _OPS: dict[Any, str] = {
     torch_dist.ReduceOp.BOR: "bor",
     torch_dist.ReduceOp.BXOR: "bxor",
 }
-# On booleans torch's other backends mean these.
-_BOOL_OPS = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}
+# On booleans a sum is an or and a product an and, as in torch's other backends. Max and min of 0
+# and 1 give the same, and NCCL and oneCCL have no bitwise operations.
+_BOOL_OPS = {"sum": "max", "bor": "max", "prod": "min", "band": "min"}
 _LINEAR = ("sum", "avg")
 
 
@@ -44,7 +45,7 @@ class Reduction:
             return _PLAIN[torch_dist.ReduceOp.SUM]
         kind = getattr(options, "reduceOp", options)
         factor = None
-        if isinstance(kind, torch_dist.ReduceOp):
+        if type(kind) is torch_dist.ReduceOp:  # torch takes its enum for an instance too
             kind, factor = cast("Any", kind).__getstate__()
         if kind == torch_dist.ReduceOp.PREMUL_SUM:
             return cls("sum", factor)

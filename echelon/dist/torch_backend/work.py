@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from echelon.dist.torch_backend.futures import Job
 from echelon.dist.torch_backend.tensors import Finish, both
 from echelon.dist.work import Work
 
 _core: Any = torch._C._distributed_c10d
 
-CompleteLater = Callable[[Callable[[], None]], object]
+CompleteLater = Callable[[Job], object]
 
 
 class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped

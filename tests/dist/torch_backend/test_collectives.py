@@ -90,8 +90,16 @@ def _gathers(rank: int) -> None:
         part, [torch.full((2,), float(r)) for r in range(_N)] if rank == 2 else None, src=2
     )
     _same(part, [float(rank)] * 2)
-    with pytest.raises(ValueError, match="equal size"):
-        dist.all_gather([torch.empty(n + 1) for n in range(_N)], torch.empty(1))
+    uneven = [torch.zeros(n, 2) for n in range(_N)]  # one of them empty
+    dist.all_gather(uneven, torch.full((rank, 2), float(rank)))
+    _same(torch.cat(uneven), [[1.0] * 2, [2.0] * 2, [2.0] * 2])
+    works = [dist.all_gather(uneven, torch.full((rank, 2), 3.0 + k), async_op=True) for k in (0, 1)]
+    works[1].wait()
+    _same(torch.cat(uneven), torch.full((3, 2), 4.0))
+    with pytest.raises(ValueError, match="own tensor has 7"):
+        dist.all_gather(uneven, torch.empty(7))
+    with pytest.raises(ValueError, match="a list of 3 tensors is needed"):
+        dist.all_gather(uneven[1:], torch.empty(2, 2))
 
 
 def _exchanges(rank: int) -> None:

@@ -26,6 +26,10 @@ def _on_gpus(rank: int, world_size: int) -> None:
     assert x.eq(total).all()
     work = dist.all_reduce(x, op=dist.ReduceOp.MAX, async_op=True)
     assert (work.get_future().wait()[0] * 2).eq(2 * total).all()
+    flags = torch.tensor([rank == 0, True, False], device="cuda")
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.BOR):
+        dist.all_reduce(flags, op)
+        assert flags.tolist() == [True, True, False]
     host = torch.full((3,), float(rank))
     dist.all_reduce(host)  # the host's arrays go another way in the same group
     assert host.eq(sum(range(world_size))).all()

@@ -162,6 +162,61 @@ def test_abort_ends_what_waits():
     run_ranks(_abort, 2)
 
 
+def _destroyed(rank: int, world_size: int) -> None:
+    """Destroy groups while operations wait for a rank that does not take part."""
+    _begin()
+    store = dist.distributed_c10d._get_default_store()
+    pair = dist.new_group()
+    dist.barrier()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=pair, async_op=True)
+        message = dist.irecv(torch.ones(3), 1)
+        futures = [
+            work.get_future(),
+            message.get_future(),
+            work.get_future().then(lambda f: f.value()),
+        ]
+        begun = time.monotonic()
+        dist.destroy_process_group()
+        took_s = time.monotonic() - begun
+        store.set("destroyed", "")
+        assert took_s < 5, took_s
+        for one in (work, message):
+            assert isinstance(_raised(one.wait), CollectiveError)
+            assert one.is_completed()
+            assert not one.is_success()
+            assert isinstance(one.exception(), CollectiveError)
+        for future in futures:
+            assert "CollectiveError" in str(_raised(future.wait))
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("echelon-torch")]
+    store.wait(["destroyed"])
+
+
+def test_destroying_a_group_ends_what_waits_within_seconds():
+    run_ranks(_destroyed, 2)
+
+
+def _aborted(rank: int, world_size: int) -> None:
+    """Abort every group, as a handler of a failure does, and start again."""
+    _begin()
+    pair = dist.new_group()
+    work = None if rank else dist.all_reduce(torch.ones(3), group=pair, async_op=True)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"started/{rank}", "")
+    store.wait(["started/0", "started/1"])
+    begun = time.monotonic()
+    dist.distributed_c10d._abort_process_group()
+    assert time.monotonic() - begun < 5
+    if work is not None:
+        assert isinstance(_raised(work.wait), CollectiveError)
+    store.set(f"aborted/{rank}", "")
+    store.wait(["aborted/0", "aborted/1"])
+
+
+def test_aborting_all_groups_ends_what_waits_within_seconds():
+    run_ranks(_aborted, 2)
+
+
 def _left_alone(rank: int, world_size: int) -> None:
     """End with work in flight, futures that nobody waits for, and nothing destroyed."""
     _begin()

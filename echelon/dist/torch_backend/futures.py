@@ -1,0 +1,83 @@
+"""Threads that complete torch futures, each in the order of the operations behind them.
+
+A future completes when a thread that waited for its operation says so. What is chained to a future
+runs on that thread, and may itself wait for a later future (DDP's PowerSGD hook does): that one is
+completed by a further thread, which is made when needed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+Job = Callable[[], None]
+
+_CLOSE_S = 1.0
+
+
+class FutureThreads:
+    """One group's threads, by the kind of operation and how deep futures are chained."""
+
+    def __init__(self) -> None:
+        self._threads: dict[str, _Thread] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def submit(self, name: str, job: Job) -> None:
+        """Run a job after the earlier jobs of that name, on a thread that does not wait for it."""
+        title = f"echelon-torch-{name}"
+        running = threading.current_thread().name
+        if running.startswith(title):
+            title = f"{running}+"
+        with self._lock:
+            thread = self._threads.get(title)
+            if thread is None:
+                thread = self._threads[title] = _Thread(title)
+        thread.submit(job)
+
+    def close(self) -> None:
+        """End the threads, once the operations they wait for have ended. Blocks at most 1 s."""
+        if os.getpid() != self._pid:
+            return  # the threads are the parent's
+        with self._lock:
+            threads = list(self._threads.values())
+        deadline_s = time.monotonic() + _CLOSE_S
+        for thread in threads:
+            thread.finish()
+        for thread in threads:
+            thread.join(deadline_s)
+
+
+class _Thread:
+    def __init__(self, name: str) -> None:
+        self._jobs: deque[Job | None] = deque()
+        self._filled = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job | None) -> None:
+        self._jobs.append(job)
+        self._filled.release()
+
+    def finish(self) -> None:
+        self.submit(None)
+
+    def join(self, deadline_s: float) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _serve(self) -> None:
+        while True:
+            self._filled.acquire()
+            job = self._jobs.popleft()
+            if job is None:
+                return
+            try:
+                job()
+            except Exception:  # noqa: BLE001 -- a user's callback must not end the others' futures
+                sys.excepthook(*sys.exc_info())
+            del job  # an idle thread keeps no arrays alive
