@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import echelon.recorder.current as black_box
@@ -205,11 +205,32 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
     return state.make(chosen, name or f"group_{number}", f"group/{number}")
 
 
+_before_shutdown: list[Callable[[], None]] = []
+
+
+def before_shutdown(action: Callable[[], None]) -> Callable[[], None]:
+    """Have `shutdown` call `action` first; what it raises, `shutdown` raises at its end."""
+    _before_shutdown.append(action)
+    return action
+
+
 def shutdown() -> None:
     """Leave the world and free what it holds. Safe to call when there is none.
 
-    Call it on every rank after the last operation; it does not wait for the others.
+    Call it on every rank after the last operation; it does not wait for the others, but for a
+    checkpoint that this rank saves in the background.
+
+    Raises:
+        CheckpointError, OSError: that checkpoint failed; the world has been left all the same.
     """
+    try:
+        for action in _before_shutdown:
+            action()
+    finally:
+        _leave()
+
+
+def _leave() -> None:
     global _current
     with _lock:
         state = _current

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
-from echelon.dist.checkpoint.disk.folder import newest, read_manifest
+from echelon.dist.checkpoint.disk.damage import DamagedError
+from echelon.dist.checkpoint.disk.folder import candidates, read_manifest
 from echelon.dist.checkpoint.disk.source import Source, Version, require
 from echelon.dist.checkpoint.foreign.safetensors_file import SafetensorsFile
 from echelon.dist.checkpoint.foreign.torch_file import TorchFile
@@ -22,8 +24,10 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
 
     Modules, optimizers, `RandomState`s, objects and tensors in `state` take the saved state over;
     plain values are replaced, and plain values that `state` does not mention are added. Each rank
-    reads only what it holds, and checks every block that it reads. An error found while reading
-    leaves the state partly filled; what does not fit is found before anything is changed.
+    reads only what it holds, and checks every block that it reads. If the newest version is
+    damaged, the next older one is loaded, on all ranks, with a RuntimeWarning on rank 0. A version
+    that is named by itself is loaded or is an error. An error found while reading leaves the state
+    partly filled; what does not fit is found before anything is changed.
 
     Args:
         path: what `save` was given, or one version in it; a file of `torch.save` with a state_dict,
@@ -31,26 +35,47 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
         state: as it was saved, or a part of it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or a file of it is damaged; names it. Also
+        CheckpointError: there is no complete checkpoint, or all are damaged; names the file. Also
             if another rank failed.
         ValueError: the checkpoint does not fit the state.
-        TypeError: `state` is no dict of entries.
+        TypeError: `state` is not a dict of entries.
     """
     chosen = Path(path)
     peers = find(to_write=False)
-    with span("checkpoint", f"load {chosen}"), contextlib.ExitStack() as stack:
-        agree(peers, pending.finish(), f"{chosen}: the save before")
+    with span("checkpoint", f"load {chosen}"):
+        agree(peers, pending.finish(must_end=False), f"{chosen}: the save before")
         doing = f"{chosen}: not loaded"
         is_first = peers.rank == 0 or peers.size == 1
-        version = together(peers, doing, lambda: _choose(chosen) if is_first else "")
-        where = Path(peers.all_gather(version)[0])  # one choice: somebody may be saving
-        source = together(peers, doing, lambda: _open(where, state))
+        mine = together(peers, doing, lambda: _choose(chosen) if is_first else [])
+        # One rank's choice: another job may be saving at this moment.
+        places = [Path(place) for place in peers.all_gather(mine)[0]]
+        first_error = None
+        for place in places:
+            if first_error is not None and is_first:
+                reason = f"{first_error}; loading {place} instead"
+                warnings.warn(reason, RuntimeWarning, stacklevel=2)
+            try:
+                _load_from(place, state, peers, doing)
+                return state
+            except DamagedError as error:
+                first_error = first_error or error
+    assert first_error is not None
+    raise first_error
+
+
+def _load_from(place: Path, state: dict[str, Any], peers: Peers, doing: str) -> None:
+    """Fill the state from one file or version.
+
+    Raises:
+        DamagedError: on all ranks, if what is on the disk is not what was written.
+    """
+    with contextlib.ExitStack() as stack:
+        source = together(peers, doing, lambda: _open(place, state))
         stack.callback(source.close)
         restore = together(peers, doing, lambda: Restore(source, state, peers.rank))
         _require_use(restore, source, peers)
         together(peers, doing, restore.read)
         together(peers, doing, restore.hand_over)
-    return state
 
 
 def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -62,12 +87,16 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
     """
-    manifest = read_manifest(newest(Path(path)))
-    return plain_values(manifest)
+    places = candidates(Path(path))
+    for place in places[:-1]:
+        with contextlib.suppress(DamagedError):
+            return plain_values(read_manifest(place))
+    return plain_values(read_manifest(places[-1]))
 
 
-def _choose(path: Path) -> str:
-    return str((path if path.is_file() else newest(path)).absolute())
+def _choose(path: Path) -> list[str]:
+    places = [path] if path.is_file() else candidates(path)
+    return [str(place.absolute()) for place in places]
 
 
 def _open(path: Path, state: dict[str, Any]) -> Source:

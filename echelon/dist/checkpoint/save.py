@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from echelon.dist.checkpoint.disk import files
-from echelon.dist.checkpoint.disk.folder import Unfinished, is_committed, versions
+from echelon.dist.checkpoint.disk.folder import Unfinished, versions
 from echelon.dist.checkpoint.disk.manifest import Manifest
 from echelon.dist.checkpoint.disk.rank_file import RankFileWriter
 from echelon.dist.checkpoint.ranks import pending
@@ -33,7 +33,7 @@ def save(
     state: Mapping[str, Any],
     *,
     async_op: bool = False,
-    keep: int = 1,
+    keep: int = 2,
     timeout_s: float | None = None,
 ) -> PendingSave | None:
     """Save a state under `path`, a folder on a file system that all hosts share. Collective.
@@ -155,20 +155,19 @@ class _Job:
             together(self.peers, doing, self._commit if is_first else _nothing)
         except (CheckpointError, OSError, ValueError):
             if is_first:  # all have stopped writing; a full disk should not stay full
-                with contextlib.suppress(OSError):
-                    files.remove_folder(self.unfinished.path)
+                self.unfinished.discard()
             raise
 
-    def run_apart(self) -> None:
+    def run_apart(self, deadline_s: float) -> None:
         """Write and commit with no communication: the ranks see each other's files appear.
 
         A group's operations belong to the training that goes on meanwhile.
         """
-        deadline_s = time.monotonic() + self.timeout_s
         try:
             self._write()
             if self.peers.rank == 0:
                 self._wait_for(deadline_s, lambda: not self.unfinished.missing(self.peers.size))
+                self._require_time(deadline_s)  # the other ranks have given up by then
                 self._commit()
         except Exception as error:
             if not isinstance(error, CheckpointError):  # else another rank has said it
@@ -177,7 +176,7 @@ class _Job:
                     self.unfinished.add_failure(self.peers.rank, reason)
             raise
         if self.peers.rank != 0:
-            self._wait_for(deadline_s, lambda: is_committed(self.unfinished.final))
+            self._wait_for(deadline_s, self.unfinished.is_committed)
 
     def _write(self) -> None:
         writer = RankFileWriter(self.unfinished.path, self.peers.rank)
@@ -187,8 +186,10 @@ class _Job:
             stored = writer.finish()
         finally:
             writer.close()
+        files.sync_folder(self.unfinished.path)
         part = Manifest(
             world_size=self.peers.size,
+            save=self.unfinished.token,
             kinds=self.contents.kinds,
             tensors=writer.tensors,
             aliases=self.contents.aliases,
@@ -206,14 +207,19 @@ class _Job:
             failure = self.unfinished.failure()
             if failure is not None:
                 raise CheckpointError(f"{root}: not saved: {failure}", path=root)
-            if time.monotonic() > deadline_s:
-                missing = self.unfinished.missing(self.peers.size)
-                raise CheckpointError(
-                    f"{root}: not saved within {self.timeout_s:g} s; parts missing of ranks: "
-                    f"{', '.join(map(str, missing)) or 'none, but rank 0 did not finish'}",
-                    path=root,
-                )
+            self._require_time(deadline_s)
             time.sleep(_LOOK_S)
+
+    def _require_time(self, deadline_s: float) -> None:
+        if time.monotonic() <= deadline_s:
+            return
+        root = self.unfinished.final.parent
+        missing = self.unfinished.missing(self.peers.size)
+        raise CheckpointError(
+            f"{root}: not saved within {self.timeout_s:g} s; parts missing of ranks: "
+            f"{', '.join(map(str, missing)) or 'none, but rank 0 did not finish'}",
+            path=root,
+        )
 
 
 def _copy(held: Held) -> Held:

@@ -1,12 +1,14 @@
-"""What a save does to the file system, one call a step, and nothing around it.
+"""The steps by which a save changes the file system, one call each.
 
-Every change of a checkpoint on disk passes here, so that a test can end the process before any of
-them and see that the previous checkpoint still loads.
+Every change of a checkpoint on disk is made here, so that a test can kill the process, fail the
+call or hang it at any of them, and see that the previous checkpoint still loads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 
 
 class NewFile:
-    """A file that did not exist before. Close it; `sync` first if it has to outlive the machine."""
+    """A file that did not exist before. `sync` it first if it must survive a power failure."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +29,7 @@ class NewFile:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
-        """Block until the disk has it."""
+        """Block until its content is on the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -43,7 +45,7 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
     Args:
         path: of the file.
         data: its content.
-        sync: have it outlive the machine, once the folder is synced as well.
+        sync: flush it, so that it survives a power failure once its folder is flushed as well.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     file = NewFile(unfinished)
@@ -57,7 +59,7 @@ def write_whole(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; one that is there already is fine."""
+    """Make a folder and those above it; an existing one is fine."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -69,13 +71,13 @@ def make_folder(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Give a folder another name, for good."""
+    """Rename a folder and flush the folder above it."""
     path.rename(target)
     sync_folder(target.parent)
 
 
 def sync_folder(path: Path) -> None:
-    """Block until the disk knows the folder's entries."""
+    """Block until the folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,15 +86,26 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files that may be gone already."""
+    """Remove files that may not exist any more."""
     for path in paths:
         path.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of files; what is gone already is fine."""
-    try:
-        remove(list(path.iterdir()))
-        path.rmdir()
-    except FileNotFoundError:
-        return
+    """Remove a folder of files. Its name disappears first, and with it all that writers know.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        OSError: it cannot be renamed; then nothing was removed.
+    """
+    name = path.name.removeprefix(".").removesuffix(".tmp").partition("-")[0]
+    trash = path.with_name(f".{name}-{secrets.token_hex(8)}.trash")
+    path.rename(trash)
+    with contextlib.suppress(OSError):  # the next save tries again
+        empty_folder(trash)
+
+
+def empty_folder(path: Path) -> None:
+    """Remove a folder's files, then the folder."""
+    remove(list(path.iterdir()))
+    path.rmdir()

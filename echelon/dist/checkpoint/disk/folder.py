@@ -1,22 +1,40 @@
 """A checkpoint's folder: numbered versions, of which the newest complete one counts.
 
     PATH/000002/rank_00000.bin  ...  manifest  commit
-    PATH/.000003.tmp/           one that is being written, or was when its job died
+    PATH/.000003-1f0c9a52e7d8b364.tmp/     being written, or left by a job that died
+    PATH/.000001-77ab03c4d5e6f012.trash/   being removed
 
 [Note: when a version counts] A version is written under a hidden name, flushed, renamed to its
-number, and given its commit mark last; it holds the manifest's own checksum. A version without a
-right mark does not exist for a reader, so at every moment either the version before or the new one
-is the newest complete one. Older versions go only after that, and lose their mark first.
+number, and given its commit mark last; the mark holds the manifest's own checksum. A reader ignores
+every version without a right mark, so at every moment either the version before or the new one is
+the newest complete one. Older versions are removed only after that.
+
+[Note: stale writers] A writer may outlive its save: a disk hangs past the timeout, or a killed job
+leaves a thread in the kernel. So every save draws a token, which is part of the hidden folder's
+name, of each rank's index and of the commit mark; and a folder is renamed before its files are
+removed. A stale writer only knows names inside its own hidden folder. Once that is renamed, its
+next call fails; until then it can complete its own version and no other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.dist.checkpoint.disk import files
-from echelon.dist.checkpoint.disk.manifest import Manifest, check_complete, decode, encode, merge
+from echelon.dist.checkpoint.disk.damage import DamagedError
+from echelon.dist.checkpoint.disk.manifest import (
+    Manifest,
+    StoredFile,
+    check_complete,
+    decode,
+    encode,
+    merge,
+)
 from echelon.errors import CheckpointError
 
 MANIFEST = "manifest"
@@ -24,8 +42,9 @@ COMMIT = "commit"
 _INDEX = "rank_{:05d}.index"
 _FAILED = "rank_{:05d}.failed"
 _VERSION = re.compile(r"\d{6,}")
-_UNFINISHED = re.compile(r"\.\d{6,}\.tmp")
+_HIDDEN = re.compile(r"\.(?P<number>\d{6,})(-[0-9a-f]+)?\.(?P<kind>tmp|trash)")
 _SEAL_BYTES = 4
+_TOKEN_BYTES = 8
 
 
 class Unfinished:
@@ -36,80 +55,141 @@ class Unfinished:
     """
 
     def __init__(self, path: Path) -> None:
+        number, _, token = path.name.removeprefix(".").removesuffix(".tmp").partition("-")
         self.path = path
-        self.final = path.with_name(path.name.removeprefix(".").removesuffix(".tmp"))
+        self.final = path.with_name(number)
+        self.token = token
 
     @classmethod
     def create(cls, root: Path) -> Unfinished:
-        """Make the folder of the version after all that are there; sweep what failed saves left."""
+        """Create the next version's folder and remove leftovers of failed saves.
+
+        The number is above every number in the folder, those of leftovers included.
+        """
         files.make_folder(root)
+        number = max((_number(name) for name in _names(root)), default=0) + 1
         _sweep(root)
-        numbers = [int(_digits(name)) for name in _names(root) if _digits(name)]
-        path = root / f".{max(numbers, default=0) + 1:06d}.tmp"
+        path = root / f".{number:06d}-{secrets.token_hex(_TOKEN_BYTES)}.tmp"
         path.mkdir()
         return cls(path)
 
     def add_index(self, rank: int, part: Manifest) -> None:
-        """Say that a rank's file is complete, and what is in it."""
+        """Publish that a rank's file is complete, and what is in it."""
         files.write_whole(self.path / _INDEX.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
-        """Say that a rank could not write its part."""
+        """Publish that a rank could not write its part."""
         files.write_whole(self.path / _FAILED.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
-        """Return what a rank said about its failure, if one did."""
-        names = [name for name in self._names() if name.endswith(".failed")]
-        if not names or names[0].startswith("."):
-            return None
-        rank = int(names[0].removeprefix("rank_").removesuffix(".failed"))
-        reason = (self.path / names[0]).read_text(errors="replace")
-        return f"rank {rank}: {reason}"
+        """Return the first rank that failed and its reason; None if no rank reported one."""
+        for name in sorted(_names(self.path)):
+            if name.endswith(".failed") and not name.startswith("."):
+                rank = int(name.removeprefix("rank_").removesuffix(".failed"))
+                reason = (self.path / name).read_text(errors="replace")
+                return f"rank {rank}: {reason}"
+        return None
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks whose part is not there yet."""
-        names = set(self._names())
+        """Return the ranks whose part is not complete yet."""
+        names = set(_names(self.path))
         return [rank for rank in range(world_size) if _INDEX.format(rank) not in names]
 
+    def is_committed(self) -> bool:
+        """Tell whether this very save was committed, and not another one of the same number."""
+        return is_committed(self.final, self.token)
+
     def commit(self, world_size: int, keep: int) -> None:
-        """Make this the newest complete version, then remove all but the last `keep`."""
-        manifest = encode(self._merge(world_size))
+        """Make this the newest complete version, then remove all but the last `keep`.
+
+        Raises:
+            CheckpointError: a part is missing, cut short, or of another save; nothing has changed.
+            OSError: the disk failed; the version counts only if its mark was written before.
+        """
+        whole = self._merge(world_size)
+        for file in whole.files.values():
+            _require_size(self.path / file.name, file)
+        manifest = encode(whole)
         files.write_whole(self.path / MANIFEST, manifest, sync=True)
         files.remove(self.path / _INDEX.format(rank) for rank in range(world_size))
         files.sync_folder(self.path)
         files.rename(self.path, self.final)
-        files.write_whole(self.final / COMMIT, manifest[-_SEAL_BYTES:], sync=True)
+        mark = manifest[-_SEAL_BYTES:] + bytes.fromhex(self.token)
+        files.write_whole(self.final / COMMIT, mark, sync=True)
         files.sync_folder(self.final)
-        prune(self.final.parent, keep)
+        with contextlib.suppress(OSError):  # the next save removes what stays now
+            prune(self.final.parent, keep)
+
+    def discard(self) -> None:
+        """Remove what a failed save has written, unless it was committed before it failed."""
+        with contextlib.suppress(OSError):
+            files.remove_folder(self.path)
+            if not (self.final / COMMIT).exists() and self._is_mine(self.final):
+                files.remove_folder(self.final)
+
+    def _is_mine(self, version: Path) -> bool:
+        try:
+            return decode((version / MANIFEST).read_bytes()).save == self.token
+        except (OSError, ValueError):
+            return False
 
     def _merge(self, world_size: int) -> Manifest:
         parts = []
         for rank in range(world_size):
             path = self.path / _INDEX.format(rank)
             try:
-                parts.append(decode(path.read_bytes()))
+                part = decode(path.read_bytes())
             except ValueError as error:
                 raise CheckpointError(f"{path}: {error}", path=path) from None
+            if part.save != self.token:
+                raise CheckpointError(f"{path}: belongs to another save", path=path)
+            parts.append(part)
         return merge(parts)
 
-    def _names(self) -> list[str]:
-        return sorted(_names(self.path), reverse=True)
 
+def is_committed(version: Path, token: str | None = None) -> bool:
+    """Tell whether a version has a commit mark that goes with its manifest.
 
-def is_committed(version: Path) -> bool:
-    """Say whether a version has a commit mark that goes with its manifest."""
+    Args:
+        version: the folder.
+        token: of the save that must have committed it; None: any.
+    """
     try:
         mark = (version / COMMIT).read_bytes()
-        manifest = (version / MANIFEST).read_bytes()
+        with (version / MANIFEST).open("rb") as manifest:
+            manifest.seek(-_SEAL_BYTES, os.SEEK_END)
+            seal = manifest.read()
     except OSError:
         return False
-    return len(mark) == _SEAL_BYTES and manifest[-_SEAL_BYTES:] == mark
+    if token is not None and mark[_SEAL_BYTES:].hex() != token:
+        return False
+    return len(mark) >= _SEAL_BYTES and mark[:_SEAL_BYTES] == seal
 
 
 def versions(root: Path) -> Sequence[Path]:
     """Return the complete versions of a checkpoint, the oldest first."""
-    numbered = sorted((name for name in _names(root) if _VERSION.fullmatch(name)), key=int)
-    return [root / name for name in numbered if is_committed(root / name)]
+    return [version for version in _numbered(root) if is_committed(version)]
+
+
+def marked(root: Path) -> Sequence[Path]:
+    """Return the versions that were committed, damaged ones among them, the oldest first."""
+    return [version for version in _numbered(root) if (version / COMMIT).exists()]
+
+
+def candidates(path: Path) -> Sequence[Path]:
+    """Return the versions that may be loaded, the best first; `path` alone if it is a version.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / COMMIT).exists():
+        return [path]
+    found = [version for version in marked(path) if (version / MANIFEST).exists()]
+    if found:
+        return found[::-1]
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such checkpoint", path=path)
+    raise CheckpointError(f"{path}: no complete checkpoint in it", path=path)
 
 
 def newest(path: Path) -> Path:
@@ -118,60 +198,105 @@ def newest(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if is_committed(path):
-        return path
-    found = versions(path)
-    if found:
-        return found[-1]
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such checkpoint", path=path)
-    raise CheckpointError(f"{path}: no complete checkpoint in it", path=path)
+    return candidates(path)[0]
 
 
 def read_manifest(version: Path) -> Manifest:
     """Read a version's manifest.
 
     Raises:
-        CheckpointError: it cannot be read, or is not what was written.
+        DamagedError: it cannot be read, or is not what was written.
     """
     path = version / MANIFEST
     try:
+        if not is_committed(version):
+            raise ValueError("its checksum is not the one in the commit mark")
         manifest = decode(path.read_bytes())
         check_complete(manifest)
         return manifest
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}", path=path) from None
+        raise DamagedError(f"{path}: {error.strerror}", path=path) from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: {error}", path=path) from None
+        raise DamagedError(f"{path}: {error}", path=path) from None
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the last `keep` complete versions."""
-    for version in versions(root)[:-keep]:
-        files.remove([version / COMMIT])
-        files.remove_folder(version)
+    """Remove versions older than the last `keep` that are whole, as far as sizes tell."""
+    whole = 0
+    for version in reversed(marked(root)):
+        if whole >= keep:
+            files.remove_folder(version)
+        elif _looks_whole(version):
+            whole += 1
+
+
+def _looks_whole(version: Path) -> bool:
+    try:
+        for file in read_manifest(version).files.values():
+            _require_size(version / file.name, file)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _require_size(path: Path, stored: StoredFile) -> None:
+    """Open a file, which has a network file system look again, and compare its size.
+
+    Raises:
+        CheckpointError: the file is missing or of another size.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing", path=path) from None
+    if size != stored.num_bytes:
+        reason = f"{size} bytes, {stored.num_bytes} were written"
+        raise CheckpointError(f"{path}: {reason}", path=path)
 
 
 def _sweep(root: Path) -> None:
-    """Remove what saves left that did not complete."""
+    """Remove what saves left that did not complete, and what was being removed."""
     for name in sorted(_names(root)):
-        if _digits(name) and not is_committed(root / name):
-            files.remove_folder(root / name)
+        hidden = _HIDDEN.fullmatch(name)
+        if hidden and hidden["kind"] == "trash":
+            with contextlib.suppress(OSError):
+                files.empty_folder(root / name)
+        elif hidden or (_VERSION.fullmatch(name) and _was_never_committed(root / name)):
+            with contextlib.suppress(FileNotFoundError):  # its own writer renamed it just now
+                files.remove_folder(root / name)
+
+
+def _was_never_committed(version: Path) -> bool:
+    """Tell whether a version has no mark; one that cannot be read may be a good version."""
+    try:
+        (version / COMMIT).read_bytes()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _numbered(root: Path) -> list[Path]:
+    names = sorted((name for name in _names(root) if _VERSION.fullmatch(name)), key=int)
+    return [root / name for name in names]
 
 
 def _names(folder: Path) -> list[str]:
-    """Return a folder's entries; none if it is not there.
+    """Return a folder's entries; none if it does not exist.
 
     Listing, rather than asking for a name, also makes NFS look at the folder again.
     """
     try:
-        return [path.name for path in folder.iterdir()]
+        return os.listdir(folder)  # noqa: PTH208 -- one call, which tests count
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _digits(name: str) -> str:
-    """Return the number of a version, finished or not; empty for other names."""
-    if _VERSION.fullmatch(name) or _UNFINISHED.fullmatch(name):
-        return name.strip(".").removesuffix(".tmp")
-    return ""
+def _number(name: str) -> int:
+    """Return the number of a version, complete or not; 0 for other names."""
+    hidden = _HIDDEN.fullmatch(name)
+    if hidden:
+        return int(hidden["number"])
+    return int(name) if _VERSION.fullmatch(name) else 0

@@ -86,6 +86,7 @@ class Manifest:
 
     Attributes:
         world_size: ranks that saved it.
+        save: the save's token, which keeps the parts of two saves apart.
         kinds: what each entry of the state is: module, optimizer, object, random or value.
         tensors: by path, such as "model/blocks.0.weight".
         aliases: further paths of tensors that are stored once: tied weights.
@@ -94,6 +95,7 @@ class Manifest:
     """
 
     world_size: int
+    save: str = ""
     kinds: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -135,6 +137,7 @@ def encode(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "block_bytes": BLOCK_BYTES,
         "world_size": manifest.world_size,
+        "save": manifest.save,
         "kinds": manifest.kinds,
         "tensors": {
             path: [
@@ -182,6 +185,7 @@ def _read(plain: dict[str, Any]) -> Manifest:
         raise ValueError(f"blocks of {plain['block_bytes']} bytes")
     return Manifest(
         world_size=_whole(plain["world_size"]),
+        save=_text(plain.get("save", "")),
         kinds={_text(path): _text(kind) for path, kind in plain["kinds"].items()},
         tensors={
             _text(path): StoredTensor(
@@ -250,7 +254,7 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
     Raises:
         ValueError: ranks disagree on a tensor's shape or dtype, or nobody held some elements.
     """
-    whole = Manifest(world_size=len(parts))
+    whole = Manifest(world_size=len(parts), save=parts[0].save)
     ranges: dict[str, list[Range]] = {}
     for rank, part in enumerate(parts):
         _add(whole.kinds, part.kinds)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.dist.checkpoint.disk import files
+from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.dist.checkpoint.disk.manifest import BLOCK_BYTES, Range, StoredFile, StoredTensor
 from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
-from echelon.errors import CheckpointError
 
 if TYPE_CHECKING:
     from echelon.dist.checkpoint.state.held import Held
@@ -75,7 +75,7 @@ class RankFileReader:
     """Read parts of a rank's file; every block that is touched is checked. One thread at a time.
 
     Raises:
-        CheckpointError: from every call, naming the file: missing, cut short, or damaged.
+        DamagedError: from every call, naming the file: missing, cut short, or damaged.
     """
 
     def __init__(self, folder: Path, stored: StoredFile) -> None:
@@ -86,7 +86,7 @@ class RankFileReader:
         try:
             self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}", path=self.path) from None
+            raise DamagedError(f"{self.path}: {error.strerror}", path=self.path) from None
         size = os.fstat(self._descriptor).st_size
         if size != stored.num_bytes:
             self.close()
@@ -141,5 +141,5 @@ class RankFileReader:
             first = block * BLOCK_BYTES
             raise self._error(f"damaged between bytes {first} and {first + len(target)} (CRC-32)")
 
-    def _error(self, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {reason}", path=self.path)
+    def _error(self, reason: str) -> DamagedError:
+        return DamagedError(f"{self.path}: {reason}", path=self.path)

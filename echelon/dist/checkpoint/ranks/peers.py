@@ -10,6 +10,7 @@ import msgpack
 import torch
 import torch.distributed as torch_dist
 
+from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.dist.group import ProcessGroup
 from echelon.dist.runtime import world
 from echelon.errors import CheckpointError
@@ -115,12 +116,13 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
     """Do something on every rank; return its result, or raise on every rank if any failed.
 
     Raises:
-        CheckpointError: another rank failed. What this rank raised itself comes through.
+        CheckpointError: another rank failed. This rank's own error is raised as it is.
+        DamagedError: the ranks that failed found a damaged file, and nothing else failed.
     """
     error: Exception | None = None
     try:
         result = action()
-    except Exception as raised:  # noqa: BLE001 -- raised below, when the others know
+    except Exception as raised:  # noqa: BLE001 -- raised below, once all ranks know
         error = raised
     agree(peers, error, doing)
     return result
@@ -129,12 +131,19 @@ def together(peers: Peers, doing: str, action: Callable[[], _Result]) -> _Result
 def agree(peers: Peers, error: Exception | None, doing: str) -> None:
     """Raise on every rank if any had an error: its own there, one that names it on the others.
 
+    Whether that is a DamagedError is the same on all ranks: an older version may then be tried.
+
     Raises:
-        CheckpointError: another rank failed.
+        CheckpointError, DamagedError: another rank failed.
     """
-    reasons = peers.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+    own = None
     if error is not None:
+        own = [isinstance(error, DamagedError), f"{type(error).__name__}: {error}"]
+    failed = {rank: one for rank, one in enumerate(peers.all_gather(own)) if one is not None}
+    only_damage = all(is_damage for is_damage, _ in failed.values())
+    if error is not None and isinstance(error, DamagedError) == only_damage:
         raise error
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise CheckpointError(f"{doing}: rank {rank} failed: {reason}")
+    for rank, (is_damage, reason) in failed.items():
+        if is_damage == only_damage:
+            kind = DamagedError if only_damage else CheckpointError
+            raise kind(f"{doing}: rank {rank} failed: {reason}")

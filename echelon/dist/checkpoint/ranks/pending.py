@@ -1,23 +1,31 @@
-"""A save that goes on in the background, and the one such save that a process may have."""
+"""A save in the background, and the one such save that a process may have at a time."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 
+from echelon.dist import runtime
 from echelon.errors import CheckpointError
+from echelon.recorder import span
 
-_GRACE_S = 5.0  # for the thread to say itself that its time is over
+_GRACE_S = 5.0  # for the thread to notice its own deadline and say which rank it waited for
 
 
 class PendingSave:
     """A save under way; made by `save(..., async_op=True)`."""
 
-    def __init__(self, path: str, write: Callable[[], None], timeout_s: float) -> None:
+    def __init__(self, path: str, write: Callable[[float], None], timeout_s: float) -> None:
         self._path = path
+        self._started_s = time.monotonic()
         self._timeout_s = timeout_s
         self._error: Exception | None = None
+        self._raised = False
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="echelon-checkpoint", daemon=True
         )
@@ -25,28 +33,36 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without success."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the checkpoint is complete.
 
         Args:
-            timeout_s: at most so long; None: as long as the save itself may take.
+            timeout_s: at most so long; None: until the save's own timeout has passed.
 
         Raises:
             CheckpointError: it is not complete in time, or it failed.
             OSError: this rank could not write.
         """
-        self._thread.join(self._timeout_s + _GRACE_S if timeout_s is None else timeout_s)
+        age_s = time.monotonic() - self._started_s
+        limit_s = self._timeout_s + _GRACE_S - age_s if timeout_s is None else timeout_s
+        with span("checkpoint", f"wait for {self._path}"):
+            self._thread.join(max(0.0, limit_s))
         if not self.done:
-            raise CheckpointError(f"{self._path}: still being saved", path=self._path)
+            raise CheckpointError(
+                f"{self._path}: still being saved after {time.monotonic() - self._started_s:.1f} s",
+                path=self._path,
+            )
+        self._raised = True
         if self._error is not None:
             raise self._error
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[float], None]) -> None:
         try:
-            write()
+            with span("checkpoint_write", self._path):
+                write(self._started_s + self._timeout_s)
         except Exception as error:  # noqa: BLE001 -- whatever it is, `wait` raises it
             self._error = error
 
@@ -54,29 +70,61 @@ class PendingSave:
 _current: PendingSave | None = None
 
 
-def start(path: str, write: Callable[[], None], timeout_s: float) -> PendingSave:
-    """Begin a save in the background."""
+def start(path: str, write: Callable[[float], None], timeout_s: float) -> PendingSave:
+    """Begin a save in the background: `write` gets its deadline (time.monotonic)."""
     global _current
     _current = PendingSave(path, write, timeout_s)
     return _current
 
 
-def finish() -> Exception | None:
-    """Wait for the save in the background, if there is one; return its error, once."""
+def finish(*, must_end: bool = True) -> Exception | None:
+    """Wait for the save in the background, if there is one; return its error, once.
+
+    A save whose thread still runs after its timeout is not forgotten: this and every further call
+    return an error until the thread has ended. Its copy of the state is still in memory, and the
+    disk that it waits for would hold up the next save as well.
+
+    Args:
+        must_end: whether a thread that still runs is an error; not for a caller that only reads.
+    """
     global _current
-    pending, _current = _current, None
+    pending = _current
     if pending is None:
         return None
-    try:
-        pending.wait()
-    except Exception as error:  # noqa: BLE001 -- all ranks raise it together
-        return error
-    return None
+    error = None
+    if not (pending.done and pending._raised):
+        try:
+            pending.wait()
+        except Exception as raised:  # noqa: BLE001 -- all ranks raise it together
+            error = raised
+    if not pending.done:
+        return error if must_end else None
+    _current = None
+    return error
+
+
+@runtime.before_shutdown
+def _finish_at_shutdown() -> None:
+    """Let the last save complete, and raise its error where the program sees it."""
+    error = finish()
+    if error is not None:
+        raise error
 
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Let a program's last save complete; a daemon thread would be cut off."""
+    """Let a program's last save complete; one that failed fails the program.
+
+    Python ignores the exceptions of exit handlers, so the exit code has to be set by force. What
+    other handlers of this package would do is done here.
+    """
     error = finish()
-    if error is not None:
-        raise error
+    if error is None:
+        return
+    sys.excepthook(type(error), error, error.__traceback__)
+    with contextlib.suppress(Exception):
+        runtime.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
