@@ -8,14 +8,13 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = Path("echelon/dist/backends/shm/native")
-SOURCES = ("module", "engine", "collectives", "messages", "waiting", "reduce")
 
 setup(
     ext_modules=[
         Extension(
             "echelon.dist.backends.shm._native",
-            sources=[str(NATIVE / f"{name}.c") for name in SOURCES],
-            depends=[str(NATIVE / "engine.h"), str(NATIVE / "kernels.h")],
+            sources=sorted(str(path) for path in NATIVE.glob("*.c")),
+            depends=sorted(str(path) for path in NATIVE.glob("*.h")),
             extra_compile_args=[
                 "-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread",
             ],

@@ -5,7 +5,10 @@ set -eu
 here=$(dirname "$0")
 core=$here/../../echelon/dist/backends/shm/native
 out=${OUT:-$(mktemp -d)}
-sources="$here/check.c $core/engine.c $core/collectives.c $core/messages.c $core/waiting.c $core/reduce.c"
+sources="$here/check.c"
+for name in engine queue faults collectives messages matching waiting reduce; do
+    sources="$sources $core/$name.c"
+done
 flags="-std=c11 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -I$core -pthread"
 CC=${CC:-cc}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.dist.backends.interface import Members
-from echelon.dist.operation.operation import Operation
+from echelon.dist.operation.operation import ANY_SOURCE, Operation
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 
 
@@ -14,7 +14,10 @@ def place(members: Members, operation: Operation) -> str:
     what = f"{operation.kind} #{operation.sequence}"
     if operation.is_message:
         way = "to" if operation.kind == "send" else "from"
-        what += f" {way} rank {members.ranks[operation.peer]}"
+        peer = (
+            "any rank" if operation.peer == ANY_SOURCE else f"rank {members.ranks[operation.peer]}"
+        )
+        what += f" {way} {peer}"
     return f"{what} in group {members.name!r} ({members.size} ranks)"
 
 

@@ -29,6 +29,8 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
+ANY_SOURCE = -2  # as the peer of a receive: the first message of its tag from any rank
+
 _CALL = struct.Struct("<BBBxi16s8s8q")
 _MAX_DIMS = 8
 _MANY_DIMS = 255
@@ -48,7 +50,8 @@ class Operation:
         device: where the data lies: "cpu", "cuda", "xpu", ...; "cpu" for a barrier.
         reduce_op: one of `REDUCE_OPS`, "" if it does not reduce.
         root: group rank, -1 if it has none.
-        peer: group rank at the other end of a send or receive, else -1.
+        peer: group rank at the other end of a send or receive; `ANY_SOURCE` for a receive from any
+            rank, whose `Pending.source` then is the sender's group rank; else -1.
         source, target: [numel] each, or None where this rank gives or gets nothing. In place:
             the same array. all_gather, gather: target is [group_size * n]; reduce_scatter,
             scatter: source is.
@@ -76,7 +79,7 @@ class Operation:
     @property
     def is_message(self) -> bool:
         """Whether it is a send or a receive."""
-        return self.peer >= 0
+        return self.peer != -1
 
     def __str__(self) -> str:
         """Show what was called: `all_reduce(sum) float32[3, 4]`."""

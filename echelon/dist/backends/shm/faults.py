@@ -14,3 +14,4 @@ class Fault(IntEnum):
     PEER_LOST = 3
     MISMATCH = 4
     ABORTED = 5
+    NO_MEMORY = 6

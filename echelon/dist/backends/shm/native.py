@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import struct
+import zlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +22,13 @@ from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
 from echelon.dist.membership.peers import Peers
 from echelon.dist.operation.arrays import DTYPES, Flat
-from echelon.dist.operation.operation import CALL_BYTES, OPERATIONS, REDUCE_OPS, Operation
+from echelon.dist.operation.operation import (
+    ANY_SOURCE,
+    CALL_BYTES,
+    OPERATIONS,
+    REDUCE_OPS,
+    Operation,
+)
 from echelon.errors import CollectiveError
 
 try:
@@ -31,7 +38,8 @@ except ImportError:  # no compiler where the package was installed
 
 _KINDS = {kind: number for number, kind in enumerate(OPERATIONS)}
 _DTYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
-_DTYPES[""] = _DTYPES["uint8"]
+_UINT8 = _DTYPES["uint8"]
+_DTYPES[""] = _UINT8
 _REDUCE_OPS = {op: number for number, op in enumerate(REDUCE_OPS)}
 _REDUCE_OPS[""] = 0
 
@@ -86,6 +94,11 @@ class NativePending:
             self._known = self._engine.explain(self._operation, fault)
         return self._known
 
+    @property
+    def source(self) -> int:
+        """The group rank whose message a receive took; -1 before it is done."""
+        return int(self._ticket.source)
+
     def wait(self, timeout_s: float | None) -> bool:
         """Block until it has ended or the time is up."""
         return bool(self._ticket.wait(-1.0 if timeout_s is None else timeout_s))
@@ -131,6 +144,11 @@ class NativeEngine:
         """Queue one operation for the engine's thread."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Counts of waits: sleeps, spins, lost_wakes (always 0), stashed messages."""
+        return dict(self._engine.statistics())
+
     def batch(self) -> AbstractContextManager[object]:
         """Launch nothing special: submitted operations run without Python already."""
         return contextlib.nullcontext()
@@ -158,7 +176,20 @@ class NativeEngine:
             return build.timed_out(self._members, operation, ranks)
         if reason == Fault.PEER_LOST:
             return build.peer_lost(self._members, operation, ranks)
+        if reason == Fault.NO_MEMORY:
+            return self._no_memory(operation, ranks)
         return build.aborted(self._members, operation)
+
+    def _no_memory(self, operation: Operation, ranks: list[int]) -> CollectiveError:
+        full = [self._members.ranks[rank] for rank in ranks]
+        return CollectiveError(
+            f"{build.place(self._members, operation)}: {build.named(full)} has no memory left for "
+            "messages that arrived before their receive; post receives in the order of the sends",
+            group=self._members.name,
+            operation=operation.kind,
+            sequence=operation.sequence,
+            ranks=full,
+        )
 
     def _explain_mismatch(
         self, operation: Operation, ranks: list[int], kind: int, sequence: int, mine: bool
@@ -174,13 +205,12 @@ class NativeEngine:
         return error if mine else build.broken_since(self._members, operation, error)
 
     def _arguments(self, operation: Operation) -> tuple[Any, ...]:
-        root = operation.peer if operation.peer >= 0 else max(operation.root, 0)
         return (
             _KINDS[operation.kind],
             operation.sequence,
-            _DTYPES.get(operation.dtype, _DTYPES["uint8"]),
+            _type_id(operation),
             _REDUCE_OPS[operation.reduce_op],
-            root,
+            _root(operation),
             operation.tag,
             operation.source,
             operation.target,
@@ -188,6 +218,20 @@ class NativeEngine:
             operation.call,
             operation.timeout_s,
         )
+
+
+def _root(operation: Operation) -> int:
+    if operation.peer == ANY_SOURCE:
+        return int(_native.ANY)
+    return operation.peer if operation.peer >= 0 else max(operation.root, 0)
+
+
+def _type_id(operation: Operation) -> int:
+    """Number a dtype: collectives compare its name in their calls, messages compare this number."""
+    number = _DTYPES.get(operation.dtype)
+    if number is not None:
+        return number
+    return zlib.crc32(operation.dtype.encode()) | 1 << 31 if operation.is_message else _UINT8
 
 
 def _split_bytes(operation: Operation) -> bytes:

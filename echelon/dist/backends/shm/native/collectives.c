@@ -319,9 +319,7 @@ static bool all_reached(struct ec_engine *engine, struct ec_op *op, enum counter
             continue;
         _Atomic uint64_t *counter = counter_of(engine, which, rank);
         if (atomic_load_explicit(counter, memory_order_acquire) < value) {
-            op->wait_word = counter;
-            op->wait_for = value;
-            op->wait_rank = rank;
+            op->wait = (struct ec_wait){counter, value, rank};
             return false;
         }
     }
@@ -412,7 +410,8 @@ static void end(struct ec_engine *engine, struct ec_op *op)
         atomic_store_explicit(&mine->reduced, engine->position, memory_order_release);
     if (!op->reads)
         ec_announce(engine, &mine->consumed, engine->position, -1);
-    ec_finish(engine, &engine->collectives, op);
+    ec_unlink(&engine->collectives, op);
+    ec_finish(engine, op);
 }
 
 /* A rank that reads nothing of a chunk must not hold up those that write. */

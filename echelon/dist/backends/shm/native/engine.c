@@ -1,9 +1,10 @@
-/* The engine: who drives, what waits, and how a group ends.
+/* The engine: which thread drives, what waits, and how a group ends.
  *
  * [Note: one driver] Exactly one thread of a process advances a group's operations at a time. A
  * blocking call drives by itself, on the caller's thread; asynchronous ones are driven by the
- * engine's own thread, started with the first of them, which needs no interpreter lock. Whoever
- * finds somebody driving waits on `changed`, and takes over if the driver leaves with work undone.
+ * engine's own thread, started with the first of them, which needs no interpreter lock. A thread
+ * that finds another one driving waits on `changed`, and takes over if the driver leaves with work
+ * undone. Every queue but `submitted` is the driver's alone.
  *
  * Collectives run in order, one at a time; sends and receives run beside them.
  */
@@ -14,7 +15,6 @@
 #include <string.h>
 #include <time.h>
 
-#define EC_SLICE_NS INT64_C(100000000) /* longest sleep without a look at the peers' lives */
 
 static size_t round_up(size_t num_bytes, size_t unit)
 {
@@ -23,7 +23,7 @@ static size_t round_up(size_t num_bytes, size_t unit)
 
 static size_t rings_offset(int size, size_t slot_bytes)
 {
-    return (size_t)size * (EC_CONTROL_BYTES + EC_SLOTS * slot_bytes);
+    return (size_t)size * (sizeof(struct ec_control) + EC_SLOTS * slot_bytes);
 }
 
 size_t ec_segment_bytes(int size, size_t slot_bytes, size_t ring_bytes)
@@ -42,11 +42,20 @@ static void init_sync(struct ec_engine *engine)
     pthread_mutex_init(&engine->lock, NULL);
 }
 
+static void release(struct ec_engine *engine)
+{
+    free(engine->peers);
+    free(engine->inboxes);
+    free(engine->sends);
+    free(engine->receives);
+    free(engine->waits);
+}
+
 /* Join the group in zeroed memory that all its members map. 0, or -1 if memory is short. */
 int ec_open(struct ec_engine *engine, void *memory, int rank, int size, size_t slot_bytes,
             size_t ring_bytes, bool spins, const struct ec_peer *peers)
 {
-    _Static_assert(sizeof(struct ec_control) <= EC_CONTROL_BYTES, "a control block is one page");
+    _Static_assert(sizeof(struct ec_control) % EC_LINE == 0, "slots begin on a cache line");
     memset(engine, 0, sizeof *engine);
     engine->rank = rank;
     engine->size = size;
@@ -60,52 +69,24 @@ int ec_open(struct ec_engine *engine, void *memory, int rank, int size, size_t s
     engine->inboxes = calloc((size_t)size, sizeof *engine->inboxes);
     engine->sends = calloc((size_t)size, sizeof *engine->sends);
     engine->receives = calloc((size_t)size, sizeof *engine->receives);
-    if (!engine->peers || !engine->inboxes || !engine->sends || !engine->receives)
+    engine->waits = calloc(2 * (size_t)size + 1, sizeof *engine->waits);
+    if (!engine->peers || !engine->inboxes || !engine->sends || !engine->receives ||
+        !engine->waits) {
+        release(engine);
         return -1;
+    }
     memcpy(engine->peers, peers, (size_t)size * sizeof *peers);
+    engine->earliest_ns = INT64_MAX;
     init_sync(engine);
     return 0;
 }
 
 /* ---- ending operations; all under `lock` ---- */
 
-static void append(struct ec_queue *queue, struct ec_op *op)
-{
-    op->next = NULL;
-    if (queue->tail)
-        queue->tail->next = op;
-    else
-        queue->head = op;
-    queue->tail = op;
-}
-
-static void unlink_op(struct ec_queue *queue, struct ec_op *op)
-{
-    struct ec_op *before = NULL, *here = queue->head;
-    while (here && here != op) {
-        before = here;
-        here = here->next;
-    }
-    if (!here)
-        return;
-    if (before)
-        before->next = op->next;
-    else
-        queue->head = op->next;
-    if (queue->tail == op)
-        queue->tail = before;
-}
-
-static bool is_message(const struct ec_op *op)
-{
-    return op->kind == EC_SEND || op->kind == EC_RECV;
-}
-
 /* The last touch of an operation: its owner may free it as soon as the lock is gone. */
 static void settle(struct ec_engine *engine, struct ec_op *op, enum ec_state state)
 {
     engine->num_pending--;
-    engine->num_messages -= is_message(op);
     op->ended_ns = ec_now_ns();
     op->blame = engine->blame;
     atomic_store_explicit(&op->state, state, memory_order_release);
@@ -120,10 +101,24 @@ static void fail_queue(struct ec_engine *engine, struct ec_queue *queue)
     queue->head = queue->tail = NULL;
 }
 
-void ec_finish(struct ec_engine *engine, struct ec_queue *queue, struct ec_op *op)
+static void fail_everything(struct ec_engine *engine)
+{
+    fail_queue(engine, &engine->submitted);
+    fail_queue(engine, &engine->collectives);
+    fail_queue(engine, &engine->any_receives);
+    for (int rank = 0; rank < engine->size; rank++) {
+        fail_queue(engine, &engine->sends[rank]);
+        fail_queue(engine, &engine->receives[rank]);
+        if (engine->inboxes[rank].op)
+            settle(engine, engine->inboxes[rank].op, EC_FAILED);
+        engine->inboxes[rank].op = NULL;
+    }
+}
+
+/* An operation that is in no queue any more is done. */
+void ec_finish(struct ec_engine *engine, struct ec_op *op)
 {
     pthread_mutex_lock(&engine->lock);
-    unlink_op(queue, op);
     settle(engine, op, EC_DONE);
     if (engine->num_waiting)
         pthread_cond_broadcast(&engine->changed);
@@ -152,11 +147,7 @@ void ec_fail(struct ec_engine *engine, const struct ec_blame *blame)
     if (engine->blame.fault == EC_FINE)
         engine->blame = *blame;
     publish_blame(engine, &engine->blame);
-    fail_queue(engine, &engine->collectives);
-    for (int rank = 0; rank < engine->size; rank++) {
-        fail_queue(engine, &engine->sends[rank]);
-        fail_queue(engine, &engine->receives[rank]);
-    }
+    fail_everything(engine);
     pthread_cond_broadcast(&engine->changed);
     pthread_mutex_unlock(&engine->lock);
 }
@@ -164,7 +155,8 @@ void ec_fail(struct ec_engine *engine, const struct ec_blame *blame)
 static void kick(struct ec_engine *engine)
 {
     atomic_store(&engine->kicked, 1);
-    ec_ring_bell(&engine->controls[engine->rank]);
+    if (atomic_load(&engine->controls[engine->rank].sleeps_on))
+        ec_ring_bell(&engine->controls[engine->rank]);
 }
 
 static void wait_changed(struct ec_engine *engine, int64_t until)
@@ -178,12 +170,23 @@ static void wait_changed(struct ec_engine *engine, int64_t until)
     engine->num_waiting--;
 }
 
-/* Only the driver may end operations, or somebody in its place: else an operation could be freed
- * by its owner while the driver is at work on it. */
+/* End the group for the reason that the caller of abort or leave gave: peers go on when a member left
+ * after its last operation, and fail when it aborted. */
+static bool was_ended(struct ec_engine *engine)
+{
+    struct ec_blame blame = {.fault = (enum ec_fault)atomic_load(&engine->ends_with)};
+    if (blame.fault == EC_FINE)
+        return false;
+    ec_blame_rank(&blame, engine->rank);
+    ec_fail(engine, &blame);
+    return true;
+}
+
+/* Only the driver may end operations, or a thread in its place: else an operation could be freed by
+ * its owner while the driver is at work on it. A driver runs no code but the engine's, so it notices
+ * at once. The first reason given counts. */
 static void end_group(struct ec_engine *engine, enum ec_fault fault)
 {
-    struct ec_blame blame = {.fault = fault};
-    ec_blame_rank(&blame, engine->rank);
     uint32_t nothing = EC_FINE;
     atomic_compare_exchange_strong(&engine->ends_with, &nothing, fault);
     pthread_mutex_lock(&engine->lock);
@@ -195,7 +198,7 @@ static void end_group(struct ec_engine *engine, enum ec_fault fault)
         }
         engine->driving = true;
         pthread_mutex_unlock(&engine->lock);
-        ec_fail(engine, &blame);
+        was_ended(engine);
         pthread_mutex_lock(&engine->lock);
         engine->driving = false;
     }
@@ -214,123 +217,35 @@ void ec_leave(struct ec_engine *engine)
     end_group(engine, EC_LEFT);
 }
 
-/* ---- looking around ---- */
-
-static bool is_late(struct ec_engine *engine, const struct ec_op *op, int rank)
-{
-    if (rank == engine->rank)
-        return false;
-    if (is_message(op))
-        return rank == op->root;
-    struct ec_control *control = &engine->controls[rank];
-    struct ec_control *first = &engine->controls[op->wait_rank];
-    _Atomic uint64_t *word = op->wait_word == &first->published ? &control->published
-                             : op->wait_word == &first->reduced ? &control->reduced
-                                                                : &control->consumed;
-    return atomic_load(word) < op->wait_for;
-}
-
-static void adopt(struct ec_engine *engine, int rank, enum ec_fault fault, struct ec_blame *blame)
-{
-    for (int word = 0; word < EC_BLAME_WORDS; word++)
-        blame->ranks[word] |= atomic_load(&engine->controls[rank].blamed[word]);
-    if (blame->fault == EC_FINE)
-        blame->fault = fault == EC_LEFT || fault == EC_ABORTED ? EC_PEER_LOST : fault;
-}
-
-/* Fail if a member has given the group up already, though what we need of it is there: it has told
- * its caller that this operation failed. (One that left in order has not, and a mismatch is found by
- * every rank itself.) */
-bool ec_fails_with_others(struct ec_engine *engine, const struct ec_op *op)
-{
-    struct ec_blame blame = {.fault = EC_FINE, .kind = op->kind, .sequence = op->sequence};
-    for (int rank = 0; rank < engine->size; rank++) {
-        enum ec_fault fault = atomic_load(&engine->controls[rank].fault);
-        if (rank != engine->rank && fault != EC_FINE && fault != EC_LEFT && fault != EC_MISMATCH)
-            adopt(engine, rank, fault, &blame);
-    }
-    if (blame.fault != EC_FINE)
-        ec_fail(engine, &blame);
-    return blame.fault != EC_FINE;
-}
-
-/* Find why the late ones will not come: they gave up themselves, or died. */
-static struct ec_blame find_fault(struct ec_engine *engine, const struct ec_op *op)
-{
-    struct ec_blame blame = {.fault = EC_FINE, .kind = op->kind, .sequence = op->sequence};
-    for (int rank = 0; rank < engine->size; rank++) {
-        if (!is_late(engine, op, rank))
-            continue;
-        enum ec_fault fault = atomic_load(&engine->controls[rank].fault);
-        if (fault != EC_FINE && is_late(engine, op, rank)) {
-            adopt(engine, rank, fault, &blame);
-        } else if (ec_is_dead(&engine->peers[rank]) && is_late(engine, op, rank)) {
-            ec_blame_rank(&blame, rank);
-            blame.fault = EC_PEER_LOST;
-        }
-    }
-    return blame;
-}
-
-static bool is_blocked_message_moving(const struct ec_op *op)
-{
-    return is_message(op) && atomic_load(op->wait_word) >= op->wait_for;
-}
-
-/* Returns true if the group has ended: no operation may be touched then. */
-static bool look_at(struct ec_engine *engine, struct ec_op *op)
-{
-    if (is_blocked_message_moving(op))
-        return false;
-    struct ec_blame blame = find_fault(engine, op);
-    if (blame.fault == EC_FINE && ec_now_ns() >= op->deadline_ns) {
-        for (int rank = 0; rank < engine->size; rank++)
-            if (is_late(engine, op, rank)) {
-                ec_blame_rank(&blame, rank);
-                blame.fault = EC_TIMED_OUT;
-            }
-    }
-    if (blame.fault == EC_FINE || is_blocked_message_moving(op))
-        return false;
-    ec_fail(engine, &blame);
-    return true;
-}
-
 /* ---- driving ---- */
 
-enum { EC_MAX_BLOCKED = 64 };
-
-static int collect(struct ec_engine *engine, struct ec_op **ops)
+/* Take over what was submitted since. An operation is in some queue at all times, so that the end of
+ * the group finds it. */
+static void take_over(struct ec_engine *engine)
 {
-    int num = 0;
     pthread_mutex_lock(&engine->lock);
-    if (engine->collectives.head)
-        ops[num++] = engine->collectives.head;
-    for (int rank = 0; engine->num_messages && rank < engine->size; rank++) {
-        if (engine->sends[rank].head && num < EC_MAX_BLOCKED)
-            ops[num++] = engine->sends[rank].head;
-        if (engine->receives[rank].head && num < EC_MAX_BLOCKED)
-            ops[num++] = engine->receives[rank].head;
-    }
+    struct ec_op *op = ec_pop(&engine->submitted);
     pthread_mutex_unlock(&engine->lock);
-    return num;
+    while (op) {
+        if (op->deadline_ns < engine->earliest_ns)
+            engine->earliest_ns = op->deadline_ns;
+        if (op->kind == EC_SEND)
+            ec_begin_send(engine, op);
+        else if (op->kind == EC_RECV)
+            ec_begin_receive(engine, op);
+        else
+            ec_append(&engine->collectives, op);
+        pthread_mutex_lock(&engine->lock);
+        op = ec_pop(&engine->submitted);
+        pthread_mutex_unlock(&engine->lock);
+    }
 }
 
 static bool step_all(struct ec_engine *engine)
 {
-    bool moved = false;
-    pthread_mutex_lock(&engine->lock);
-    struct ec_op *collective = engine->collectives.head;
-    bool messages = engine->num_messages > 0;
-    pthread_mutex_unlock(&engine->lock);
-    if (collective && ec_step_collective(engine, collective))
+    bool moved = ec_step_messages(engine);
+    if (engine->collectives.head && ec_step_collective(engine, engine->collectives.head))
         moved = true;
-    for (int rank = 0; messages && rank < engine->size; rank++) {
-        if (ec_step_sends(engine, rank))
-            moved = true;
-        if (ec_step_receives(engine, rank))
-            moved = true;
-    }
     return moved;
 }
 
@@ -339,69 +254,50 @@ static bool is_over(const struct ec_op *op)
     return atomic_load_explicit(&op->state, memory_order_acquire) != EC_PENDING;
 }
 
-static int64_t slice(struct ec_engine *engine, struct ec_op *const *ops, int num, int64_t until)
+static int collect_waits(struct ec_engine *engine)
 {
-    int64_t now = ec_now_ns(), end = engine->looked_ns + EC_SLICE_NS;
-    if (until < end)
-        end = until;
-    for (int i = 0; i < num; i++)
-        if (ops[i]->deadline_ns < end)
-            end = ops[i]->deadline_ns;
-    return end > now + 1000 ? end - now : 1000;
+    int num = ec_message_waits(engine, engine->waits);
+    if (engine->collectives.head)
+        engine->waits[num++] = engine->collectives.head->wait;
+    return num;
 }
 
-static bool is_time_to_look(struct ec_engine *engine, struct ec_op *const *ops, int num)
+static int64_t earlier(int64_t a, int64_t b)
 {
-    int64_t now = ec_now_ns();
-    bool due = now >= engine->looked_ns + EC_SLICE_NS;
-    for (int i = 0; i < num; i++)
-        due = due || now >= ops[i]->deadline_ns;
-    if (due)
-        engine->looked_ns = now;
-    return due;
+    return a < b ? a : b;
 }
 
-/* It says why, as who asked for it did: peers go on when a member left after its last operation, and
- * fail when it aborted. */
-static bool was_ended(struct ec_engine *engine)
-{
-    struct ec_blame blame = {.fault = (enum ec_fault)atomic_load(&engine->ends_with)};
-    if (blame.fault == EC_FINE)
-        return false;
-    ec_blame_rank(&blame, engine->rank);
-    ec_fail(engine, &blame);
-    return true;
-}
+enum { EC_MOVES = 64 }; /* steps between two looks at the clock while everything moves */
 
-/* Advance until `op` is over (NULL: until nothing is pending), `until` has passed, or `check`
- * says stop. Returns what `check` said. */
-static int drive(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check check,
-                 void *argument)
+/* Advance until `op` is over (NULL: until nothing is pending) or `until` has passed; with `looks`
+ * also return after each look at the peers' lives, every 100 ms. */
+static void drive(struct ec_engine *engine, const struct ec_op *op, int64_t until, bool looks)
 {
-    struct ec_op *ops[EC_MAX_BLOCKED];
-    engine->looked_ns = ec_now_ns();
-    for (;;) {
-        atomic_store(&engine->kicked, 0);
+    for (unsigned num_moved = 0;;) {
+        if (atomic_exchange(&engine->kicked, 0))
+            take_over(engine);
         if (was_ended(engine))
-            return 0;
+            return;
         bool moved = step_all(engine);
         if (op && is_over(op))
-            return 0;
+            return;
+        if (moved && ++num_moved % EC_MOVES)
+            continue;
+        int64_t now = ec_now_ns(), end = earlier(engine->look_ns, engine->earliest_ns);
+        if (now >= until)
+            return;
+        if (now >= end) {
+            ec_look(engine, now);
+            if (looks)
+                return;
+            continue;
+        }
         if (moved)
             continue;
-        int num = collect(engine, ops);
+        int num = collect_waits(engine);
         if (!op && !num)
-            return 0;
-        ec_sleep(engine, ops, num, slice(engine, ops, num, until));
-        if (is_time_to_look(engine, ops, num)) {
-            int said = check ? check(argument) : 0;
-            if (said)
-                return said;
-            for (int i = 0; i < num && !look_at(engine, ops[i]); i++)
-                continue;
-        }
-        if (until != INT64_MAX && ec_now_ns() >= until)
-            return 0;
+            return;
+        ec_sleep(engine, engine->waits, num, earlier(end, until) - now);
     }
 }
 
@@ -418,7 +314,7 @@ static void *serve(void *argument)
         }
         engine->driving = true;
         pthread_mutex_unlock(&engine->lock);
-        drive(engine, NULL, INT64_MAX, NULL, NULL);
+        drive(engine, NULL, INT64_MAX, false);
         pthread_mutex_lock(&engine->lock);
         engine->driving = false;
         pthread_cond_broadcast(&engine->changed);
@@ -437,26 +333,24 @@ int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread)
         engine->has_thread = result == 0;
     }
     engine->num_pending++;
-    engine->num_messages += is_message(op);
+    op->number = engine->num_submitted++;
     if (engine->blame.fault != EC_FINE || result) {
         settle(engine, op, EC_FAILED);
     } else {
-        op->wait_word = &engine->controls[engine->rank].published; /* free to move */
-        op->wait_rank = engine->rank;
-        append(op->kind == EC_SEND   ? &engine->sends[op->root]
-               : op->kind == EC_RECV ? &engine->receives[op->root]
-                                     : &engine->collectives,
-               op);
-        if (engine->driving)
-            kick(engine);
-        else if (needs_thread && engine->num_waiting)
+        ec_append(&engine->submitted, op);
+        kick(engine);
+        if (needs_thread && !engine->driving && engine->num_waiting)
             pthread_cond_broadcast(&engine->changed);
     }
     pthread_mutex_unlock(&engine->lock);
     return result;
 }
 
-/* Wait until `op` is over or `until` has passed; returns what `check` said, 0 otherwise. */
+/* Wait until `op` is over or `until` has passed; returns what `check` said, 0 otherwise.
+ *
+ * [Note: signal handlers] `check` runs Python's signal handlers, and those may call this engine: a
+ * collective, abort, leave. So the driving is given up for it, with everything in a state in which
+ * any thread can take over, this one included. */
 int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check check,
             void *argument)
 {
@@ -466,20 +360,24 @@ int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check 
         if (!engine->driving) {
             engine->driving = true;
             pthread_mutex_unlock(&engine->lock);
-            said = drive(engine, op, until, check, argument);
+            drive(engine, op, until, check != NULL);
             pthread_mutex_lock(&engine->lock);
             engine->driving = false;
         } else {
             wait_changed(engine, until);
-            if (check && !is_over(op)) {
-                pthread_mutex_unlock(&engine->lock);
-                said = check(argument);
-                pthread_mutex_lock(&engine->lock);
-            }
+        }
+        if (check && !is_over(op)) {
+            if (engine->num_waiting)
+                pthread_cond_broadcast(&engine->changed);
+            pthread_mutex_unlock(&engine->lock);
+            said = check(argument);
+            if (said == EC_FORKED)
+                return said; /* the lock may be held for good here */
+            pthread_mutex_lock(&engine->lock);
         }
     }
     if (engine->num_pending && engine->num_waiting)
-        pthread_cond_broadcast(&engine->changed); /* somebody else takes over the driving */
+        pthread_cond_broadcast(&engine->changed); /* another thread takes over the driving */
     pthread_mutex_unlock(&engine->lock);
     return said;
 }
@@ -497,10 +395,7 @@ void ec_close(struct ec_engine *engine)
     if (has_thread)
         pthread_join(engine->thread, NULL);
     ec_drop_messages(engine);
-    free(engine->peers);
-    free(engine->inboxes);
-    free(engine->sends);
-    free(engine->receives);
+    release(engine);
     pthread_cond_destroy(&engine->changed);
     pthread_mutex_destroy(&engine->lock);
 }

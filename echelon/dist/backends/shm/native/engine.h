@@ -14,9 +14,10 @@
  * say, by the same pair, that they are done reading. Nothing relies on x86's store order; with one
  * release weakened (-DEC_WEAKEN_PUBLISH) ThreadSanitizer reports a race.
  *
- * Sleeping is Dekker's pattern: the sleeper stores `sleeps_on` and then looks at the counter once
- * more; who moves a counter stores it and then looks at `sleeps_on`. Both stores and both loads
- * are sequentially consistent, so at least one of the two sees the other, and no wake is lost.
+ * Sleeping is Dekker's pattern: the sleeper stores `sleeps_on` and then loads the counter once
+ * more; the rank that moves a counter stores it and then loads `sleeps_on`. Both stores and both
+ * loads are sequentially consistent, so at least one of the two sees the other, and no wake is
+ * lost. A sleep that ends by time although its counter moved is counted (`num_lost_wakes`).
  */
 #ifndef ECHELON_SHM_ENGINE_H
 #define ECHELON_SHM_ENGINE_H
@@ -27,12 +28,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define EC_SLICE_NS INT64_C(100000000) /* longest wait without a look at the peers' lives */
+#define EC_ANY (-1) /* the peer of a receive that takes a message of any rank */
+
 enum {
     EC_MAX_RANKS = 256,
     EC_SLOTS = 4, /* chunks a rank may be ahead of the slowest reader */
     EC_LINE = 64,
     EC_CALL_BYTES = 240,
-    EC_CONTROL_BYTES = 4096,
     EC_BLAME_WORDS = EC_MAX_RANKS / 64,
 };
 
@@ -88,6 +91,7 @@ enum ec_fault {
     EC_PEER_LOST,  /* the blamed ranks died */
     EC_MISMATCH,   /* the blamed ranks called something else */
     EC_ABORTED,    /* abort() or a signal handler's exception, on the blamed rank */
+    EC_NO_MEMORY,  /* the blamed rank could not keep a message that it has not asked for yet */
 };
 
 /* What a rank called: `bytes` are compared between ranks, whatever they mean. */
@@ -96,7 +100,8 @@ struct ec_call {
     uint8_t bytes[EC_CALL_BYTES];
 };
 
-/* One per rank, one page. Each line is written by its owner only, except the bell. */
+/* One per rank, side by side, in whole cache lines. Each line is written by its owner only, except
+ * the bell's. */
 struct ec_control {
     _Alignas(EC_LINE) _Atomic uint64_t published; /* chunks written since the group began */
     _Alignas(EC_LINE) _Atomic uint64_t reduced;   /* chunks whose share this rank has summed */
@@ -126,12 +131,20 @@ struct ec_blame {
 
 enum ec_state { EC_PENDING, EC_DONE, EC_FAILED };
 
+/* A counter that some rank moves: the wait is over once *word >= value. */
+struct ec_wait {
+    _Atomic uint64_t *word;
+    uint64_t value;
+    int rank;
+};
+
 struct ec_op {
     enum ec_kind kind;
     enum ec_dtype dtype;
     enum ec_reduce_op reduce_op;
-    int root; /* or the peer of a send or receive */
+    int root; /* or the peer of a send or receive, EC_ANY: any */
     int tag;
+    uint32_t type_id; /* of a message: equal at both ends, whatever it means */
     uint64_t sequence;
     const uint8_t *source;
     uint8_t *target;
@@ -148,9 +161,9 @@ struct ec_op {
     uint64_t num_chunks, published, reduced, consumed;
     size_t piece; /* bytes of a chunk, or of one rank's part of it */
     size_t moved; /* bytes of a message */
-    _Atomic uint64_t *wait_word; /* blocked until *wait_word >= wait_for, which wait_rank moves */
-    uint64_t wait_for;
-    int wait_rank;
+    int sender;   /* of a receive: the rank whose message it takes */
+    uint64_t number;     /* in the order of submission */
+    struct ec_wait wait; /* what a collective that cannot move is blocked on */
     int64_t ended_ns;
     struct ec_blame blame;
     _Atomic int state; /* enum ec_state */
@@ -161,30 +174,37 @@ struct ec_queue {
     struct ec_op *head, *tail;
 };
 
-/* A message that came before its receive was posted. */
+/* A message for which no receive was posted when it came in. */
 struct ec_stashed {
     struct ec_stashed *next;
     int tag;
-    int dtype;
+    uint32_t type_id;
+    int64_t sent_ns;
     size_t num_bytes;
     uint8_t *bytes;
 };
 
-/* What has been read of the message that is coming in from one peer. */
+/* One peer's messages. While `open`, a head is read and its body is not yet all here: it goes to
+ * `op`, or else to `stash`, the last entry of the list. */
 struct ec_inbox {
-    bool open; /* a message's head is read, its body is not yet all here */
-    int tag;
-    int dtype;
+    bool open;
     size_t num_bytes, moved;
-    struct ec_op *op;          /* where its body goes, or NULL and ... */
-    struct ec_stashed *stash;  /* ... here */
-    struct ec_stashed *first, *last;
+    struct ec_op *op;
+    struct ec_stashed *stash;
+    struct ec_stashed *first, *last; /* in the order in which they were sent */
 };
 
 struct ec_peer {
     int pid; /* 0: not watched */
     int pidfd; /* -1: denied; then by start time */
     uint64_t start_ticks;
+};
+
+struct ec_statistics {
+    uint64_t num_sleeps;     /* waits that ended in the kernel */
+    uint64_t num_spins;      /* waits that ended while spinning */
+    uint64_t num_lost_wakes; /* sleeps that ended by time although their counter had moved: 0 */
+    uint64_t num_stashed;    /* messages that came before their receive */
 };
 
 struct ec_engine {
@@ -200,17 +220,24 @@ struct ec_engine {
     uint64_t num_begun; /* collectives: equal on all ranks between them, with or without gaps in
                          * their sequence numbers */
     uint64_t position; /* chunks of all finished collectives: equal on all ranks between them */
-    int64_t looked_ns;
+    int64_t look_ns;     /* when to look at the peers' lives next */
+    int64_t earliest_ns; /* no operation's deadline is before this */
     int64_t spin_ns; /* how long to spin before the next sleep */
     unsigned num_slept;
-    struct ec_inbox *inboxes;
+    struct ec_queue collectives;
+    struct ec_queue *sends, *receives; /* per peer; receives that wait for a message */
+    struct ec_queue any_receives;
+    int num_sends;
+    struct ec_inbox *inboxes; /* per peer */
+    struct ec_wait *waits;    /* room for every counter that may be slept on at once */
+    struct ec_statistics statistics;
 
     /* Under `lock`. */
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    struct ec_queue collectives;
-    struct ec_queue *sends, *receives; /* per peer */
-    int num_pending, num_messages, num_waiting;
+    struct ec_queue submitted; /* what the driver has not yet taken over */
+    uint64_t num_submitted;
+    int num_pending, num_waiting;
     bool driving, has_thread, stopping;
     pthread_t thread;
     struct ec_blame blame; /* of the first fault; fault == EC_FINE while the group works */
@@ -219,8 +246,12 @@ struct ec_engine {
     _Atomic uint32_t ends_with; /* enum ec_fault: set where the driver is to end the group */
 };
 
-/* Called every 100 ms while a caller's own thread waits; non-zero: stop. */
+/* Called every 100 ms while a caller's own thread waits; non-zero: stop; EC_FORKED: return at once,
+ * this is another process now. The thread does not drive during this call: it may call anything but
+ * ec_close. */
 typedef int (*ec_check)(void *argument);
+
+enum { EC_FORKED = 2 };
 
 /* engine.c */
 size_t ec_segment_bytes(int size, size_t slot_bytes, size_t ring_bytes);
@@ -232,14 +263,34 @@ int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until_ns, ec_che
             void *argument);
 void ec_abort(struct ec_engine *engine);
 void ec_leave(struct ec_engine *engine);
+void ec_finish(struct ec_engine *engine, struct ec_op *op);
 void ec_fail(struct ec_engine *engine, const struct ec_blame *blame);
-bool ec_fails_with_others(struct ec_engine *engine, const struct ec_op *op);
-void ec_finish(struct ec_engine *engine, struct ec_queue *queue, struct ec_op *op);
 
-/* collectives.c, messages.c: advance as far as possible; true if anything moved. */
+/* queue.c */
+void ec_append(struct ec_queue *queue, struct ec_op *op);
+struct ec_op *ec_pop(struct ec_queue *queue);
+void ec_unlink(struct ec_queue *queue, struct ec_op *op);
+
+/* faults.c: who is late, gone or dead. */
+bool ec_fails_with_others(struct ec_engine *engine, const struct ec_op *op);
+void ec_look(struct ec_engine *engine, int64_t now);
+
+/* collectives.c: advance as far as possible; true if anything moved. */
 bool ec_step_collective(struct ec_engine *engine, struct ec_op *op);
-bool ec_step_sends(struct ec_engine *engine, int peer);
-bool ec_step_receives(struct ec_engine *engine, int peer);
+
+/* messages.c: the same, a bounded part at a time. */
+bool ec_step_messages(struct ec_engine *engine);
+void ec_begin_send(struct ec_engine *engine, struct ec_op *op);
+int ec_message_waits(struct ec_engine *engine, struct ec_wait *waits);
+bool ec_can_send(struct ec_engine *engine, int peer);
+bool ec_has_come(struct ec_engine *engine, int peer);
+bool ec_peek(struct ec_engine *engine, int peer, int *tag, int64_t *sent_ns);
+void ec_open_message(struct ec_engine *engine, int peer);
+
+/* matching.c: which receive a message goes to. */
+void ec_begin_receive(struct ec_engine *engine, struct ec_op *op);
+void ec_take_message(struct ec_engine *engine, int peer, int tag, uint32_t type_id, int64_t sent_ns,
+                     size_t num_bytes);
 void ec_drop_messages(struct ec_engine *engine);
 
 /* waiting.c */
@@ -247,7 +298,7 @@ int64_t ec_now_ns(void);
 void ec_announce(struct ec_engine *engine, _Atomic uint64_t *counter, uint64_t value, int peer);
 void ec_ring_bell(struct ec_control *control);
 void ec_tell(struct ec_engine *engine, int peer);
-void ec_sleep(struct ec_engine *engine, struct ec_op *const *blocked, int num, int64_t slice_ns);
+void ec_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num, int64_t slice_ns);
 bool ec_is_dead(struct ec_peer *peer);
 
 /* reduce.c */

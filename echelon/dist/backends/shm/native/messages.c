@@ -2,21 +2,23 @@
  *
  * A message is a head of one cache line and its body, padded to whole lines. The sender copies
  * while there is room, so a small message is gone at once and a large one streams through. The
- * receiver reads messages in the order in which they were sent; one whose tag nobody has asked for
- * yet is put aside in private memory.
+ * receiver reads messages in the order in which they were sent; matching.c decides where each goes.
  */
 #include "engine.h"
 
-#include <stdlib.h>
 #include <string.h>
 
-enum { EC_STRIDE = 64 << 10 }; /* copied between two announcements */
+enum {
+    EC_STRIDE = 64 << 10, /* copied between two announcements */
+    EC_STEPS = 64,        /* strides for one peer before the others are served */
+};
 
 struct head {
     uint64_t num_bytes;
+    int64_t sent_ns;
     int32_t tag;
-    uint32_t dtype;
-    uint8_t unused[EC_LINE - 16];
+    uint32_t type_id;
+    uint8_t unused[EC_LINE - 24];
 };
 
 static size_t padded(size_t num_bytes)
@@ -27,14 +29,6 @@ static size_t padded(size_t num_bytes)
 static size_t smaller(size_t a, size_t b)
 {
     return a < b ? a : b;
-}
-
-static struct ec_op *first_of(struct ec_engine *engine, struct ec_queue *queue)
-{
-    pthread_mutex_lock(&engine->lock);
-    struct ec_op *op = queue->head;
-    pthread_mutex_unlock(&engine->lock);
-    return op;
 }
 
 /* Copy into or out of the ring at `at`, around its end. */
@@ -56,20 +50,33 @@ static void copy_out(struct ec_engine *engine, const struct ec_ring *ring, uint6
 
 /* ---- sending ---- */
 
+void ec_begin_send(struct ec_engine *engine, struct ec_op *op)
+{
+    ec_append(&engine->sends[op->root], op);
+    engine->num_sends++;
+}
+
+static uint64_t room_in(struct ec_engine *engine, struct ec_ring *ring)
+{
+    uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed); /* this rank's own */
+    return engine->ring_bytes - (tail - atomic_load_explicit(&ring->head, memory_order_acquire));
+}
+
+bool ec_can_send(struct ec_engine *engine, int peer)
+{
+    return room_in(engine, ec_ring_of(engine, engine->rank, peer)) >= EC_LINE;
+}
+
 static bool step_send(struct ec_engine *engine, struct ec_op *op)
 {
     struct ec_ring *ring = ec_ring_of(engine, engine->rank, op->root);
-    uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed); /* my own */
-    uint64_t room = engine->ring_bytes - (tail - atomic_load_explicit(&ring->head, memory_order_acquire));
-    op->wait_word = &ring->head;
-    op->wait_for = tail + EC_LINE - engine->ring_bytes;
-    op->wait_rank = op->root;
-    if (tail + EC_LINE < engine->ring_bytes)
-        op->wait_for = 0;
+    uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+    uint64_t room = room_in(engine, ring);
     if (room < EC_LINE)
         return false;
     if (!op->begun) {
-        struct head head = {.num_bytes = op->source_bytes, .tag = op->tag, .dtype = op->dtype};
+        struct head head = {.num_bytes = op->source_bytes, .sent_ns = ec_now_ns(),
+                            .tag = op->tag, .type_id = op->type_id};
         copy_in(engine, ring, tail, (const uint8_t *)&head, sizeof head);
         op->begun = true;
         tail += EC_LINE;
@@ -81,198 +88,175 @@ static bool step_send(struct ec_engine *engine, struct ec_op *op)
         op->moved += num;
     }
     ec_announce(engine, &ring->tail, tail + padded(num), op->root);
-    if (op->moved == op->source_bytes)
-        ec_finish(engine, &engine->sends[op->root], op);
+    if (op->moved == op->source_bytes) {
+        ec_unlink(&engine->sends[op->root], op);
+        engine->num_sends--;
+        ec_finish(engine, op);
+    }
     return true;
 }
 
-bool ec_step_sends(struct ec_engine *engine, int peer)
+static bool step_sends(struct ec_engine *engine, int peer)
 {
-    bool moved = false;
     struct ec_op *op;
-    while ((op = first_of(engine, &engine->sends[peer])) && step_send(engine, op))
-        moved = true;
-    return moved;
+    int steps = 0;
+    while (steps < EC_STEPS && (op = engine->sends[peer].head) && step_send(engine, op))
+        steps++;
+    return steps > 0;
 }
 
 /* ---- receiving ---- */
 
-static bool take_stashed(struct ec_engine *engine, struct ec_op *op, int peer);
-
-/* The two ends of a message differ in dtype or size. */
-static void refuse(struct ec_engine *engine, const struct ec_op *op, int peer)
+static uint64_t num_there(struct ec_ring *ring)
 {
-    struct ec_blame blame = {
-        .fault = EC_MISMATCH, .kind = op->kind, .sequence = op->sequence};
-    ec_blame_rank(&blame, peer);
-    ec_blame_rank(&blame, engine->rank);
-    ec_fail(engine, &blame);
+    uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed); /* this rank's own */
+    return atomic_load_explicit(&ring->tail, memory_order_acquire) - head;
 }
 
-static bool fits(const struct ec_op *op, int dtype, size_t num_bytes)
+/* Whether anything of this peer lies in its ring. */
+bool ec_has_come(struct ec_engine *engine, int peer)
 {
-    return op->target_bytes == num_bytes && (int)op->dtype == dtype;
+    return num_there(ec_ring_of(engine, peer, engine->rank)) > 0;
 }
 
-/* The receive that waits longest for this tag. */
-static struct ec_op *wanted(struct ec_engine *engine, int peer, int tag)
+static struct head read_head(struct ec_engine *engine, int peer)
 {
-    pthread_mutex_lock(&engine->lock);
-    struct ec_op *op = engine->receives[peer].head;
-    while (op && op->tag != tag)
-        op = op->next;
-    pthread_mutex_unlock(&engine->lock);
-    return op;
-}
-
-static bool open_message(struct ec_engine *engine, struct ec_ring *ring, uint64_t at, int peer)
-{
-    struct ec_inbox *inbox = &engine->inboxes[peer];
+    struct ec_ring *ring = ec_ring_of(engine, peer, engine->rank);
     struct head head;
-    copy_out(engine, ring, at, (uint8_t *)&head, sizeof head);
-    inbox->tag = head.tag;
-    inbox->dtype = (int)head.dtype;
-    inbox->num_bytes = head.num_bytes;
-    inbox->moved = 0;
-    inbox->stash = NULL;
-    inbox->op = wanted(engine, peer, head.tag);
-    if (inbox->op) {
-        if (!fits(inbox->op, inbox->dtype, inbox->num_bytes)) {
-            refuse(engine, inbox->op, peer);
-            return false;
-        }
-    } else {
-        inbox->stash = calloc(1, sizeof *inbox->stash);
-        if (!inbox->stash)
-            abort();
-        *inbox->stash = (struct ec_stashed){
-            .tag = head.tag, .dtype = (int)head.dtype, .num_bytes = head.num_bytes};
-        inbox->stash->bytes = malloc(head.num_bytes + 1);
-        if (!inbox->stash->bytes)
-            abort();
-    }
-    inbox->open = true;
+    copy_out(engine, ring, atomic_load_explicit(&ring->head, memory_order_relaxed),
+             (uint8_t *)&head, sizeof head);
+    return head;
+}
+
+/* Tag and time of the message that is next in a ring, if its head is there. */
+bool ec_peek(struct ec_engine *engine, int peer, int *tag, int64_t *sent_ns)
+{
+    if (peer == engine->rank || engine->inboxes[peer].open || !ec_has_come(engine, peer))
+        return false;
+    struct head head = read_head(engine, peer);
+    *tag = head.tag;
+    *sent_ns = head.sent_ns;
     return true;
 }
 
 static void close_message(struct ec_engine *engine, int peer)
 {
     struct ec_inbox *inbox = &engine->inboxes[peer];
+    struct ec_op *op = inbox->op;
     inbox->open = false;
-    if (inbox->op) {
-        ec_finish(engine, &engine->receives[peer], inbox->op);
-        inbox->op = NULL;
-        return;
-    }
-    if (inbox->last)
-        inbox->last->next = inbox->stash;
-    else
-        inbox->first = inbox->stash;
-    inbox->last = inbox->stash;
+    inbox->op = NULL;
     inbox->stash = NULL;
-    struct ec_op *op = wanted(engine, peer, inbox->last->tag); /* posted while it came in */
     if (op)
-        take_stashed(engine, op, peer);
+        ec_finish(engine, op);
 }
 
-static bool step_message(struct ec_engine *engine, int peer, struct ec_op *waiting)
+/* Copy what is there of the open message's body, which begins `skipped` bytes behind the head. */
+static void step_body(struct ec_engine *engine, int peer, size_t skipped)
 {
     struct ec_ring *ring = ec_ring_of(engine, peer, engine->rank);
     struct ec_inbox *inbox = &engine->inboxes[peer];
-    uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed); /* my own */
-    uint64_t there = atomic_load_explicit(&ring->tail, memory_order_acquire) - head;
-    waiting->wait_word = &ring->tail;
-    waiting->wait_for = head + 1;
-    waiting->wait_rank = peer;
-    if (!there)
-        return false;
-    if (!inbox->open) {
-        if (!open_message(engine, ring, head, peer))
-            return true;
-        head += EC_LINE;
-        there -= EC_LINE;
-    }
+    uint64_t at = atomic_load_explicit(&ring->head, memory_order_relaxed) + skipped;
+    size_t there = (size_t)num_there(ring) - skipped;
     size_t num = smaller(smaller(inbox->num_bytes - inbox->moved, there), EC_STRIDE);
-    uint8_t *target = inbox->op ? inbox->op->target : inbox->stash->bytes;
     if (num) {
-        copy_out(engine, ring, head, target + inbox->moved, num);
+        uint8_t *target = inbox->op ? inbox->op->target : inbox->stash->bytes;
+        copy_out(engine, ring, at, target + inbox->moved, num);
         inbox->moved += num;
     }
-    ec_announce(engine, &ring->head, head + padded(num), peer);
+    if (num || skipped)
+        ec_announce(engine, &ring->head, at + padded(num), peer);
     if (inbox->moved == inbox->num_bytes)
         close_message(engine, peer);
-    return true;
 }
 
-static bool take_stashed(struct ec_engine *engine, struct ec_op *op, int peer)
+/* Read the head of the message that is next in a ring, and as much of its body as is there. */
+void ec_open_message(struct ec_engine *engine, int peer)
 {
-    struct ec_inbox *inbox = &engine->inboxes[peer];
-    struct ec_stashed *before = NULL, *here = inbox->first;
-    while (here && here->tag != op->tag) {
-        before = here;
-        here = here->next;
-    }
-    if (!here)
+    struct head head = read_head(engine, peer);
+    ec_take_message(engine, peer, head.tag, head.type_id, head.sent_ns, head.num_bytes);
+    if (engine->blame.fault == EC_FINE)
+        step_body(engine, peer, EC_LINE);
+}
+
+static bool step_message(struct ec_engine *engine, int peer)
+{
+    if (!ec_has_come(engine, peer))
         return false;
-    if (!fits(op, here->dtype, here->num_bytes)) {
-        refuse(engine, op, peer);
-        return true;
-    }
-    memcpy(op->target, here->bytes, here->num_bytes);
-    if (before)
-        before->next = here->next;
+    if (engine->inboxes[peer].open)
+        step_body(engine, peer, 0);
     else
-        inbox->first = here->next;
-    if (inbox->last == here)
-        inbox->last = before;
-    free(here->bytes);
-    free(here);
-    ec_finish(engine, &engine->receives[peer], op);
+        ec_open_message(engine, peer);
     return true;
 }
 
-/* Look once at every receive that has not been compared with what came earlier. */
-static bool step_stashed(struct ec_engine *engine, int peer)
+/* Whether anything waits for what this peer sends. */
+static bool is_drained(const struct ec_engine *engine, int peer)
 {
-    if (!engine->inboxes[peer].first)
-        return false;
-    struct ec_op *op = first_of(engine, &engine->receives[peer]);
-    while (op) {
-        if (!op->begun && op != engine->inboxes[peer].op) {
-            op->begun = true;
-            if (take_stashed(engine, op, peer))
-                return true;
-        }
-        pthread_mutex_lock(&engine->lock);
-        op = op->next;
-        pthread_mutex_unlock(&engine->lock);
-    }
-    return false;
+    return peer != engine->rank && (engine->receives[peer].head || engine->inboxes[peer].op ||
+                                    engine->any_receives.head);
 }
 
-bool ec_step_receives(struct ec_engine *engine, int peer)
+/* The rank whose next message was sent first. */
+static int first_sender(struct ec_engine *engine)
 {
-    bool moved = false;
-    struct ec_op *op;
-    while ((op = first_of(engine, &engine->receives[peer])) &&
-           (step_stashed(engine, peer) || step_message(engine, peer, op)))
-        moved = true;
+    int64_t sent_ns, first_ns = INT64_MAX;
+    int tag, first = -1;
+    for (int peer = 0; peer < engine->size; peer++)
+        if (ec_peek(engine, peer, &tag, &sent_ns) && sent_ns < first_ns) {
+            first_ns = sent_ns;
+            first = peer;
+        }
+    return first;
+}
+
+/* With a receive from any rank waiting, messages are opened in the order in which they were sent. */
+static bool step_in_order(struct ec_engine *engine)
+{
+    int steps = 0, peer;
+    while (steps < EC_STEPS && engine->any_receives.head && (peer = first_sender(engine)) >= 0) {
+        ec_open_message(engine, peer);
+        steps++;
+    }
+    return steps > 0;
+}
+
+static bool step_receives(struct ec_engine *engine, int peer)
+{
+    int steps = 0;
+    while (steps < EC_STEPS && is_drained(engine, peer) &&
+           (engine->inboxes[peer].open || !engine->any_receives.head) && step_message(engine, peer))
+        steps++;
+    return steps > 0;
+}
+
+bool ec_step_messages(struct ec_engine *engine)
+{
+    bool moved = engine->any_receives.head && step_in_order(engine);
+    for (int peer = 0; peer < engine->size; peer++) {
+        if (engine->num_sends && step_sends(engine, peer))
+            moved = true;
+        if (is_drained(engine, peer) && step_receives(engine, peer))
+            moved = true;
+    }
     return moved;
 }
 
-void ec_drop_messages(struct ec_engine *engine)
+/* The counters on which messages wait. */
+int ec_message_waits(struct ec_engine *engine, struct ec_wait *waits)
 {
+    int num = 0;
     for (int peer = 0; peer < engine->size; peer++) {
-        struct ec_inbox *inbox = &engine->inboxes[peer];
-        if (inbox->stash) {
-            free(inbox->stash->bytes);
-            free(inbox->stash);
+        if (engine->sends[peer].head) {
+            struct ec_ring *ring = ec_ring_of(engine, engine->rank, peer);
+            uint64_t full = atomic_load_explicit(&ring->tail, memory_order_relaxed) + EC_LINE;
+            uint64_t value = full > engine->ring_bytes ? full - engine->ring_bytes : 0;
+            waits[num++] = (struct ec_wait){&ring->head, value, peer};
         }
-        while (inbox->first) {
-            struct ec_stashed *next = inbox->first->next;
-            free(inbox->first->bytes);
-            free(inbox->first);
-            inbox->first = next;
+        if (is_drained(engine, peer)) {
+            struct ec_ring *ring = ec_ring_of(engine, peer, engine->rank);
+            uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
+            waits[num++] = (struct ec_wait){&ring->tail, head + 1, peer};
         }
     }
+    return num;
 }

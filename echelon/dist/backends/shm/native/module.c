@@ -1,7 +1,13 @@
-/* Python's view of the engine: `Engine`, one a group, and `Ticket`, one an asynchronous operation.
+/* Python's view of the engine: `Engine`, one per group, and `Ticket`, one per asynchronous operation.
  *
- * The interpreter lock is given up around everything that may wait. Arguments come checked from
- * native.py, which is the only caller; what would corrupt memory is checked here all the same.
+ * The interpreter lock is released around everything that may wait. native.py is the only caller and
+ * checks its arguments; anything that would corrupt memory is checked here again.
+ *
+ * [Note: calls inside] Python's signal handlers run inside a waiting call and may do anything: call
+ * the engine, end the group, close it. So nothing here waits for the calling thread's own calls: the
+ * last call to return frees what a close() from inside left open. A forked child owns nothing of its
+ * parent's engine (no thread, perhaps a lock that is held for good): there, only references are
+ * dropped.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,13 +16,22 @@
 
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
+
+/* A call that is on its way, on its thread's stack. */
+struct inside {
+    pthread_t thread;
+    struct inside *next;
+};
 
 typedef struct {
     PyObject_HEAD
     struct ec_engine engine;
     Py_buffer memory;
-    bool open;
-    int num_inside; /* calls that are on their way; under the interpreter lock */
+    pid_t pid; /* of the process that made it */
+    bool open; /* calls are taken */
+    bool held; /* the engine's memory and thread are still there */
+    struct inside *inside; /* under the interpreter lock */
 } EngineObject;
 
 typedef struct {
@@ -29,10 +44,23 @@ typedef struct {
 
 static PyTypeObject Engine_Type, Ticket_Type;
 
+static pid_t this_process; /* getpid() without the system call */
+
+static void note_process(void)
+{
+    this_process = getpid();
+}
+
+static bool is_forked(const EngineObject *self)
+{
+    return self->pid != this_process;
+}
+
 /* ---- operations ---- */
 
 struct arguments {
-    int kind, dtype, reduce_op, root, tag;
+    int kind, reduce_op, root, tag;
+    long long dtype; /* of a message: any number that is equal at both ends */
     unsigned long long sequence;
     PyObject *source, *target, *splits, *call;
     double timeout_s;
@@ -46,7 +74,7 @@ static int parse(PyObject *const *args, Py_ssize_t num, struct arguments *parsed
     }
     parsed->kind = (int)PyLong_AsLong(args[0]);
     parsed->sequence = PyLong_AsUnsignedLongLongMask(args[1]);
-    parsed->dtype = (int)PyLong_AsLong(args[2]);
+    parsed->dtype = PyLong_AsLongLong(args[2]);
     parsed->reduce_op = (int)PyLong_AsLong(args[3]);
     parsed->root = (int)PyLong_AsLong(args[4]);
     parsed->tag = (int)PyLong_AsLong(args[5]);
@@ -60,12 +88,24 @@ static int parse(PyObject *const *args, Py_ssize_t num, struct arguments *parsed
 
 static int check(const EngineObject *self, const struct arguments *a)
 {
+    bool is_message = a->kind == EC_SEND || a->kind == EC_RECV;
     bool fine = a->kind >= 0 && a->kind < EC_NUM_KINDS && a->dtype >= 0 &&
-                a->dtype < EC_NUM_DTYPES && a->reduce_op >= 0 &&
-                a->reduce_op < EC_NUM_REDUCE_OPS && a->root >= 0 && a->root < self->engine.size;
+                a->dtype < (is_message ? UINT32_MAX : EC_NUM_DTYPES) && a->reduce_op >= 0 &&
+                a->reduce_op < EC_NUM_REDUCE_OPS && a->root < self->engine.size &&
+                (a->root >= 0 || (a->kind == EC_RECV && a->root == EC_ANY));
     if (!fine)
         PyErr_SetString(PyExc_ValueError, "kind, dtype, reduce op or root out of range");
     return fine ? 0 : -1;
+}
+
+/* Whether calls may be made: it is open, and in the process that made it. */
+static int check_open(const EngineObject *self)
+{
+    if (self->open && !is_forked(self))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, self->open ? "the engine belongs to the parent process"
+                                                 : "the engine is closed");
+    return -1;
 }
 
 static int take_buffers(const struct arguments *a, Py_buffer *source, Py_buffer *target)
@@ -133,16 +173,13 @@ static int64_t deadline(double timeout_s)
     return ec_now_ns() + (int64_t)(timeout_s * 1e9);
 }
 
-/* Fill in an operation; what it took is given back with `drop`. */
+/* Fill in an operation; `drop` releases what it took. */
 static int prepare(EngineObject *self, PyObject *const *args, Py_ssize_t num, struct ec_op *op,
                    Py_buffer *source, Py_buffer *target, uint64_t **splits)
 {
     struct arguments a;
-    if (!self->open) {
-        PyErr_SetString(PyExc_ValueError, "the engine is closed");
-        return -1;
-    }
-    if (parse(args, num, &a) < 0 || check(self, &a) < 0 || take_buffers(&a, source, target) < 0)
+    if (check_open(self) < 0 || parse(args, num, &a) < 0 || check(self, &a) < 0 ||
+        take_buffers(&a, source, target) < 0)
         return -1;
     *splits = NULL;
     if (check_sizes(self, &a, (size_t)source->len, (size_t)target->len) < 0 ||
@@ -153,7 +190,10 @@ static int prepare(EngineObject *self, PyObject *const *args, Py_ssize_t num, st
     }
     memset(op, 0, sizeof *op);
     op->kind = (enum ec_kind)a.kind;
-    op->dtype = (enum ec_dtype)a.dtype;
+    if (a.kind == EC_SEND || a.kind == EC_RECV)
+        op->type_id = (uint32_t)a.dtype;
+    else
+        op->dtype = (enum ec_dtype)a.dtype;
     op->reduce_op = (enum ec_reduce_op)a.reduce_op;
     op->root = a.root;
     op->tag = a.tag;
@@ -180,25 +220,63 @@ static void drop(Py_buffer *source, Py_buffer *target, uint64_t *splits)
     PyMem_Free(splits);
 }
 
-/* Run Python's signal handlers while a caller waits; true if one raised. */
+/* Run Python's signal handlers while a caller waits; non-zero if one raised. In a child that a
+ * handler forked, the call ends: what it waits for is its parent's. */
 static int check_signals(void *argument)
 {
     PyThreadState **state = argument;
+    pid_t process = this_process;
     PyEval_RestoreThread(*state);
     int said = PyErr_CheckSignals();
+    if (process != this_process) {
+        said = EC_FORKED;
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError,
+                            "a forked child cannot continue an operation of its parent");
+    }
     *state = PyEval_SaveThread();
     return said;
 }
 
+static void free_engine(EngineObject *self)
+{
+    if (!self->held)
+        return;
+    self->held = false;
+    if (!is_forked(self)) {
+        Py_BEGIN_ALLOW_THREADS
+        ec_close(&self->engine);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&self->memory);
+}
+
+static void enter(EngineObject *self, struct inside *call)
+{
+    *call = (struct inside){pthread_self(), self->inside};
+    self->inside = call;
+}
+
+static void leave(EngineObject *self, const struct inside *call)
+{
+    struct inside **here = &self->inside;
+    while (*here != call)
+        here = &(*here)->next;
+    *here = call->next;
+    if (!self->open && !self->inside)
+        free_engine(self);
+}
+
 static int wait_for(EngineObject *self, struct ec_op *op, int64_t until)
 {
-    self->num_inside++;
+    struct inside call;
+    enter(self, &call);
     PyThreadState *state = PyEval_SaveThread();
     int said = ec_wait(&self->engine, op, until, check_signals, &state);
-    if (said)
+    if (said && said != EC_FORKED)
         ec_abort(&self->engine); /* the operation may lie on this thread's stack */
     PyEval_RestoreThread(state);
-    self->num_inside--;
+    leave(self, &call);
     return said;
 }
 
@@ -237,11 +315,7 @@ static PyObject *Ticket_wait(TicketObject *self, PyObject *argument)
     if (PyErr_Occurred())
         return NULL;
     if (atomic_load(&self->op.state) == EC_PENDING) {
-        if (!self->owner->open) {
-            PyErr_SetString(PyExc_ValueError, "the engine is closed");
-            return NULL;
-        }
-        if (wait_for(self->owner, &self->op, deadline(timeout_s)))
+        if (check_open(self->owner) < 0 || wait_for(self->owner, &self->op, deadline(timeout_s)))
             return NULL;
     }
     return PyBool_FromLong(atomic_load(&self->op.state) != EC_PENDING);
@@ -260,14 +334,22 @@ static PyObject *Ticket_get_ended(TicketObject *self, void *closure)
     return PyLong_FromLongLong(over ? self->op.ended_ns : 0);
 }
 
+static PyObject *Ticket_get_source(TicketObject *self, void *closure)
+{
+    (void)closure;
+    bool done = self->op.kind == EC_RECV && atomic_load(&self->op.state) == EC_DONE;
+    return PyLong_FromLong(done ? self->op.sender : -1);
+}
+
 static PyObject *Ticket_get_fault(TicketObject *self, void *closure)
 {
     (void)closure;
     return outcome(self->owner, &self->op);
 }
 
-/* Memory that an operation still writes to is leaked rather than freed under it. native.py keeps
- * every pending ticket, and closing an engine ends what is pending, so this does not happen. */
+/* Memory that an operation still writes to is leaked rather than freed under it. The group keeps the
+ * handle of every pending operation, and closing an engine ends what is pending, so this happens
+ * only in a forked child. */
 static void Ticket_dealloc(TicketObject *self)
 {
     if (atomic_load(&self->op.state) == EC_PENDING)
@@ -285,6 +367,8 @@ static PyMethodDef Ticket_methods[] = {
 static PyGetSetDef Ticket_getset[] = {
     {"done", (getter)Ticket_get_done, NULL, "Whether it has ended.", NULL},
     {"ended_mono_ns", (getter)Ticket_get_ended, NULL, "When it ended.", NULL},
+    {"source", (getter)Ticket_get_source, NULL, "The sender of what a receive took; else -1.",
+     NULL},
     {"fault", (getter)Ticket_get_fault, NULL, "None, or (fault, [ranks], kind, sequence) of what failed first.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -324,7 +408,7 @@ static int Engine_init(EngineObject *self, PyObject *args, PyObject *kwargs)
     Py_ssize_t offset, slot_bytes, ring_bytes;
     int rank, size, spins;
     struct ec_peer peers[EC_MAX_RANKS];
-    if (self->open) {
+    if (self->held) {
         PyErr_SetString(PyExc_ValueError, "the engine is open already");
         return -1;
     }
@@ -348,7 +432,8 @@ static int Engine_init(EngineObject *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "the memory is too small");
         return -1;
     }
-    self->open = true;
+    self->pid = this_process;
+    self->open = self->held = true;
     return 0;
 }
 
@@ -392,7 +477,7 @@ static PyObject *Engine_start(EngineObject *self, PyObject *const *args, Py_ssiz
 static PyObject *Engine_calls(EngineObject *self, PyObject *unused)
 {
     (void)unused;
-    if (!self->open)
+    if (!self->held || self->engine.num_begun == 0)
         return PyList_New(0);
     int turn = (int)((self->engine.num_begun - 1) & 1);
     PyObject *list = PyList_New(self->engine.size);
@@ -407,39 +492,61 @@ static PyObject *Engine_calls(EngineObject *self, PyObject *unused)
     return list;
 }
 
-static PyObject *Engine_abort(EngineObject *self, PyObject *unused)
+static PyObject *Engine_statistics(EngineObject *self, PyObject *unused)
 {
     (void)unused;
-    if (self->open) {
-        self->num_inside++;
+    const struct ec_statistics *counts = &self->engine.statistics;
+    return Py_BuildValue("{sKsKsKsK}", "sleeps", (unsigned long long)counts->num_sleeps, "spins",
+                         (unsigned long long)counts->num_spins, "lost_wakes",
+                         (unsigned long long)counts->num_lost_wakes, "stashed",
+                         (unsigned long long)counts->num_stashed);
+}
+
+static PyObject *Engine_abort(EngineObject *self, PyObject *unused)
+{
+    struct inside call;
+    (void)unused;
+    if (self->open && !is_forked(self)) {
+        enter(self, &call);
         Py_BEGIN_ALLOW_THREADS
         ec_abort(&self->engine);
         Py_END_ALLOW_THREADS
-        self->num_inside--;
+        leave(self, &call);
     }
     Py_RETURN_NONE;
 }
 
+static bool others_inside(const EngineObject *self)
+{
+    for (const struct inside *call = self->inside; call; call = call->next)
+        if (!pthread_equal(call->thread, pthread_self()))
+            return true;
+    return false;
+}
+
+enum { EC_CLOSE_TURNS = 5000 }; /* of 0.2 ms: how long close() waits for other threads' calls */
+
 static void close_engine(EngineObject *self)
 {
     struct timespec moment = {0, 200000};
+    struct inside call;
     if (!self->open)
         return;
     self->open = false; /* no new calls */
-    bool in_use = self->num_inside > 0;
+    if (is_forked(self)) {
+        free_engine(self);
+        return;
+    }
+    enter(self, &call);
     Py_BEGIN_ALLOW_THREADS
-    if (in_use)
-        ec_leave(&self->engine);
+    ec_leave(&self->engine);
     Py_END_ALLOW_THREADS
-    while (self->num_inside > 0) {
+    for (int turn = 0; turn < EC_CLOSE_TURNS && others_inside(self); turn++) {
         Py_BEGIN_ALLOW_THREADS
         nanosleep(&moment, NULL);
         Py_END_ALLOW_THREADS
     }
-    Py_BEGIN_ALLOW_THREADS
-    ec_close(&self->engine);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&self->memory);
+    leave(self, &call); /* frees the engine, or a call that is still inside does */
 }
 
 static PyObject *Engine_close(EngineObject *self, PyObject *unused)
@@ -461,6 +568,8 @@ static PyMethodDef Engine_methods[] = {
     {"start", (PyCFunction)(void (*)(void))Engine_start, METH_FASTCALL,
      "Queue an operation; a Ticket."},
     {"calls", (PyCFunction)Engine_calls, METH_NOARGS, "What each rank called last."},
+    {"statistics", (PyCFunction)Engine_statistics, METH_NOARGS,
+     "Counts of waits; lost_wakes must be 0."},
     {"abort", (PyCFunction)Engine_abort, METH_NOARGS, "End the group on this rank."},
     {"close", (PyCFunction)Engine_close, METH_NOARGS, "Leave the group and free what it holds."},
     {NULL, NULL, 0, NULL},
@@ -558,9 +667,12 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
+    note_process();
+    pthread_atfork(NULL, NULL, note_process);
     Py_INCREF(&Engine_Type);
     if (PyModule_AddObject(module, "Engine", (PyObject *)&Engine_Type) < 0 ||
         PyModule_AddIntConstant(module, "MAX_RANKS", EC_MAX_RANKS) < 0 ||
+        PyModule_AddIntConstant(module, "ANY", EC_ANY) < 0 ||
         PyModule_AddIntConstant(module, "CALL_BYTES", EC_CALL_BYTES) < 0) {
         Py_DECREF(module);
         return NULL;

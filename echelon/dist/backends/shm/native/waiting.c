@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "engine.h"
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
 #include <stdio.h>
@@ -15,6 +16,12 @@
 #define EC_PUBLISH memory_order_relaxed
 #else
 #define EC_PUBLISH memory_order_seq_cst /* a release, and the first half of Dekker's pattern */
+#endif
+
+#ifdef EC_WEAKEN_SLEEP /* for the test that a lost wake is counted: what a relaxed store allows */
+#define EC_SLEEP_REORDERED 1
+#else
+#define EC_SLEEP_REORDERED 0
 #endif
 
 /* How long to spin before sleeping follows what spinning brought: doubled when the peer came in
@@ -68,12 +75,12 @@ void ec_announce(struct ec_engine *engine, _Atomic uint64_t *counter, uint64_t v
             ec_tell(engine, rank);
 }
 
-static bool has_moved(struct ec_engine *engine, struct ec_op *const *blocked, int num)
+static bool has_moved(struct ec_engine *engine, const struct ec_wait *waits, int num)
 {
-    if (atomic_load_explicit(&engine->kicked, memory_order_acquire))
+    if (atomic_load(&engine->kicked))
         return true;
     for (int i = 0; i < num; i++)
-        if (atomic_load(blocked[i]->wait_word) >= blocked[i]->wait_for)
+        if (atomic_load(waits[i].word) >= waits[i].value)
             return true;
     return false;
 }
@@ -85,13 +92,14 @@ static void set_spin(struct ec_engine *engine, int64_t spin_ns)
                                                   : spin_ns;
 }
 
-static bool moves_while_spinning(struct ec_engine *engine, struct ec_op *const *blocked, int num)
+static bool moves_while_spinning(struct ec_engine *engine, const struct ec_wait *waits, int num)
 {
     int64_t stop = ec_now_ns() + engine->spin_ns;
     do {
         for (int i = 0; i < EC_PAUSES; i++) {
-            if (has_moved(engine, blocked, num)) {
+            if (has_moved(engine, waits, num)) {
                 set_spin(engine, 2 * engine->spin_ns);
+                engine->statistics.num_spins++;
                 return true;
             }
             relax();
@@ -102,18 +110,41 @@ static bool moves_while_spinning(struct ec_engine *engine, struct ec_op *const *
     return false;
 }
 
-/* Wait until one of the blocked operations can move, at most `slice_ns`. */
-void ec_sleep(struct ec_engine *engine, struct ec_op *const *blocked, int num, int64_t slice_ns)
+/* Sleep while the bell shows `bell`; false: the time is up. */
+static bool sleep_on_bell(struct ec_control *mine, uint32_t bell, int64_t slice_ns)
 {
-    if (engine->spins && moves_while_spinning(engine, blocked, num))
+    struct timespec limit = {slice_ns / 1000000000, slice_ns % 1000000000};
+    long said = syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
+    return said == 0 || errno != ETIMEDOUT;
+}
+
+/* A sleep ended by time although its counter had moved. The rank that moved it may be just about to
+ * ring: only if it still has not after a while, the wake is lost, which must never happen. */
+static void count_lost_wake(struct ec_engine *engine, uint32_t bell)
+{
+    struct ec_control *mine = &engine->controls[engine->rank];
+    if (!sleep_on_bell(mine, bell, EC_SLICE_NS) && atomic_load(&mine->bell) == bell)
+        engine->statistics.num_lost_wakes++;
+}
+
+/* Wait until one of the counters has moved, at most `slice_ns`. */
+void ec_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num, int64_t slice_ns)
+{
+    if (engine->spins && moves_while_spinning(engine, waits, num))
         return;
     struct ec_control *mine = &engine->controls[engine->rank];
     uint32_t bell = atomic_load(&mine->bell);
-    bool alone = num == 1 && blocked[0]->wait_rank >= 0;
-    atomic_store(&mine->sleeps_on, alone ? (uint32_t)blocked[0]->wait_rank + 1 : EC_ANYONE);
-    if (!has_moved(engine, blocked, num)) {
-        struct timespec limit = {slice_ns / 1000000000, slice_ns % 1000000000};
-        syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &limit, NULL, 0);
+    uint32_t on = num == 1 ? (uint32_t)waits[0].rank + 1 : EC_ANYONE;
+    bool moved = false;
+    if (EC_SLEEP_REORDERED)
+        moved = has_moved(engine, waits, num);
+    atomic_store(&mine->sleeps_on, on);
+    if (!EC_SLEEP_REORDERED)
+        moved = has_moved(engine, waits, num);
+    if (!moved) {
+        engine->statistics.num_sleeps++;
+        if (!sleep_on_bell(mine, bell, slice_ns) && has_moved(engine, waits, num))
+            count_lost_wake(engine, bell);
     }
     atomic_store(&mine->sleeps_on, 0);
 }
