@@ -6,10 +6,11 @@ A control block holds
     0     u32  published: how often this rank has announced a phase; others sleep on it
     4     u32  failed: a `Fault` once the rank has given the group up
     8     u32  number of ranks it blames, then up to 64 of them as u32
+    512   u32  doorbell of the rank's message thread, see rings.py
     1024  two headers of 1024 bytes, in turns: what the rank called in this collective, and before
 
-A message ring holds its `tail` (u32, lines written; the sender's), at 64 its `head` (u32, lines
-read; the receiver's), at 128 its lines of 64 bytes.
+A message ring holds its `tail` (u32, bytes written; the sender's), at 64 its `head` (u32, bytes
+read; the receiver's), both modulo twice the ring's size, and at 128 its bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LINE_BYTES = 64
 RING_HEAD_BYTES = 2 * LINE_BYTES
 _HEADERS_OFFSET = 1024
 _BLAMED_OFFSET = 8
+_BELL_OFFSET = 512
 _MAX_BLAMED = 64
 
 
@@ -45,6 +47,10 @@ class Segment:
         """Return where a word lies in this process."""
         return self._address + 4 * word
 
+    def bell_word(self, rank: int) -> int:
+        """Return the word of a rank's doorbell."""
+        return (rank * CONTROL_BYTES + _BELL_OFFSET) // 4
+
     def slot(self, rank: int, parity: int) -> npt.NDArray[np.uint8]:
         """Return one of the two data slots of a rank: [slot_bytes] of uint8."""
         start = self.size * CONTROL_BYTES + (2 * rank + parity) * self.slot_bytes
@@ -60,7 +66,7 @@ class Segment:
         return start, start + LINE_BYTES // 4
 
     def ring(self, sender: int, receiver: int) -> npt.NDArray[np.uint8]:
-        """Return the lines of a ring: [ring_bytes] of uint8."""
+        """Return the bytes of a ring: [ring_bytes] of uint8."""
         start = self._ring_start(sender, receiver) + RING_HEAD_BYTES
         return self._bytes[start : start + self.ring_bytes]
 

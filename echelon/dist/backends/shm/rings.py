@@ -1,0 +1,161 @@
+"""Byte streams in shared memory: one ring for each ordered pair of ranks, one doorbell per rank.
+
+A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the ring's size,
+so that full and empty differ for any size. Who moves one of them rings the other's doorbell: a word
+that the rank's message thread sleeps on.
+
+[Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
+then stores a value in the bell that it has never stored before, and wakes its sleepers. The sleeper
+reads the bell first, looks at all rings, and sleeps only while the bell still has that value: it
+either sees the tail or does not sleep. Values differ between ranks, too, since two increments that
+race could put an old value back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from echelon.dist.backends.shm import futex
+from echelon.dist.backends.shm.segment import Segment
+from echelon.dist.messages.driver import StreamBroken
+
+_U32 = 0xFFFFFFFF
+_STRIDE_BYTES = 64 << 10  # copied between two announcements
+
+Gone = Callable[[], list[tuple[int, str]]]
+
+
+class Rings:
+    """The streams of one rank of the pure-Python engine."""
+
+    slice_s = 0.1  # a peer that dies rings no bell
+
+    def __init__(self, segment: Segment, rank: int, gone: Gone) -> None:
+        """`gone()` returns the peers that have ended, with the reason; asked in every wait."""
+        self._segment = segment
+        self._words = segment.words
+        self._rank = rank
+        self._gone = gone
+        self._peers = [peer for peer in range(segment.size) if peer != rank]
+        self._bell = segment.bell_word(rank)
+        self._num_rung = 0
+        self._full: set[int] = set()
+        self._dropped: set[int] = set()
+        self._is_closed = False
+
+    def open(self, peer: int) -> None:
+        """Do nothing: rings are there from the start."""
+
+    def drop(self, peer: int) -> None:
+        """Read and write nothing of a peer any more."""
+        self._dropped.add(peer)
+        self._full.discard(peer)
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Sleep until the bell rings, unless there is something to do; return whom to read."""
+        seen = self._words[self._bell]
+        readable = self._readable()
+        if not readable and not self._has_room() and timeout_s > 0:
+            futex.wait(self._segment.address(self._bell), seen, timeout_s)
+            readable = self._readable()
+        return readable
+
+    def writable(self) -> list[int]:
+        """Return the peers whose full ring has room again."""
+        free = self._has_room()
+        self._full.difference_update(free)
+        return free
+
+    def read(self, peer: int, view: memoryview) -> int:
+        """Copy what a peer has written, as far as it fits; return how many bytes."""
+        if peer in self._dropped:
+            return 0
+        ring = self._segment.ring(peer, self._rank)
+        tail_word, head_word = self._segment.ring_words(peer, self._rank)
+        into = np.frombuffer(view, np.uint8)
+        done = 0
+        while done < len(into):
+            head = self._words[head_word]
+            there = (self._words[tail_word] - head) % (2 * len(ring))
+            count = min(there, len(into) - done, len(ring) - head % len(ring), _STRIDE_BYTES)
+            if not count:
+                break
+            at = head % len(ring)
+            into[done : done + count] = ring[at : at + count]
+            done += count
+            self._move(head_word, (head + count) % (2 * len(ring)), peer)
+        return done
+
+    def write(self, peer: int, views: list[memoryview]) -> int:
+        """Copy into a peer's ring what there is room for; return how many bytes."""
+        if peer in self._dropped:
+            raise StreamBroken("it has left")
+        done = 0
+        for view in views:
+            count = self._write(peer, np.frombuffer(view, np.uint8)) if len(view) else 0
+            done += count
+            if count < len(view):
+                self._full.add(peer)
+                break
+        return done
+
+    def broken(self) -> list[tuple[int, str]]:
+        """Return the peers that have ended and whose ring has been read to its end."""
+        return [
+            (peer, why)
+            for peer, why in self._gone()
+            if peer not in self._dropped and not self._num_there(peer)
+        ]
+
+    def wake(self) -> None:
+        """Ring this rank's own bell."""
+        if not self._is_closed:
+            self._ring(self._rank)
+
+    def close(self) -> None:
+        """Touch the memory no more."""
+        self._is_closed = True
+
+    def _write(self, peer: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+        ring = self._segment.ring(self._rank, peer)
+        tail_word, head_word = self._segment.ring_words(self._rank, peer)
+        done = 0
+        while done < len(data):
+            tail = self._words[tail_word]
+            used = (tail - self._words[head_word]) % (2 * len(ring))
+            at = tail % len(ring)
+            count = min(len(ring) - used, len(ring) - at, len(data) - done, _STRIDE_BYTES)
+            if not count:
+                break
+            ring[at : at + count] = data[done : done + count]
+            done += count
+            self._move(tail_word, (tail + count) % (2 * len(ring)), peer)
+        return done
+
+    def _move(self, word: int, value: int, peer: int) -> None:
+        futex.publish(self._segment, word, value, wakes=True)  # its system call is the barrier
+        self._ring(peer)
+
+    def _ring(self, rank: int) -> None:
+        self._num_rung += 1
+        bell = self._segment.bell_word(rank)
+        value = (self._num_rung * self._segment.size + self._rank) & _U32
+        futex.publish(self._segment, bell, value, wakes=True)
+
+    def _num_there(self, peer: int) -> int:
+        tail, head = self._segment.ring_words(peer, self._rank)
+        return (self._words[tail] - self._words[head]) % (2 * self._segment.ring_bytes)
+
+    def _readable(self) -> list[int]:
+        return [p for p in self._peers if p not in self._dropped and self._num_there(p)]
+
+    def _has_room(self) -> list[int]:
+        free = []
+        for peer in self._full:
+            tail, head = self._segment.ring_words(self._rank, peer)
+            used = (self._words[tail] - self._words[head]) % (2 * self._segment.ring_bytes)
+            if used < self._segment.ring_bytes:
+                free.append(peer)
+        return free

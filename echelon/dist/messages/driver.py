@@ -1,0 +1,218 @@
+"""The one thread of a group that moves the bytes of its messages.
+
+Callers only append to a queue and wake the thread, so that a call may come from any thread, from
+within a signal's handler that interrupted another call, and from a process that is about to fork:
+no lock is held anywhere but by the thread itself. It starts with the first message.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol as Interface
+
+from echelon.dist.messages.frames import FrameError
+from echelon.dist.messages.protocol import Protocol
+from echelon.dist.messages.transfer import Transfer
+
+_READS_AT_ONCE = 32  # from one peer, before the others have their turn
+_IDLE_S = 5.0
+CHECK_EVERY_S = 0.1
+
+
+class StreamBroken(Exception):  # noqa: N818 -- an event for the protocol, not an error for a user
+    """The streams from and to a peer have ended."""
+
+
+class Streams(Interface):
+    """Ordered bytes to and from each peer, never blocking but in `wait`."""
+
+    slice_s: float  # the longest `wait`, where `broken` has to be asked now and then
+
+    def open(self, peer: int) -> None:
+        """Prepare the streams of a peer that will be needed."""
+
+    def drop(self, peer: int) -> None:
+        """Close the streams of a peer."""
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Block until something may be done, `wake` was called, or the time is up.
+
+        Returns:
+            The peers that may have sent something.
+        """
+
+    def writable(self) -> list[int]:
+        """Return the peers for which a `write` had no room and may have room now."""
+
+    def read(self, peer: int, view: memoryview) -> int:
+        """Read into `view`; return how many bytes there were, 0 for none.
+
+        Raises:
+            StreamBroken: there will be no more.
+        """
+
+    def write(self, peer: int, views: list[memoryview]) -> int:
+        """Write what there is room for; return how many bytes that were.
+
+        Raises:
+            StreamBroken: the peer will not read them.
+        """
+
+    def broken(self) -> list[tuple[int, str]]:
+        """Return the peers whose streams have ended since the last call, with the reason."""
+
+    def wake(self) -> None:
+        """End a `wait` of another thread, the present one or the next."""
+
+    def close(self) -> None:
+        """Release everything. Called by the driver's thread, or where there is none."""
+
+
+Lost = Callable[[int, str], BaseException]
+
+
+class Driver:
+    """Runs the protocol of a group over its streams."""
+
+    def __init__(self, name: str, protocol: Protocol, streams: Streams, lost: Lost) -> None:
+        """`lost(peer, why)` makes the error of what a peer's broken streams end."""
+        self._name = name
+        self._protocol = protocol
+        self._streams = streams
+        self._lost = lost
+        self._posted: deque[Transfer] = deque()
+        self._thread: dict[str, threading.Thread] = {}  # empty, or the one
+        self._is_asleep = False
+        self._end: BaseException | None = None
+        self._has_ended = False
+        self._live: list[Transfer] = []
+        self._look_at_s = 0.0
+
+    def post(self, transfer: Transfer) -> None:
+        """Start a send or a receive; never blocks."""
+        self._posted.append(transfer)
+        if not self._thread:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            # setdefault decides atomically which of several callers starts its thread.
+            if self._thread.setdefault("driver", thread) is thread:
+                thread.start()
+        elif self._has_ended:
+            self._refuse_posted()
+        elif self._is_asleep:
+            self._streams.wake()
+
+    def cut(self, error: BaseException) -> None:
+        """End what is under way and what is posted from now on with `error`; never blocks."""
+        if self._end is None:
+            self._end = error
+        self._streams.wake()
+
+    def close(self, error: BaseException, timeout_s: float) -> None:
+        """Cut, and release the streams; blocks until the thread has ended or the time is up."""
+        self.cut(error)
+        nobody = threading.Thread(name=self._name)
+        thread = self._thread.setdefault("driver", nobody)
+        if thread is nobody:
+            self._finish()
+        elif thread.ident is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._end is None:
+                self._turn()
+        except Exception as err:  # noqa: BLE001 -- a defect of ours must not leave callers waiting
+            self._end = err
+        self._finish()
+
+    def _finish(self) -> None:
+        assert self._end is not None
+        self._protocol.end(self._end)
+        self._has_ended = True
+        self._refuse_posted()
+        self._streams.close()
+
+    def _refuse_posted(self) -> None:
+        while self._posted:
+            try:
+                transfer = self._posted.popleft()
+            except IndexError:  # another thread refused it
+                return
+            transfer.finish(self._end)
+
+    def _turn(self) -> None:
+        while self._posted:
+            self._start(self._posted.popleft())
+        self._push()
+        self._is_asleep = True
+        readable = self._streams.wait(0.0 if self._posted else self._limit_s())
+        self._is_asleep = False
+        for peer in readable:
+            self._pull(peer)
+        for peer, why in self._streams.broken():
+            self._lose(peer, why)
+        self._protocol.dirty.update(self._streams.writable())
+        self._push()
+        if time.monotonic() >= self._look_at_s:
+            self._look_around()
+
+    def _start(self, transfer: Transfer) -> None:
+        peer = transfer.operation.peer
+        if peer >= 0:
+            self._streams.open(peer)
+        if transfer.watch is not None:
+            self._live.append(transfer)
+        self._protocol.post(transfer)
+
+    def _limit_s(self) -> float:
+        return min(self._streams.slice_s, CHECK_EVERY_S if self._live else _IDLE_S)
+
+    def _look_around(self) -> None:
+        """Check the watch of one transfer per peer, and of those whose time is up."""
+        now = time.monotonic()
+        self._look_at_s = now + CHECK_EVERY_S
+        self._live = [transfer for transfer in self._live if not transfer.done]
+        seen: set[int] = set()
+        for transfer in self._live:
+            peer = transfer.operation.peer
+            if transfer.watch is None or (peer in seen and now < transfer.watch.deadline_s):
+                continue
+            seen.add(peer)
+            try:
+                transfer.check()
+            except Exception as err:  # noqa: BLE001 -- it belongs to the one that waits for it
+                self._protocol.forget(transfer)
+                transfer.finish(err)
+
+    def _pull(self, peer: int) -> None:
+        try:
+            for _ in range(_READS_AT_ONCE):
+                view = self._protocol.incoming(peer)
+                num_bytes = self._streams.read(peer, view)
+                if not num_bytes:
+                    return
+                self._protocol.read(peer, view, num_bytes)
+        except (StreamBroken, FrameError) as err:
+            self._lose(peer, str(err))
+
+    def _push(self) -> None:
+        dirty = self._protocol.dirty
+        while dirty:
+            peer = dirty.pop()
+            try:
+                while views := self._protocol.outgoing(peer):
+                    num_bytes = self._streams.write(peer, views)
+                    if not num_bytes:
+                        break
+                    self._protocol.wrote(peer, num_bytes)
+            except StreamBroken as err:
+                self._lose(peer, str(err))
+
+    def _lose(self, peer: int, why: str) -> None:
+        self._streams.drop(peer)
+        self._protocol.lost(peer, self._lost(peer, why))

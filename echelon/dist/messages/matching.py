@@ -1,0 +1,133 @@
+"""Which receive gets which message: by sender and tag, in order within each pair and tag.
+
+A receive that names no sender takes part in the order of both kinds: of all receives that would
+take a message the one posted first gets it, and of all messages that would fit a receive the one
+that arrived first is taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from echelon.dist.messages.transfer import ANY_SOURCE, Transfer
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A message that arrived, or was offered, before a receive asked for it.
+
+    Attributes:
+        peer: group rank of the sender.
+        size: bytes of the message.
+        number: the sender's number of an offered message; -1: the bytes are here or on their way.
+        body: the bytes of an eager message.
+        is_complete: whether all of them have arrived.
+        taker: the receive that gets them once they have.
+        order: number among the arrivals; the lower arrived first.
+    """
+
+    peer: int
+    tag: int
+    dtype: bytes
+    size: int
+    number: int = -1
+    body: bytearray | None = None
+    is_complete: bool = False
+    taker: Transfer | None = None
+    order: int = 0
+
+
+class Matcher:
+    """The posted receives and the early messages of one rank. Not locked: the protocol is."""
+
+    def __init__(self) -> None:
+        self._posted: dict[tuple[int, int], deque[Transfer]] = {}
+        self._early: dict[int, dict[int, deque[Arrival]]] = {}  # tag -> peer -> messages
+        self._num_posted = 0
+        self._num_early = 0
+
+    def post(self, receive: Transfer) -> Arrival | None:
+        """Return the message that a receive gets; None: the receive is kept until one arrives."""
+        operation = receive.operation
+        by_peer = self._early.get(operation.tag)
+        if by_peer:
+            arrival = self._take_early(by_peer, operation.peer, operation.tag)
+            if arrival is not None:
+                return arrival
+        self._num_posted += 1
+        receive.order = self._num_posted
+        self._posted.setdefault((operation.peer, operation.tag), deque()).append(receive)
+        return None
+
+    def match(self, peer: int, tag: int) -> Transfer | None:
+        """Return the receive that gets a message which has just arrived, and forget it."""
+        named = self._posted.get((peer, tag))
+        unnamed = self._posted.get((ANY_SOURCE, tag))
+        if named and (not unnamed or named[0].order < unnamed[0].order):
+            return self._pop_posted((peer, tag), named)
+        if unnamed:
+            return self._pop_posted((ANY_SOURCE, tag), unnamed)
+        return None
+
+    def keep(self, arrival: Arrival) -> None:
+        """Put a message aside that no receive asks for yet."""
+        self._num_early += 1
+        arrival.order = self._num_early
+        by_peer = self._early.setdefault(arrival.tag, {})
+        by_peer.setdefault(arrival.peer, deque()).append(arrival)
+
+    def drop_offers(self, peer: int) -> None:
+        """Forget what a rank has offered: it will not send it any more."""
+        for tag, by_peer in list(self._early.items()):
+            kept = deque(one for one in by_peer.get(peer, ()) if one.is_complete)
+            self._set_early(tag, by_peer, peer, kept)
+
+    def take_receives(self, peer: int) -> list[Transfer]:
+        """Forget and return the receives that name `peer`."""
+        keys = [key for key in self._posted if key[0] == peer]
+        return [receive for key in keys for receive in self._posted.pop(key)]
+
+    def withdraw(self, receive: Transfer) -> None:
+        """Forget a posted receive, if no message has been given to it."""
+        key = (receive.operation.peer, receive.operation.tag)
+        waiting = self._posted.get(key, deque())
+        if receive in waiting:
+            waiting.remove(receive)
+            if not waiting:
+                del self._posted[key]
+
+    def posted(self) -> Iterator[Transfer]:
+        """Iterate over the receives that wait for a message."""
+        for waiting in self._posted.values():
+            yield from waiting
+
+    def _take_early(
+        self, by_peer: dict[int, deque[Arrival]], peer: int, tag: int
+    ) -> Arrival | None:
+        if peer == ANY_SOURCE:
+            peer = min(by_peer, key=lambda one: by_peer[one][0].order)
+        waiting = by_peer.get(peer)
+        if not waiting:
+            return None
+        arrival = waiting.popleft()
+        self._set_early(tag, by_peer, peer, waiting)
+        return arrival
+
+    def _set_early(
+        self, tag: int, by_peer: dict[int, deque[Arrival]], peer: int, waiting: deque[Arrival]
+    ) -> None:
+        """Keep no empty queue: a program may use a new tag in every step."""
+        if waiting:
+            by_peer[peer] = waiting
+        else:
+            by_peer.pop(peer, None)
+            if not by_peer:
+                self._early.pop(tag, None)
+
+    def _pop_posted(self, key: tuple[int, int], waiting: deque[Transfer]) -> Transfer:
+        receive = waiting.popleft()
+        if not waiting:
+            del self._posted[key]
+        return receive
