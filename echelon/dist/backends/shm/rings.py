@@ -1,8 +1,8 @@
 """Byte streams in shared memory: one ring for each ordered pair of ranks, one doorbell per rank.
 
-A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the ring's size,
-so that full and empty differ for any size. Who moves one of them rings the other's doorbell: a word
-that the rank's message thread sleeps on.
+A ring's `tail` counts the bytes written and its `head` the bytes read, modulo twice the size of the
+ring, so that full and empty differ for any size. The rank that moves either of them rings the other
+rank's doorbell: a word that its message thread sleeps on.
 
 [Note: no ring of a bell is lost] A sender stores the tail, makes a system call (a full barrier),
 then stores a value in the bell that it has never stored before, and wakes its sleepers. The sleeper
