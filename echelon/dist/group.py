@@ -19,7 +19,15 @@ from echelon.dist.backends.by_device import ByDevice
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.errors import build
 from echelon.dist.operation.arrays import View, view
-from echelon.dist.operation.checks import check_pair, check_reduce_op, check_splits, check_tag
+from echelon.dist.operation.checks import (
+    check_overlap,
+    check_pair,
+    check_rank,
+    check_reduce_op,
+    check_rows,
+    check_splits,
+    check_tag,
+)
 from echelon.dist.operation.operation import Operation, encode_call
 from echelon.dist.progress.flight import Flight
 from echelon.dist.work import Work
@@ -125,14 +133,14 @@ class ProcessGroup:
             async_op: return a `Work` at once instead of blocking.
         """
         data = view(x, "x", writable=True)
-        check_reduce_op(op, data.dtype)
+        op = check_reduce_op(op, data.dtype)
         return self._collective("all_reduce", data, data, reduce_op=op, async_op=async_op)
 
     def reduce(self, x: Any, root: int, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduce `x` over all ranks into `root`'s `x`; the others' are left as they are."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         data = view(x, "x", writable=root == self.rank)
-        check_reduce_op(op, data.dtype)
+        op = check_reduce_op(op, data.dtype)
         target = data if root == self.rank else None
         return self._collective("reduce", data, target, reduce_op=op, root=root, async_op=async_op)
 
@@ -140,7 +148,7 @@ class ProcessGroup:
         """Collect every rank's `x` into `out`: [size * n, ...] for x: [n, ...]."""
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
-        check_pair("all_gather", "out", target, "x", source, self.size)
+        check_pair("all_gather", "out", target, "x", source, self.size, self.rank)
         return self._collective("all_gather", source, target, async_op=async_op)
 
     def reduce_scatter(
@@ -149,13 +157,13 @@ class ProcessGroup:
         """Reduce `x`: [size * n, ...] over all ranks; keep my part in `out`: [n, ...]."""
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
-        check_reduce_op(op, source.dtype)
-        check_pair("reduce_scatter", "x", source, "out", target, self.size)
+        op = check_reduce_op(op, source.dtype)
+        check_pair("reduce_scatter", "x", source, "out", target, self.size, self.rank)
         return self._collective("reduce_scatter", source, target, reduce_op=op, async_op=async_op)
 
     def broadcast(self, x: Any, root: int, async_op: bool = False) -> Work | None:
         """Copy `x` of `root` to every rank's `x`, of any shape."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         data = view(x, "x", writable=root != self.rank)
         source, target = (data, None) if root == self.rank else (None, data)
         return self._collective("broadcast", source, target, root=root, async_op=async_op)
@@ -178,8 +186,8 @@ class ProcessGroup:
         """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
-        if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
-            raise ValueError(f"all_to_all: out is {target}, x is {source}: rows differ")
+        check_rows("all_to_all", target, source)
+        check_overlap("all_to_all", "out", target, "x", source)
         return self._collective(
             "all_to_all",
             source,
@@ -191,20 +199,20 @@ class ProcessGroup:
 
     def gather(self, out: Any | None, x: Any, root: int, async_op: bool = False) -> Work | None:
         """Collect every rank's `x` into `root`'s `out`: [size * n, ...]; others pass None."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         source = view(x, "x", writable=False)
         target = self._rooted(out, "out", root, writable=True)
         if target is not None:
-            check_pair("gather", "out", target, "x", source, self.size)
+            check_pair("gather", "out", target, "x", source, self.size, self.rank)
         return self._collective("gather", source, target, root=root, async_op=async_op)
 
     def scatter(self, out: Any, x: Any | None, root: int, async_op: bool = False) -> Work | None:
         """Give each rank its part of `root`'s `x`: [size * n, ...], in `out`: [n, ...]."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         target = view(out, "out", writable=True)
         source = self._rooted(x, "x", root, writable=False)
         if source is not None:
-            check_pair("scatter", "x", source, "out", target, self.size)
+            check_pair("scatter", "x", source, "out", target, self.size, self.rank)
         return self._collective("scatter", source, target, root=root, async_op=async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
@@ -224,15 +232,15 @@ class ProcessGroup:
 
         May return before the receiver came. Messages of one pair and tag arrive in order.
         """
-        self._check_peer(to, "to")
+        to = self._check_peer(to, "to")
         source = view(x, "x", writable=False)
         return self._message("send", to, source, check_tag(tag), async_op=async_op)
 
     def recv(self, x: Any, source: int, tag: int = 0, async_op: bool = False) -> Work | None:
         """Receive into `x` what a rank sends with this tag."""
-        self._check_peer(source, "source")
+        peer = self._check_peer(source, "source")
         target = view(x, "x", writable=True)
-        return self._message("recv", source, target, check_tag(tag), async_op=async_op)
+        return self._message("recv", peer, target, check_tag(tag), async_op=async_op)
 
     # ---- objects ----
 
@@ -244,7 +252,7 @@ class ProcessGroup:
         Raises:
             TypeError: the object holds something else.
         """
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         data = objects.encode(obj) if self.rank == root else None
         return objects.broadcast(self, data, root)
 
@@ -465,16 +473,14 @@ class ProcessGroup:
         if reason:
             raise ValueError(f"{kind}: an array on {device} in group {self.name!r}: {reason}")
 
-    def _check_rank(self, rank: Any, name: str) -> None:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
-            raise ValueError(
-                f"{name} {rank!r} is no rank of group {self.name!r} (0-{self.size - 1})"
-            )
+    def _check_rank(self, rank: Any, name: str) -> int:
+        return check_rank(rank, name, self.name, self.size)
 
-    def _check_peer(self, rank: Any, name: str) -> None:
-        self._check_rank(rank, name)
-        if rank == self.rank:
-            raise ValueError(f"{name} {rank}: a rank sends nothing to itself")
+    def _check_peer(self, rank: Any, name: str) -> int:
+        peer = self._check_rank(rank, name)
+        if peer == self.rank:
+            raise ValueError(f"{name} {rank}: a rank cannot send to itself")
+        return peer
 
     def _rooted(self, array: Any, name: str, root: int, *, writable: bool) -> View | None:
         if root == self.rank:

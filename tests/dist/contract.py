@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist import oracle
 
-SIZES = (0, 1, 5, 1023, 70_001)
+SIZES = (0, 1, 5, 40, 1023, 70_001)  # 40: travels with the comparison of calls
 LARGE = 700_001  # elements: several slots of every engine, and no multiple of anything
 
 
@@ -28,8 +28,8 @@ class Traits:
     is_slow: bool = False  # the library polls: a few dtypes stand for all
 
 
-def _compare(traits: Traits) -> Any:
-    return oracle.assert_same_bits if traits.ordered else oracle.assert_close
+def _compare(seen: Any, expected: Any, op: str, traits: Traits, what: str) -> None:
+    oracle.assert_reduced(seen, expected, what, op, ordered=traits.ordered)
 
 
 def _inputs(group: Any, dtype: str, shape: tuple[int, ...], seed: int = 0) -> list[Any]:
@@ -52,11 +52,12 @@ def reductions(traits: Traits) -> list[tuple[str, str]]:
 
 def check_all_reduce(group: Any, traits: Traits) -> None:
     for dtype, op in reductions(traits):
-        for size in SIZES if op in ("sum", "avg") else (5, 70_001):
+        for size in SIZES if op in ("sum", "avg") else (5, 40, 70_001):
             parts = _inputs(group, dtype, (size,))
             x = parts[group.rank].copy()
             group.all_reduce(x, op)
-            _compare(traits)(x, oracle.reduced(parts, op), f"all_reduce {op} {dtype}[{size}]")
+            what = f"all_reduce {op} {dtype}[{size}]"
+            _compare(x, oracle.reduced(parts, op), op, traits, what)
 
 
 def check_large(group: Any, traits: Traits) -> None:
@@ -65,16 +66,15 @@ def check_large(group: Any, traits: Traits) -> None:
         expected = oracle.reduced(parts, "sum")
         x = parts[group.rank].copy()
         group.all_reduce(x)
-        _compare(traits)(x, expected, f"large all_reduce {dtype}")
+        _compare(x, expected, "sum", traits, f"large all_reduce {dtype}")
         out = np.empty((group.size, LARGE), x.dtype)
         group.all_gather(out, parts[group.rank])
         oracle.assert_same_bits(out, np.stack(parts), f"large all_gather {dtype}")
         wide = _inputs(group, dtype, (group.size, LARGE))
         mine = np.empty(LARGE, x.dtype)
         group.reduce_scatter(mine, wide[group.rank])
-        _compare(traits)(
-            mine, oracle.reduced(wide, "sum")[group.rank], f"large reduce_scatter {dtype}"
-        )
+        expected = oracle.reduced(wide, "sum")[group.rank]
+        _compare(mine, expected, "sum", traits, f"large reduce_scatter {dtype}")
 
 
 def check_movement(group: Any, traits: Traits) -> None:
@@ -97,9 +97,46 @@ def check_reduce_scatter(group: Any, traits: Traits) -> None:
             out = np.empty(size, parts[0].dtype)
             group.reduce_scatter(out, parts[group.rank], op)
             mine = slice(group.rank * size, (group.rank + 1) * size)
-            _compare(traits)(
-                out, oracle.reduced(parts, op)[mine], f"reduce_scatter {op} {dtype}[{size}]"
-            )
+            what = f"reduce_scatter {op} {dtype}[{size}]"
+            _compare(out, oracle.reduced(parts, op)[mine], op, traits, what)
+
+
+def check_16_bit_floats_are_rounded_once(group: Any, traits: Traits) -> None:
+    """Summed in float32: neither an overflow on the way nor a rounding at each level shows."""
+    for dtype, op, first, others in (
+        ("float16", "avg", 40_000.0, 40_000.0),
+        ("float16", "sum", 2048.0, 1.0),
+        ("bfloat16", "sum", 256.0, 1.0),
+        ("bfloat16", "avg", 256.0, 1.0),
+        ("float16", "prod", 4096.0, 0.5),
+    ):
+        kind = oracle.numpy_dtype(dtype)
+        for size in (1, 100, 1000, 70_001, LARGE):
+            parts = [np.full(size, others if r else first, kind) for r in range(group.size)]
+            x = parts[group.rank].copy()
+            group.all_reduce(x, op)
+            what = f"{op} of {dtype}[{size}]"
+            oracle.assert_same_bits(x, oracle.reduced(parts, op), f"all_reduce {what}")
+            wide = [np.repeat(part[:100], group.size * 10) for part in parts]
+            mine = np.empty(len(wide[0]) // group.size, kind)
+            group.reduce_scatter(mine, wide[group.rank], op)
+            expected = oracle.reduced(wide, op)[: len(mine)]
+            oracle.assert_same_bits(mine, expected, f"reduce_scatter {what}")
+
+
+def check_reductions_of_bool(group: Any, traits: Traits) -> None:
+    """Sum and max are "or", prod and min are "and"."""
+    for size in (4, 70_001):
+        x = np.zeros(size, bool)
+        x[0], x[1:3] = group.rank == 0, True
+        x[2] = group.rank != 0
+        for op in ("sum", "max", "bor", "prod", "min", "band"):
+            y = x.copy()
+            group.all_reduce(y, op)
+            one = group.size == 1
+            is_or = op in ("sum", "max", "bor")
+            expected = [True, True, is_or and not one] if is_or else [one, True, False]
+            assert y[:3].tolist() == expected, (op, y[:3])
 
 
 def check_inputs_are_left_alone(group: Any, traits: Traits) -> None:
@@ -150,13 +187,16 @@ def check_barrier(group: Any, traits: Traits) -> None:
 
 def check_bad_arguments(group: Any, traits: Traits) -> None:
     """Refused before anything is sent: the group works on, in step."""
+    import torch
+
     x = np.zeros(4, np.float32)
+    memory = np.zeros(4 * group.size + 4, np.float32)
+    wide = memory[:-4]
     calls = [
         lambda: group.all_reduce(np.zeros((4, 4))[:, ::2]),
         lambda: group.all_reduce(x, "median"),
-        lambda: group.all_reduce(np.zeros(3, int), "avg"),
         lambda: group.all_reduce(x, "bxor"),
-        lambda: group.all_reduce(np.zeros(3, bool), "sum"),
+        lambda: group.all_reduce(np.zeros(3, bool), "avg"),
         lambda: group.all_reduce([1.0]),
         lambda: group.all_gather(np.zeros(4 * group.size + 1, np.float32), x),
         lambda: group.all_gather(np.zeros(4 * group.size), x),
@@ -174,6 +214,16 @@ def check_bad_arguments(group: Any, traits: Traits) -> None:
         lambda: group.send(x, group.rank),
         lambda: group.recv(x, group.size),
         lambda: group.send(x, (group.rank + 1) % group.size, tag=-1),
+        lambda: group.broadcast(x, 0.0),
+        lambda: group.broadcast(x, True),
+        lambda: group.all_to_all(x, x.copy(), input_splits=[4.0] + [0.0] * (group.size - 1)),
+        lambda: group.all_to_all(x, x),
+        lambda: group.all_gather(wide, memory[1:5]),
+        lambda: group.all_gather(wide, torch.from_numpy(memory)[2:6]),
+        lambda: group.reduce_scatter(memory[2:6], wide),
+        lambda: group.gather(wide, memory[3:7], group.rank),
+        lambda: group.scatter(memory[3:7], wide, group.rank),
+        lambda: group.all_reduce(np.ma.masked_array(x)),
     ]
     for number, call in enumerate(calls):
         try:
@@ -182,6 +232,49 @@ def check_bad_arguments(group: Any, traits: Traits) -> None:
             continue
         raise AssertionError(f"bad call {number} was taken")
     group.all_reduce(x)
+
+
+def check_in_place(group: Any, traits: Traits) -> None:
+    """The small array may be exactly this rank's part of the large one."""
+    for size in (3, 50, 70_001):
+        parts = _inputs(group, "float32", (size,))
+        mine = slice(group.rank * size, (group.rank + 1) * size)
+        whole = np.zeros(group.size * size, np.float32)
+        whole[mine] = parts[group.rank]
+        group.all_gather(whole, whole[mine])
+        oracle.assert_same_bits(whole, np.concatenate(parts), f"all_gather [{size}] in place")
+        wide = _inputs(group, "float32", (group.size * size,))
+        x = wide[group.rank].copy()
+        group.reduce_scatter(x[mine], x)
+        expected = oracle.reduced(wide, "sum")[mine]
+        _compare(x[mine], expected, "sum", traits, f"reduce_scatter [{size}] in place")
+        for root in range(group.size):
+            out = np.zeros_like(whole) if group.rank == root else None
+            x = parts[group.rank].copy()
+            if out is not None:
+                out[mine] = x
+                x = out[mine]
+            group.gather(out, x, root)
+            if out is not None:
+                oracle.assert_same_bits(out, np.concatenate(parts), f"gather [{size}] in place")
+            given = wide[root].copy() if group.rank == root else None
+            seen = np.empty(size, np.float32) if given is None else given[mine]
+            group.scatter(seen, given, root)
+            oracle.assert_same_bits(seen, wide[root][mine], f"scatter [{size}] in place")
+
+
+def check_integers_of_other_libraries(group: Any, traits: Traits) -> None:
+    import torch
+
+    root = group.size - 1
+    for number in (np.int64(root), np.uint8(root), torch.tensor(root)):
+        x = np.full(3, group.rank)
+        group.broadcast(x, number)
+        assert x[0] == root
+    splits = np.ones(group.size, np.int32)
+    out = np.empty(group.size, np.int64)
+    group.all_to_all(out, np.full(group.size, group.rank), splits, splits)
+    assert out.tolist() == list(range(group.size))
 
 
 def check_facts(group: Any, traits: Traits) -> None:
@@ -198,7 +291,7 @@ def check_reduce(group: Any, traits: Traits) -> None:
             x = parts[group.rank].copy()
             group.reduce(x, root, op)
             expected = oracle.reduced(parts, op) if group.rank == root else parts[group.rank]
-            _compare(traits)(x, expected, f"reduce {op} {dtype} to {root}")
+            _compare(x, expected, op, traits, f"reduce {op} {dtype} to {root}")
 
 
 def check_all_to_all(group: Any, traits: Traits) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.arithmetic.reduce_numpy import reduce_into
 from echelon.dist.backends.shm import native
+from echelon.dist.operation.checks import check_reduce_op
 from tests.dist import oracle
 
 
@@ -40,9 +41,9 @@ def _reduce(parts, op, dtype):
 def test_every_op_and_dtype_matches_the_oracle(dtype, num_parts):
     parts = [oracle.data(dtype, [1027], rank) for rank in range(num_parts)]
     for op in oracle.reduce_ops(dtype):
-        oracle.assert_same_bits(
-            _reduce(parts, op, dtype), oracle.reduced(parts, op), f"{op} of {dtype}"
-        )
+        carried = check_reduce_op(op, dtype)
+        seen, expected = _reduce(parts, carried, dtype), oracle.reduced(parts, op)
+        oracle.assert_reduced(seen, expected, f"{op} of {dtype}", op, ordered=True)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
@@ -50,7 +51,7 @@ def test_the_result_may_lie_in_any_of_the_parts(which):
     parts = [oracle.data("float32", [100], rank) for rank in range(4)]
     expected = oracle.reduced(parts, "sum")
     reduce_into(parts[which], parts, "sum", "float32")
-    oracle.assert_same_bits(parts[which], expected, f"into part {which}")
+    oracle.assert_reduced(parts[which], expected, f"into part {which}", "sum", ordered=True)
 
 
 def test_bfloat16_rounds_to_even_and_keeps_nan_and_infinity():
@@ -95,3 +96,22 @@ def test_nan_wins_from_either_side(op, dtype):
     seen = _reduce([a, b], op, dtype).astype(np.float32)
     assert np.isnan(seen[:3]).all()
     assert seen[3] == (2 if op == "min" else 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        ("int64", [7, 0, 0, 0], 1),
+        ("int64", [-7, 0, 0, 0], -1),  # toward zero, not down
+        ("int64", [-(1 << 63), 0], -(1 << 62)),
+        ("int8", [100, 100, 100, 100], -28),  # 400 wraps to -112
+        ("uint8", [200, 100], 22),  # 300 wraps to 44
+        ("uint64", [(1 << 64) - 1, 0], (1 << 63) - 1),
+        ("int8", [-128] + [0] * 199, 0),  # more parts than the type can count
+        ("int8", [-1] * 128, -1),
+        ("uint8", [0] * 255 + [255], 0),
+    ],
+)
+def test_the_average_of_integers_is_their_sum_truncated_toward_zero(dtype, values, expected):
+    seen = _reduce([np.array([value], dtype) for value in values], "avg", dtype)
+    assert seen.tolist() == [expected]

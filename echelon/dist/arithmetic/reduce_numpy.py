@@ -1,17 +1,18 @@
 """Sum, and the other reductions, over the ranks' parts in rank order.
 
 The order makes the result the same, bit for bit, on every rank and in every run. 16-bit floats are
-accumulated in float32 and rounded once, to nearest even.
+accumulated in float32 and rounded once, to nearest even. Sums of integers wrap around in their own
+width. The average of integers is that sum, divided by the number of parts and truncated toward
+zero, as in NCCL: it is wrong where the sum wraps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from echelon.dist.arithmetic.halves import HALVES, narrow_slowly, widen_slowly
 from echelon.dist.operation.arrays import Flat
 
 _COMBINE: dict[str, np.ufunc] = {
@@ -24,7 +25,6 @@ _COMBINE: dict[str, np.ufunc] = {
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
 }
-_BFLOAT16_NAN = 0x7FC0
 _BLOCK = 1 << 16  # elements; the widened block of each part stays in the second-level cache
 
 
@@ -33,7 +33,7 @@ def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str)
 
     `target` may be the same memory as one of the parts.
     """
-    if dtype in ("float16", "bfloat16") and reduce_op not in ("band", "bor", "bxor"):
+    if dtype in HALVES and reduce_op not in ("band", "bor", "bxor"):
         for start in range(0, len(target), _BLOCK):
             block = slice(start, start + _BLOCK)
             _reduce_halves(target[block], [part[block] for part in parts], reduce_op, dtype)
@@ -49,45 +49,34 @@ def reduce_into(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str)
         for part in parts[2:]:
             combine(out, part, out=out)
     if reduce_op == "avg":
-        np.divide(out, len(parts), out=out)
+        divide(out, len(parts), dtype)
     if out is not target:
         np.copyto(target, out)
 
 
+def divide(data: Flat, count: int, dtype: str) -> None:
+    """Divide sums by the number of parts, in place; integers are truncated toward zero.
+
+    Args:
+        data: [numel] of any dtype that can be averaged but the 16-bit floats, whose totals are
+            divided before they are rounded.
+    """
+    if dtype in ("float32", "float64"):
+        np.divide(data, data.dtype.type(count), out=data)
+        return
+    wide = np.uint64 if data.dtype.kind == "u" else np.int64  # holds `count`, which int8 may not
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        total, divisor = block.astype(wide), wide(count)
+        np.copyto(block, (total - np.fmod(total, divisor)) // divisor, casting="same_kind")
+
+
 def _reduce_halves(target: Flat, parts: Sequence[Flat], reduce_op: str, dtype: str) -> None:
-    widen: Callable[[Flat], npt.NDArray[np.float32]] = (
-        widen_bfloat16 if dtype == "bfloat16" else _widen_float16
-    )
     combine = _COMBINE[reduce_op]
-    total = widen(parts[0])
+    total = widen_slowly(parts[0], dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN are results
         for part in parts[1:]:
-            combine(total, widen(part), out=total)
+            combine(total, widen_slowly(part, dtype), out=total)
     if reduce_op == "avg":
         total /= np.float32(len(parts))
-    if dtype == "bfloat16":
-        narrow_bfloat16(total, target)
-    else:
-        with np.errstate(over="ignore"):
-            np.copyto(target, total, casting="same_kind")
-
-
-def _widen_float16(part: Flat) -> npt.NDArray[np.float32]:
-    return part.astype(np.float32)
-
-
-def widen_bfloat16(part: Flat) -> npt.NDArray[np.float32]:
-    """A bfloat16 is the upper half of a float32."""
-    wide = part.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
-
-
-def narrow_bfloat16(total: npt.NDArray[np.float32], target: Flat) -> None:
-    """Round to nearest even: add half of the lost part, minus one if the kept part is even."""
-    bits: npt.NDArray[Any] = total.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    target[:] = rounded.astype(np.uint16)
-    nans = np.isnan(total)
-    if nans.any():
-        target[nans] = _BFLOAT16_NAN
+    narrow_slowly(target, total, dtype)

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from echelon.dist.arithmetic import inline
+from echelon.dist.arithmetic.halves import HALVES, narrow, widen
 from echelon.dist.arithmetic.reduce import reduce
-from echelon.dist.arithmetic.reduce_numpy import narrow_bfloat16, widen_bfloat16
+from echelon.dist.arithmetic.reduce_numpy import divide
 from echelon.dist.backends.gloo import backend as gloo
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.shm import backend as shm
@@ -79,23 +80,25 @@ class _Level:
         like: Operation,
         timeout_s: float,
         *,
+        dtype: str = "",
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        """Carry out one step of `like` among the members of this level."""
+        """Carry out one step of `like` among the members of this level, on its dtype or another."""
         shown = source if source is not None else target
         shape = None if shown is None else (len(shown),)
+        dtype = dtype or like.dtype
         operation = Operation(
             kind=kind,
             sequence=self._sequence,
-            dtype=like.dtype,
+            dtype=dtype,
             reduce_op=reduce_op,
             root=root,
             source=source,
             target=target,
             shape=shape or (),
             timeout_s=timeout_s,
-            call=encode_call(kind, reduce_op, like.dtype, root, shape),
+            call=encode_call(kind, reduce_op, dtype, root, shape),
         )
         self._sequence += 1
         self.backend.execute(operation)
@@ -256,11 +259,12 @@ class HierarchyBackend(LaneBackend):
         like: Operation,
         deadline_s: float,
         *,
+        dtype: str = "",
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
         left_s = max(0.001, deadline_s - time.monotonic())
-        level.run(kind, source, target, like, left_s, reduce_op=reduce_op, root=root)
+        level.run(kind, source, target, like, left_s, dtype=dtype, reduce_op=reduce_op, root=root)
 
     # ---- the collectives ----
 
@@ -269,40 +273,35 @@ class HierarchyBackend(LaneBackend):
 
     def _all_reduce(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
-        data, num_inside = _array(operation.target), self._inside.members.size
-        op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
+        data = _array(operation.target)
         if len(self._hosts) == 2 and len(data):
-            self._all_reduce_between_two(operation, deadline_s, agree, op)
-        else:
-            length = -(-len(data) // num_inside)
-            share, padded = self._reduce_inside(operation, deadline_s, data, length, op)
-            agree()
-            self._step(
-                self._across, "all_reduce", share, share, operation, deadline_s, reduce_op=op
-            )
-            self._gather_inside(operation, deadline_s, share, padded, data)
-        self._average(operation, data)
+            self._all_reduce_between_two(operation, deadline_s, agree)
+            return
+        total = self._total_inside(operation, deadline_s, data)
+        agree()
+        self._step(
+            self._across, "all_reduce", total, total, operation, deadline_s,
+            dtype=_wide(operation), reduce_op=_summing(operation),
+        )  # fmt: skip
+        self._gather_inside(operation, deadline_s, total, data)
 
     def _all_reduce_between_two(
-        self, operation: Operation, deadline_s: float, agree: _Agree, op: str
+        self, operation: Operation, deadline_s: float, agree: _Agree
     ) -> None:
         """Swap shares with the other host in chunks: while one travels, the next is summed."""
         data, num_inside = _array(operation.target), self._inside.members.size
-        most = max(1, _CHUNK_BYTES // data.itemsize)
+        most = max(1, _CHUNK_BYTES // np.dtype(_carried(operation)).itemsize)
         flying: Callable[[], None] | None = None
         for turn, start in enumerate(range(0, len(data), num_inside * most)):
-            chunk = data[start : start + num_inside * most]
-            length, side = -(-len(chunk) // num_inside), str(turn & 1)
-            share, padded = self._reduce_inside(operation, deadline_s, chunk, length, op, side)
+            chunk, side = data[start : start + num_inside * most], str(turn & 1)
+            mine = self._total_inside(operation, deadline_s, chunk, side)
             if turn == 0:
                 agree()
-            theirs = self._scratch("theirs" + side, length, data.dtype)
-            work = self._gloo.start_swap(theirs, share, deadline_s)
+            theirs = self._scratch("theirs" + side, len(mine), mine.dtype)
+            work = self._gloo.start_swap(theirs, mine, deadline_s)
             if flying is not None:
                 flying()
-            flying = functools.partial(
-                self._land, operation, deadline_s, op, work, share, theirs, padded, chunk
-            )
+            flying = functools.partial(self._land, operation, deadline_s, work, mine, theirs, chunk)
         assert flying is not None
         flying()
 
@@ -310,44 +309,68 @@ class HierarchyBackend(LaneBackend):
         self,
         operation: Operation,
         deadline_s: float,
-        op: str,
         work: Any,
-        share: Flat,
+        mine: Flat,
         theirs: Flat,
-        padded: Flat,
         chunk: Flat,
     ) -> None:
         self._gloo.finish(operation, deadline_s, work)
-        parts = [share, theirs] if self._mine == 0 else [theirs, share]
-        reduce(share, parts, op, operation.dtype)
-        self._gather_inside(operation, deadline_s, share, padded, chunk)
+        parts = [mine, theirs] if self._mine == 0 else [theirs, mine]
+        reduce(mine, parts, _summing(operation), _wide(operation))
+        self._gather_inside(operation, deadline_s, mine, chunk)
 
-    def _reduce_inside(
-        self,
-        operation: Operation,
-        deadline_s: float,
-        data: Flat,
-        length: int,
-        op: str,
-        side: str = "",
-    ) -> tuple[Flat, Flat]:
-        """Return my share of the host's sum, and the data as it was cut into equal shares."""
-        padded = data
-        if length * self._inside.members.size != len(data):
-            padded = np.zeros(length * self._inside.members.size, data.dtype)
-            padded[: len(data)] = data
-        share = self._scratch("share" + side, length, data.dtype)
+    def _total_inside(
+        self, operation: Operation, deadline_s: float, data: Flat, side: str = ""
+    ) -> Flat:
+        """Return my share of the host's total, in the dtype in which levels are added up.
+
+        Shares are equal: what the last one lacks is filled with zeros.
+        """
+        num_inside = self._inside.members.size
+        length, carried = -(-len(data) // num_inside), _carried(operation)
+        given = data
+        if length * num_inside != len(data) or carried != data.dtype:
+            given = self._scratch("given" + side, length * num_inside, carried)
+            self._convert(operation, given[: len(data)], data)
+            given[len(data) :] = 0
+        total = self._scratch("total" + side, length, carried)
         self._step(
-            self._inside, "reduce_scatter", padded, share, operation, deadline_s, reduce_op=op
-        )
-        return share, padded
+            self._inside, "reduce_scatter", given, total, operation, deadline_s,
+            dtype=_wide(operation), reduce_op=_summing(operation),
+        )  # fmt: skip
+        return total
 
     def _gather_inside(
-        self, operation: Operation, deadline_s: float, share: Flat, padded: Flat, data: Flat
+        self, operation: Operation, deadline_s: float, total: Flat, data: Flat
     ) -> None:
-        self._step(self._inside, "all_gather", share, padded, operation, deadline_s)
-        if padded is not data:
-            np.copyto(data, padded[: len(data)])
+        """Collect this host's shares of the result in `data`."""
+        share = total
+        if total.dtype != data.dtype:
+            share = self._scratch("share", len(total), data.dtype)
+        self._conclude(operation, share, total)
+        num_padded = len(share) * self._inside.members.size
+        whole = data
+        if num_padded != len(data):
+            whole = self._scratch("whole", num_padded, data.dtype)
+        self._step(self._inside, "all_gather", share, whole, operation, deadline_s)
+        if whole is not data:
+            np.copyto(data, whole[: len(data)])
+
+    def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
+        """Turn totals over all ranks into the result: averaged, and rounded to the own dtype."""
+        if operation.reduce_op == "avg":
+            divide(total, self._size, _wide(operation))
+        self._convert(operation, out, total)
+
+    def _convert(self, operation: Operation, out: Flat, data: Flat) -> None:
+        if out is data:
+            return
+        if out.dtype == data.dtype:
+            np.copyto(out, data)
+        elif out.dtype == np.float32:
+            widen(out, data, operation.dtype)
+        else:
+            narrow(out, data, operation.dtype)
 
     def _scratch(self, name: str, length: int, dtype: Any) -> Flat:
         """Return memory for this operation: the same each time, since fresh pages cost as much as
@@ -364,20 +387,25 @@ class HierarchyBackend(LaneBackend):
     def _reduce_scatter(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
         source, target = _array(operation.source), _array(operation.target)
-        op = "sum" if operation.reduce_op == "avg" else operation.reduce_op
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
+        carried, op = _carried(operation), _summing(operation)
+        rows = source.reshape(self._size, len(target))
+        given = self._scratch("given", len(source), carried)
         by_place = [ranks[place] for place in range(num_inside) for ranks in self._hosts]
-        rows = source.reshape(self._size, len(target))[by_place]
-        share = self._scratch("share", num_hosts * len(target), source.dtype)
+        for row, rank in zip(given.reshape(rows.shape), by_place, strict=True):
+            self._convert(operation, row, rows[rank])
+        column = self._scratch("total", num_hosts * len(target), carried)
         self._step(
-            self._inside, "reduce_scatter", rows.reshape(-1), share, operation, deadline_s,
-            reduce_op=op,
+            self._inside, "reduce_scatter", given, column, operation, deadline_s,
+            dtype=_wide(operation), reduce_op=op,
         )  # fmt: skip
         agree()
+        total = self._scratch("share", len(target), carried)
         self._step(
-            self._across, "reduce_scatter", share, target, operation, deadline_s, reduce_op=op
-        )
-        self._average(operation, target)
+            self._across, "reduce_scatter", column, total, operation, deadline_s,
+            dtype=_wide(operation), reduce_op=op,
+        )  # fmt: skip
+        self._conclude(operation, target, total)
 
     def _all_gather(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
         assert self._across is not None
@@ -407,15 +435,6 @@ class HierarchyBackend(LaneBackend):
         source, target = (data, None) if self._place == place else (None, data)
         self._step(self._inside, "broadcast", source, target, operation, deadline_s, root=place)
 
-    def _average(self, operation: Operation, data: Flat) -> None:
-        if operation.reduce_op != "avg":
-            return
-        if operation.dtype == "bfloat16":
-            wide = widen_bfloat16(data) / np.float32(self._size)
-            narrow_bfloat16(wide, data)
-        else:
-            np.divide(data, data.dtype.type(self._size), out=data)
-
     def _message(self, operation: Operation) -> None:
         near = self._hosts[self._mine]
         if operation.peer not in near:
@@ -438,3 +457,20 @@ class HierarchyBackend(LaneBackend):
 def _array(data: Flat | None) -> Flat:
     assert data is not None
     return data
+
+
+def _summing(operation: Operation) -> str:
+    """Return the reduction of each step: averages are divided once, at the end."""
+    return "sum" if operation.reduce_op == "avg" else operation.reduce_op
+
+
+def _wide(operation: Operation) -> str:
+    """Return the dtype in which levels are added up: 16-bit floats are rounded once, at the end."""
+    rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
+    return "float32" if rounds else operation.dtype
+
+
+def _carried(operation: Operation) -> np.dtype[Any]:
+    """Return NumPy's type of `_wide`."""
+    data = _array(operation.source if operation.target is None else operation.target)
+    return np.dtype(np.float32) if _wide(operation) != operation.dtype else data.dtype

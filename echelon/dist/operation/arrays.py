@@ -37,6 +37,7 @@ DTYPES = (
 )
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _NUMERIC = frozenset(DTYPES)
+_DLPACK_HOST = 1  # kDLCPU
 _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in DTYPES}
 
 
@@ -110,8 +111,8 @@ def view(array: Any, name: str, *, writable: bool) -> View:
         writable: whether the result of an operation goes into it.
 
     Raises:
-        ValueError: not contiguous, not writable, a dtype whose elements are no plain bytes, or no
-            array at all.
+        ValueError: not an array, masked, not contiguous, not writable, or of a dtype whose elements
+            are not plain bytes.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -119,11 +120,14 @@ def view(array: Any, name: str, *, writable: bool) -> View:
     if not isinstance(array, np.ndarray):
         if hasattr(array, "__cuda_array_interface__"):
             return _view_cuda(array, name, writable=writable)
-        array = _from_dlpack(array, name)
+        array = _from_other_library(array, name, writable=writable)
     return _view_numpy(array, name, writable=writable)
 
 
 def _view_numpy(array: Flat, name: str, *, writable: bool) -> View:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ValueError(f"{name}: a masked array's mask cannot be carried; pass its .data")
+    array = np.asarray(array)  # without the subclass: np.matrix never becomes flat
     dtype = array.dtype.name
     if array.dtype.hasobject:
         raise ValueError(f"{name}: dtype {dtype} cannot be carried: its elements are objects")
@@ -189,7 +193,8 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
     facts = array.__cuda_array_interface__
     dtype, shape = np.dtype(facts["typestr"]), tuple(facts["shape"])
     pointer, read_only = facts["data"]
-    if facts.get("strides") is not None:
+    strides = facts.get("strides")
+    if strides is not None and not _are_contiguous(shape, tuple(strides), dtype.itemsize):
         raise ValueError(f"{name}: a {dtype.name}{list(shape)} device array is not contiguous")
     if writable and read_only:
         raise ValueError(f"{name}: the array is read-only, and the result goes into it")
@@ -198,13 +203,42 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
     return View(data, dtype.name, shape, "cuda")
 
 
-def _from_dlpack(array: Any, name: str) -> Flat:
+def _are_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    expected = itemsize
+    if 0 in shape:
+        return True
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _from_other_library(array: Any, name: str, *, writable: bool) -> Flat:
+    """View an array by DLPack; one that NumPy's DLPack does not know, by `__array__`."""
+    kind = f"{type(array).__module__.partition('.')[0]}.{type(array).__name__}"
     if not hasattr(array, "__dlpack__"):
         raise ValueError(
             f"{name}: expected a NumPy array, a torch tensor or an array with DLPack, "
             f"got {type(array).__name__}"
         )
+    if not _lies_on_host(array):
+        raise ValueError(f"{name}: {kind} is on a device; copy it to the host or to a torch tensor")
     try:
-        return np.from_dlpack(array)
+        viewed = np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError) as err:
-        raise ValueError(f"{name}: {type(array).__name__} cannot be viewed: {err}") from err
+        if writable or not hasattr(array, "__array__"):
+            raise ValueError(f"{name}: {kind} cannot be viewed: {err}") from err
+        viewed = np.asarray(array)  # JAX's bfloat16, say: NumPy's DLPack has no such type
+    if writable and not viewed.flags.writeable:
+        raise ValueError(
+            f"{name}: {kind} is read-only, and the result goes into it; pass a NumPy array"
+        )
+    return viewed
+
+
+def _lies_on_host(array: Any) -> bool:
+    try:
+        return int(array.__dlpack_device__()[0]) == _DLPACK_HOST
+    except (AttributeError, BufferError, RuntimeError, TypeError):
+        return True  # `from_dlpack` has the last word

@@ -1,53 +1,146 @@
-"""Checks of what a caller passes: each raises a ValueError that says what was given."""
+"""Checks of the caller's arguments: each raises a ValueError that quotes what was passed."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from echelon.dist.operation.arrays import View, is_floating, is_numeric
+import numpy as np
+
+from echelon.dist.operation.arrays import DeviceFlat, View, is_floating, is_numeric
 from echelon.dist.operation.operation import REDUCE_OPS
 
 _BITWISE = frozenset({"band", "bor", "bxor"})
+# On bool, sum and prod would leave the type. As in torch, they mean "or" and "and"; every library
+# has those as the maximum and the minimum of bytes that are 0 or 1.
+_ON_BOOL = {
+    "sum": "max", "max": "max", "bor": "max", "prod": "min", "min": "min", "band": "min",
+    "bxor": "bxor",
+}  # fmt: skip
+_LARGEST_TAG = (1 << 31) - 3  # the engines use the two above
 
 
-def check_reduce_op(op: str, dtype: str) -> None:
-    """Check that a reduction is defined on a dtype."""
+def check_reduce_op(op: str, dtype: str) -> str:
+    """Check that a reduction is defined on a dtype.
+
+    Returns:
+        The reduction that the engines carry out: on bool, "max" for sum, max and bor, and "min" for
+        prod, min and band; else `op` itself.
+
+    Raises:
+        ValueError: the reduction is unknown, or is not defined on the dtype.
+    """
     if op not in REDUCE_OPS:
         raise ValueError(f"op {op!r} is not known; use one of {', '.join(REDUCE_OPS)}")
     if not is_numeric(dtype):
         raise ValueError(f"op {op!r} is not defined on {dtype}: it can be moved, not reduced")
-    if op == "avg" and not is_floating(dtype):
-        raise ValueError(f"op 'avg' needs a floating-point array, got {dtype}")
     if op in _BITWISE and is_floating(dtype):
         raise ValueError(f"op {op!r} needs integers or bool, got {dtype}")
-    if dtype == "bool" and op in ("sum", "prod"):
-        raise ValueError(f"op {op!r} is not defined on bool; use bor or band")
+    if dtype != "bool":
+        return op
+    if op not in _ON_BOOL:
+        raise ValueError(f"op {op!r} is not defined on bool; use sum (or) or prod (and)")
+    return _ON_BOOL[op]
 
 
 def check_pair(
-    call: str, large_name: str, large: View, small_name: str, small: View, size: int
+    call: str, large_name: str, large: View, small_name: str, small: View, size: int, rank: int
 ) -> None:
-    """Check that one array holds as many elements as `size` of the other."""
-    if large.dtype != small.dtype:
-        raise ValueError(f"{call}: {large_name} is {large}, {small_name} is {small}: dtypes differ")
-    if large.device != small.device:
-        raise ValueError(f"{call}: {large_name} is on {large.device}, {small_name} is not")
+    """Check that one array holds `size` parts like the other, and does not overlap it wrongly.
+
+    The small array may be exactly part `rank` of the large one (the operation is then in place).
+
+    Raises:
+        ValueError: dtypes, devices or sizes do not fit, or the arrays overlap in another way.
+    """
+    _check_alike(call, large_name, large, small_name, small)
     if len(large.data) != size * len(small.data):
         raise ValueError(
             f"{call}: {large_name} must hold {size} times {small_name}: "
             f"{large_name} is {large}, {small_name} is {small}"
         )
+    check_overlap(call, large_name, large, small_name, small, rank * small.num_bytes)
+
+
+def check_rows(call: str, out: View, x: View) -> None:
+    """Check that two arrays hold rows (dim 0) of equal dtype and shape on one device.
+
+    Raises:
+        ValueError: they do not.
+    """
+    _check_alike(call, "out", out, "x", x)
+    if out.shape[1:] != x.shape[1:]:
+        raise ValueError(f"{call}: out is {out}, x is {x}: rows differ")
+
+
+def _check_alike(call: str, a_name: str, a: View, b_name: str, b: View) -> None:
+    if a.dtype != b.dtype:
+        raise ValueError(f"{call}: {a_name} is {a}, {b_name} is {b}: dtypes differ")
+    places = [_place(a), _place(b)]
+    if places[0] != places[1]:
+        raise ValueError(f"{call}: {a_name} is on {places[0]}, {b_name} is on {places[1]}")
+
+
+def _place(data: View) -> str:
+    flat: Any = data.data
+    return f"{data.device}:{flat.index}" if isinstance(flat, DeviceFlat) else data.device
+
+
+def check_overlap(
+    call: str, large_name: str, large: View, small_name: str, small: View, offset: int = -1
+) -> None:
+    """Check that two arrays share no memory, by address: views by any library are compared.
+
+    Args:
+        offset: where the small array may lie exactly, in bytes from the start of the large one; -1:
+            nowhere.
+
+    Raises:
+        ValueError: they overlap.
+    """
+    starts = _shared_starts(large, small)
+    if starts is None or starts[1] - starts[0] == offset >= 0:
+        return
+    allowed = f"; {small_name} may only be exactly this rank's part of it" if offset >= 0 else ""
+    raise ValueError(
+        f"{call}: {large_name} ({large}) and {small_name} ({small}) overlap in memory{allowed}"
+    )
+
+
+def _shared_starts(a: View, b: View) -> tuple[int, int] | None:
+    """Return both addresses if the arrays share memory, else None."""
+    if a.device == "cpu" and not np.may_share_memory(a.data, b.data):  # bounds only: it is fast
+        return None
+    starts = [_address(a), _address(b)]
+    if not (a.num_bytes and b.num_bytes):
+        return None
+    if starts[0] + a.num_bytes <= starts[1] or starts[1] + b.num_bytes <= starts[0]:
+        return None
+    return starts[0], starts[1]
+
+
+def _address(data: View) -> int:
+    flat: Any = data.data
+    return int(flat.pointer if isinstance(flat, DeviceFlat) else flat.ctypes.data)
 
 
 def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int) -> tuple[int, ...]:
-    """Return how many items of `data.data` belong to each rank."""
+    """Return how many elements of `data.data` belong to each rank.
+
+    Args:
+        name: the argument's name, for the error.
+        splits: rows (dim 0) per rank; None: equal parts.
+
+    Raises:
+        ValueError: not one whole number from 0 per rank, or they do not add up to the rows.
+    """
     rows = data.shape[0] if data.shape else 1
     if splits is None:
         if rows % size:
             raise ValueError(f"{name}: {rows} rows of {data} do not divide among {size} ranks")
         splits = [rows // size] * size
-    counts = [int(count) for count in splits]
+    counts = [check_index(count, name) for count in splits]
     if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
         raise ValueError(
             f"{name} {counts}: expected {size} numbers that add up to the {rows} rows of {data}"
@@ -56,28 +149,71 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
     return tuple(count * width for count in counts)
 
 
-def check_tag(tag: Any) -> int:
-    """Check a message's tag.
+def check_own_part(
+    call: str, splits_name: str, splits: tuple[int, ...], part_name: str, part: View, rank: int
+) -> None:
+    """Check that this rank's array holds as many elements as the splits give it.
 
     Raises:
-        ValueError: it is no number from 0 to 2^31 - 3; backends use the two above.
+        ValueError: it does not.
     """
-    if not isinstance(tag, int) or not 0 <= tag < (1 << 31) - 2:
-        raise ValueError(f"tag {tag!r} is no number from 0 to {(1 << 31) - 3}")
-    return tag
+    if len(part.data) != splits[rank]:
+        raise ValueError(
+            f"{call}: {splits_name} give rank {rank} {splits[rank]} elements, {part_name} is {part}"
+        )
+
+
+def check_index(value: Any, name: str) -> int:
+    """Return a whole number as Python's own; NumPy's and other integers are taken.
+
+    Raises:
+        ValueError: it is not one: a float, a string, a bool.
+    """
+    if type(value) is int:
+        return value
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ValueError(f"{name}: {value!r} is not an integer")
+
+
+def check_rank(rank: Any, name: str, group: str, size: int) -> int:
+    """Return a rank of a group, as Python's own integer.
+
+    Raises:
+        ValueError: it is not a rank of the group.
+    """
+    number = check_index(rank, name)
+    if not 0 <= number < size:
+        raise ValueError(f"{name} {rank!r} is not a rank of group {group!r} (0-{size - 1})")
+    return number
+
+
+def check_tag(tag: Any) -> int:
+    """Return a message's tag.
+
+    Raises:
+        ValueError: it is not a number from 0 to 2^31 - 3.
+    """
+    number = check_index(tag, "tag")
+    if not 0 <= number <= _LARGEST_TAG:
+        raise ValueError(f"tag {tag!r} is not a number from 0 to {_LARGEST_TAG}")
+    return number
 
 
 def check_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Check the members of a new group.
+    """Return the members of a new group.
 
     Raises:
-        ValueError: none, one twice, or one that is no rank of the world.
+        ValueError: none, one twice, or one that is not a rank of the world.
     """
-    members = tuple(int(rank) for rank in ranks)
+    members = tuple(check_index(rank, "ranks") for rank in ranks)
     if not members:
         raise ValueError("a group needs at least one rank")
     if len(set(members)) != len(members):
-        raise ValueError(f"ranks {list(members)}: one comes twice")
+        raise ValueError(f"ranks {list(members)}: one is listed twice")
     outside = [rank for rank in members if not 0 <= rank < world_size]
     if outside:
         raise ValueError(f"ranks {outside} are not in the world (0-{world_size - 1})")

@@ -1,7 +1,7 @@
-"""One operation as a backend gets it: checked, with flat views in place of the caller's arrays.
+"""One checked operation, with flat views in place of the caller's arrays.
 
-What must be equal on all ranks is packed into `call`, fixed-size bytes that any backend can compare
-without knowing what they mean; `describe_call` turns them back into words for the error.
+What must be equal on all ranks is packed into `call`, fixed-size bytes that any engine can compare
+without interpreting them; `describe_call` turns them back into words for the error.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 ANY_SOURCE = -2  # as the peer of a receive: the first message of its tag from any rank
 
-_CALL = struct.Struct("<BBBxi16s8s8q")
 _MAX_DIMS = 8
 _MANY_DIMS = 255
 _ANY = -1  # a dim that may differ between ranks
+_MAX_SPLITS = 8  # of more, a checksum is compared and only their number is shown
+_DTYPE_BYTES = 24  # longer names end in a checksum
+# kind, reduction, number of dims, number of splits, root, checksum of the splits, dtype, device,
+# dims, splits
+_CALL = struct.Struct(f"<BBBxHxxiI{_DTYPE_BYTES}s8s{_MAX_DIMS}q{_MAX_SPLITS}q")
 CALL_BYTES = _CALL.size
 
 
@@ -55,7 +59,10 @@ class Operation:
         source, target: [numel] each, or None where this rank gives or gets nothing. In place:
             the same array. all_gather, gather: target is [group_size * n]; reduce_scatter,
             scatter: source is.
-        input_splits, output_splits: all_to_all: elements to and from each rank.
+        input_splits, output_splits: elements to and from each rank. all_to_all has both. An
+            uneven all_gather has the latter (rank r's `source` holds `output_splits[r]`), an uneven
+            reduce_scatter the former (rank r's `target` holds `input_splits[r]`): the same on all
+            ranks; () where all parts are equal.
         shape: what the caller passed, for messages.
         call: what must be equal on all ranks; b"" for a send or receive.
     """
@@ -88,6 +95,18 @@ class Operation:
         return describe_call(self.call)
 
 
+def encode_dtype(dtype: str, num_bytes: int) -> bytes:
+    """Return a dtype's name in at most `num_bytes`: a longer one ends in a checksum.
+
+    Two names therefore never become equal by being cut.
+    """
+    name = dtype.encode()
+    if len(name) <= num_bytes:
+        return name
+    checksum = b"~%08x" % crc32(name)
+    return name[: num_bytes - len(checksum)] + checksum
+
+
 @functools.lru_cache(maxsize=4096)
 def encode_call(
     kind: str,
@@ -96,8 +115,14 @@ def encode_call(
     root: int,
     shape: tuple[int, ...] | None,
     device: str = "cpu",
+    splits: tuple[int, ...] = (),
 ) -> bytes:
-    """Pack what must be equal on all ranks; `shape` is None where there is no array."""
+    """Pack what must be equal on all ranks.
+
+    Args:
+        shape: the array's; None where there is none.
+        splits: rows per rank where all ranks must pass the same.
+    """
     dims = list(shape or ())
     if kind == "all_to_all" and dims:
         dims[0] = _ANY
@@ -107,35 +132,49 @@ def encode_call(
         for dim in dims:
             numel *= dim
         num_dims, dims = _MANY_DIMS, [numel, crc32(repr(dims).encode())]
+    shown = list(splits) if len(splits) <= _MAX_SPLITS else []
     return _CALL.pack(
         OPERATIONS.index(kind),
         REDUCE_OPS.index(reduce_op) + 1 if reduce_op else 0,
         num_dims,
+        len(splits),
         root,
-        dtype.encode(),
+        crc32(repr(splits).encode()) if splits else 0,
+        encode_dtype(dtype, _DTYPE_BYTES),
         device.encode(),
         *(dims + [0] * (_MAX_DIMS - len(dims))),
+        *(shown + [0] * (_MAX_SPLITS - len(shown))),
     )
 
 
 def describe_call(call: bytes) -> str:
-    """Say what a rank called: `broadcast(root 0) float32[3, 4]`. Takes bytes of any origin."""
+    """Describe what a rank called: `broadcast(root 0) float32[3, 4]`. Takes bytes of any origin."""
     if len(call) < CALL_BYTES:
         return "nothing"
-    kind, reduce_op, num_dims, root, raw_dtype, raw_device, *dims = _CALL.unpack_from(call)
-    dtype, device = (
-        raw.rstrip(b"\0").decode("ascii", "replace") for raw in (raw_dtype, raw_device)
+    kind, reduce_op, num_dims, num_splits, root, checksum, dtype, device, *numbers = (
+        _CALL.unpack_from(call)
     )
     details = []
     if 0 < reduce_op <= len(REDUCE_OPS):
         details.append(REDUCE_OPS[reduce_op - 1])
     if root >= 0:
         details.append(f"root {root}")
+    if 0 < num_splits <= _MAX_SPLITS:
+        details.append(f"splits {numbers[_MAX_DIMS : _MAX_DIMS + num_splits]}")
+    elif num_splits:
+        details.append(f"{num_splits} splits, checksum {checksum:08x}")
     text = OPERATIONS[kind] if kind < len(OPERATIONS) else f"operation {kind}"
     text += f"({', '.join(details)})" if details else ""
-    if dtype:
-        shown = ["*" if dim == _ANY else str(dim) for dim in dims[:num_dims]]
-        if num_dims == _MANY_DIMS:
-            shown = [f"{dims[0]} elements"]
-        text += f" {dtype}[{', '.join(shown)}]"
-    return text if device in ("", "cpu") else f"{text} on {device}"
+    if _text(dtype):
+        text += f" {_text(dtype)}[{_dims(numbers[:_MAX_DIMS], num_dims)}]"
+    return text if _text(device) in ("", "cpu") else f"{text} on {_text(device)}"
+
+
+def _dims(dims: list[int], num_dims: int) -> str:
+    if num_dims == _MANY_DIMS:
+        return f"{dims[0]} elements"
+    return ", ".join("*" if dim == _ANY else str(dim) for dim in dims[:num_dims])
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode("ascii", "replace")

@@ -1,6 +1,7 @@
 """The gloo backend: Gloo's exchanges, with what it lacks built from what it does well.
 
-    all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are asked for)
+    all_reduce of float32/64, int32/64     Gloo's own ring (unless rank-ordered sums are asked for;
+                                           not min and max of floats: they may lose a NaN)
     other sums                             all_to_all of shares, summed here in rank order with
                                            float32 accumulation, then all_gather: 2 n bytes a rank
     reduce_scatter                         all_to_all of parts, summed here: n bytes a rank
@@ -34,7 +35,7 @@ from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
 from echelon.dist.membership.environment import Rendezvous
 from echelon.dist.membership.survivors import Survivors
-from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.arrays import Flat, is_floating
 from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import CollectiveError
@@ -252,6 +253,8 @@ class GlooBackend(LaneBackend):
             self._all_reduce_of_two(operation, deadline_s, data)
             return
         own = operation.dtype in _OWN_SUMS and operation.reduce_op in _OWN_OPS
+        if is_floating(operation.dtype) and operation.reduce_op in ("min", "max"):
+            own = False  # Gloo's comparison drops a NaN that is not rank 0's
         if own and not self._ordered:
             work = self._transport.all_reduce(data, operation.reduce_op)
             self._wait(operation, deadline_s, work)

@@ -33,13 +33,14 @@ import numpy as np
 
 from echelon.dist.arithmetic import inline
 from echelon.dist.arithmetic.reduce import reduce
+from echelon.dist.arithmetic.reduce_numpy import divide
 from echelon.dist.backends.interface import Backend, Members
 from echelon.dist.backends.xccl import library
 from echelon.dist.backends.xccl.ending import keep_for_ever
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error, split_error
 from echelon.dist.membership.survivors import Survivors
-from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.arrays import Flat, is_floating
 from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.executor import Lane, LaneBackend, LanePending
 from echelon.errors import CollectiveError, StoreTimeoutError
@@ -301,6 +302,7 @@ class XcclBackend(LaneBackend):
             and operation.dtype in library.DTYPES
             and operation.reduce_op in (*library.REDUCE_OPS, "avg")
             and operation.dtype not in ("float16", "bfloat16")
+            and not (is_floating(operation.dtype) and operation.reduce_op in ("min", "max"))
         )
 
     def _reduce(self, operation: Operation, deadline_s: float) -> None:
@@ -334,7 +336,7 @@ class XcclBackend(LaneBackend):
         dtype = library.DTYPES[operation.dtype]
         self._call(operation, deadline_s, name, source, target, count, dtype, op)
         if average:
-            np.divide(target, target.dtype.type(self._size), out=target)
+            divide(target, self._size, operation.dtype)
 
     def _parts(self, operation: Operation, deadline_s: float, source: Flat) -> list[Flat]:
         parts = np.empty((self._size, len(source)), source.dtype)

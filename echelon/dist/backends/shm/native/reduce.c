@@ -165,14 +165,46 @@ static void reduce_halves(uint16_t *target, const void *const *parts, int num_pa
     }
 }
 
+/* Integers are truncated toward zero, as C divides. WIDE holds the divisor, which TYPE may not. */
+#define DIVIDE(TYPE, WIDE)                                                                        \
+    do {                                                                                          \
+        TYPE *out = target;                                                                       \
+        for (size_t i = 0; i < count; i++)                                                        \
+            out[i] = (TYPE)((WIDE)out[i] / (WIDE)divisor);                                        \
+    } while (0);                                                                                  \
+    break
+
 static void divide(const struct kernels *kernels, void *target, size_t count, int divisor,
                    enum ec_dtype dtype)
 {
-    if (dtype == EC_FLOAT32)
+    switch (dtype) {
+    case EC_FLOAT32:
         kernels->divide_f32(target, count, divisor);
-    else if (dtype == EC_FLOAT64)
+        break;
+    case EC_FLOAT64:
         kernels->divide_f64(target, count, divisor);
+        break;
+    case EC_INT8:
+        DIVIDE(int8_t, int32_t);
+    case EC_INT16:
+        DIVIDE(int16_t, int32_t);
+    case EC_INT32:
+        DIVIDE(int32_t, int32_t);
+    case EC_INT64:
+        DIVIDE(int64_t, int64_t);
+    case EC_UINT8:
+        DIVIDE(uint8_t, uint32_t);
+    case EC_UINT16:
+        DIVIDE(uint16_t, uint32_t);
+    case EC_UINT32:
+        DIVIDE(uint32_t, uint32_t);
+    case EC_UINT64:
+        DIVIDE(uint64_t, uint64_t);
+    default: /* bool has no average; 16-bit floats are divided before they are rounded */
+        break;
+    }
 }
+#undef DIVIDE
 
 /* Totals of more than two parts are kept aside: the target may be one of the later parts. */
 static void reduce_wide(uint8_t *target, const void *const *parts, int num_parts, size_t num_bytes,
