@@ -1,321 +1,212 @@
 """Collectives, measured against the libraries that people use: interleaved, medians, ratios.
 
-    python benchmarks/collectives.py --ranks 2 --backends shm,gloo,mpich,xccl
+    python benchmarks/collectives.py --ranks 2 --backends native,python,gloo,mpich,xccl
     python benchmarks/collectives.py --ranks 4 --neighbours 2 --sizes 8,1048576
     python benchmarks/collectives.py --ranks 4 --hosts 2 --backends shm+gloo,flat,gloo   # as root
+    python benchmarks/collectives.py --ranks 2 --latency         # 4 bytes: blocking, async, barrier
     python benchmarks/collectives.py --ranks 2 --overlap
+    python benchmarks/collectives.py --ranks 2 --backends native --against ../other-checkout
 
-All libraries run in the same rank processes; every round measures each of them once, so that a
-slow moment of the machine meets them all. MPICH joins in if `mpi4py` can be imported (start with
-`--mpi-python` naming an environment that has `mpich` and `mpi4py`); its ranks are then a second set
-of processes that sleep on a pipe while the others run. "x" is times faster than Gloo in the same
-run; GB/s is bus bandwidth as nccl-tests defines it; "of copy" is the share of what a plain copy of
-the same size reaches with all ranks at it at once, at one read and one write a byte.
+Every round takes one sample of each library, in rotating order, so that a slow moment of the
+machine affects all of them. Every sample first makes one call whose result is checked, on every
+rank; a wrong result ends the benchmark. Sums of floats are the default, as in training; `_max` rows
+are there for libraries whose maximum is faster or slower than their sum.
 
-With `--hosts` the ranks run in as many network namespaces on one bridge; "flat" is our gloo backend
-without levels. With `--overlap` each sample is 4 x 16 MB asynchronous all_reduce beside matrix
-products on the main thread: what it takes beyond the products alone.
+Names of ours: native and python (the two engines of `shm`), shm+gloo, flat (`gloo` without levels),
+xccl. NAME+recorder is the same with the black box on. MPICH joins if `mpi4py` can be imported
+(`--mpi-python` names an environment with `mpich` and `mpi4py`); its ranks are a set of processes of
+their own, which sleep on a pipe while the others run.
+
+"x" is times faster than Gloo in the same run. GB/s is bus bandwidth as nccl-tests defines it. "of
+bound" compares with the memory traffic that no algorithm avoids: each input byte is read once, each
+output byte written once, at the speed at which all ranks at once read and write as many bytes in
+NumPy. With `--against` every library of ours also runs from another checkout (its C core built),
+as "NAME before"; the last lines list each row in which this checkout is slower.
+
+With `--hosts` the ranks run in as many network namespaces on one bridge. With `--overlap` each
+sample is 4 x 16 MB asynchronous all_reduce beside matrix products on the main thread: what it takes
+beyond the products alone.
 """
 
-# ruff: noqa: D102, D103 -- three libraries answer to the same five names; main() reads top-down
+# ruff: noqa: D102, D103 -- reads top-down
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
 import os
+import select
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from collectives_rank import LATENCY, OPERATIONS
 
 SIZES = (8, 65536, 1 << 20, 16 << 20, 64 << 20)
+_RANK_SCRIPT = Path(__file__).with_name("collectives_rank.py")
+_BEFORE = " before"
+_SLOWER = 1.05  # what counts as slower than another checkout, in the median of the rounds' ratios
+_START_S = 120.0
+_SAMPLE_S = 60.0
 _BUS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "broadcast": lambda _: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
+    "barrier": lambda _: 0.0,
 }
-_MAX_SAMPLE_S = 0.3
+# Bytes that are read and written at the least, over all ranks, as a share of what all ranks move
+# when each reads and writes the whole array once.
+_TRAFFIC = {
+    "all_reduce": lambda _: 1.0,
+    "all_gather": lambda n: (n + 1) / (2 * n),
+    "reduce_scatter": lambda n: (n + 1) / (2 * n),
+    "broadcast": lambda _: 0.5,
+    "all_to_all": lambda _: 1.0,
+    "barrier": lambda _: 0.0,
+}
 
 
-def operations(group: Any, size: int, num_bytes: int, dtype: str) -> dict[str, Callable[[], Any]]:
-    """Return the calls to be measured; `num_bytes` is that of the whole, larger array."""
-    import ml_dtypes
+class Rank:
+    """One rank process, asked through a pipe or a FIFO.
 
-    kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
-    count = max(size, num_bytes // kind.itemsize // size * size)
-    whole, other = np.ones(count, kind), np.ones(count, kind)
-    part = np.ones(count // size, kind)
-    return {
-        "all_reduce": lambda: group.all_reduce(whole, "max"),  # "max" keeps the values in range
-        "all_gather": lambda: group.all_gather(whole, part),
-        "reduce_scatter": lambda: group.reduce_scatter(part, whole, "max"),
-        "broadcast": lambda: group.broadcast(whole, 0),
-        "all_to_all": lambda: group.all_to_all(other, whole),
-    }
+    A FIFO is opened for both directions: so opening does not wait for the rank, which may never
+    come, and the end of the process is seen from `job`, not from the FIFO.
+    """
 
+    def __init__(
+        self, name: str, job: subprocess.Popen[bytes], write_fd: int, read_fd: int
+    ) -> None:
+        self._name, self._job = name, job
+        self._write_fd, self._read_fd = write_fd, read_fd
+        self._unread = b""
 
-class Mpi:
-    """MPI in place of a group: buffers by pointer, no copies of its own."""
+    def tell(self, line: str) -> None:
+        os.write(self._write_fd, line.encode() + b"\n")
 
-    def __init__(self) -> None:
-        from mpi4py import MPI
+    def hear(self, timeout_s: float) -> float:
+        """Return the answer; raise if the rank ends or stays silent."""
+        deadline_s = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            came = bool(select.select([self._read_fd], [], [], 0.2)[0])
+            answer = os.read(self._read_fd, 4096) if came else b""
+            self._unread += answer
+            if not answer and (came or self._job.poll() is not None):
+                raise RuntimeError(f"{self._name} ended with exit code {self._job.wait(10)}")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{self._name} has not answered for {timeout_s:.0f} s")
+        line, self._unread = self._unread.split(b"\n", 1)
+        return float(json.loads(line))
 
-        self._mpi = MPI
-        self._world = MPI.COMM_WORLD
-        self._types = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}
+    def close(self) -> None:
+        for fd in {self._write_fd, self._read_fd}:
+            os.close(fd)
 
-    @property
-    def rank(self) -> int:
-        return int(self._world.Get_rank())
-
-    def _typed(self, x: Any) -> Any:
-        return [x, self._types[x.dtype.name]]
-
-    def all_reduce(self, x: Any, op: str) -> None:
-        self._world.Allreduce(self._mpi.IN_PLACE, self._typed(x), getattr(self._mpi, op.upper()))
-
-    def all_gather(self, out: Any, x: Any) -> None:
-        self._world.Allgather(self._typed(x), self._typed(out))
-
-    def reduce_scatter(self, out: Any, x: Any, op: str) -> None:
-        self._world.Reduce_scatter_block(
-            self._typed(x), self._typed(out), getattr(self._mpi, op.upper())
-        )
-
-    def broadcast(self, x: Any, root: int) -> None:
-        self._world.Bcast(self._typed(x), root)
-
-    def all_to_all(self, out: Any, x: Any) -> None:
-        self._world.Alltoall(self._typed(x), self._typed(out))
-
-    def barrier(self) -> None:
-        self._world.Barrier()
-
-
-class Gloo:
-    """Gloo as torch users call it, without what our group adds."""
-
-    def __init__(self) -> None:
-        import torch
-        import torch.distributed as torch_dist
-
-        self._torch, self._dist = torch, torch_dist
-
-    def _tensor(self, x: Any) -> Any:
-        if x.dtype.name == "bfloat16":
-            return self._torch.from_numpy(x.view(np.int16)).view(self._torch.bfloat16)
-        return self._torch.from_numpy(x)
-
-    def all_reduce(self, x: Any, op: str) -> None:
-        self._dist.all_reduce(self._tensor(x), getattr(self._dist.ReduceOp, op.upper()))
-
-    def all_gather(self, out: Any, x: Any) -> None:
-        self._dist.all_gather_into_tensor(self._tensor(out), self._tensor(x))
-
-    def reduce_scatter(self, out: Any, x: Any, op: str) -> None:
-        self._dist.reduce_scatter_tensor(
-            self._tensor(out), self._tensor(x), getattr(self._dist.ReduceOp, op.upper())
-        )
-
-    def broadcast(self, x: Any, root: int) -> None:
-        self._dist.broadcast(self._tensor(x), root)
-
-    def all_to_all(self, out: Any, x: Any) -> None:
-        self._dist.all_to_all_single(self._tensor(out), self._tensor(x))
-
-    def barrier(self) -> None:
-        self._dist.barrier()
-
-    def start_all_reduce(self, x: Any) -> Any:
-        return self._dist.all_reduce(self._tensor(x), self._dist.ReduceOp.MAX, async_op=True)
-
-
-class Ours:
-    """A group of ours, with the one call more that the overlap takes."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def start_all_reduce(self, x: Any) -> Any:
-        return self._group.all_reduce(x, "max", async_op=True)
-
-
-def overlapped(group: Any, start: Callable[[Any], Any]) -> float:
-    """Return the seconds that 4 x 16 MB asynchronous all_reduce add to a computation."""
-    arrays = [np.ones(4 << 20, np.float32) for _ in range(4)]
-    left, right = np.ones((600, 600), np.float32), np.ones((600, 600), np.float32)
-
-    def compute() -> float:
-        group.barrier()
-        begun = time.perf_counter()
-        for _ in range(20):
-            np.matmul(left, right)
-        return begun
-
-    alone = -compute() + time.perf_counter()
-    for warm_up in (True, False):
-        group.barrier()
-        begun = time.perf_counter()
-        works = [start(x) for x in arrays]
-        for _ in range(20):
-            np.matmul(left, right)
-        for work in works:
-            work.wait()
-        took = time.perf_counter() - begun
-        if warm_up:
-            alone = min(alone, -compute() + time.perf_counter())
-    return max(took - alone, 0.0)
-
-
-def sample(call: Callable[[], Any], barrier: Callable[[], Any], repeats: int) -> float:
-    """Return seconds a call, over `repeats` of them after a barrier."""
-    barrier()
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - begun) / repeats
-
-
-def repeats_of(num_bytes: int) -> int:
-    return max(2, min(200, (8 << 20) // max(num_bytes, 1)))
-
-
-def serve(group: Any, size: int) -> None:
-    """Answer the driver: a line of JSON asks for one sample, a line of JSON answers."""
-    calls: dict[tuple[int, str], dict[str, Callable[[], Any]]] = {}
-    for line in sys.stdin:
-        ask = json.loads(line)
-        if ask["operation"] == "copy":
-            took = copy_seconds(ask["num_bytes"], group.barrier)
-        elif ask["operation"] == "overlap":
-            took = overlapped(group, group.start_all_reduce)
-        else:
-            key = (ask["num_bytes"], ask["dtype"])
-            if key not in calls:
-                calls.clear()
-                calls[key] = operations(group, size, *key)
-            call = calls[key][ask["operation"]]
-            call()
-            took = sample(call, group.barrier, repeats_of(ask["num_bytes"]))
-        print(json.dumps(took), flush=True)
-
-
-def copy_seconds(num_bytes: int, barrier: Callable[[], Any]) -> float:
-    a, b = np.ones(max(num_bytes, 8), np.uint8), np.ones(max(num_bytes, 8), np.uint8)
-    np.copyto(b, a)
-    return sample(lambda: np.copyto(b, a), barrier, repeats_of(num_bytes))
-
-
-def rank_main(library: str, size: int) -> None:
-    if library == "mpich":
-        serve(Mpi(), size)
-        return
-    if library == "gloo":
-        import torch.distributed as torch_dist
-
-        torch_dist.init_process_group("gloo")
-        serve(Gloo(), size)
-        return
-    import echelon.dist as dist
-
-    backend = {"native": "shm", "python": "shm", "flat": "gloo"}.get(library, library)
-    serve(Ours(dist.init(backend, timeout_s=120)), size)
-    dist.shutdown()
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._job.wait(10)
+        self._job.kill()
+        self._job.wait()
 
 
 class Team:
     """The rank processes of one library."""
 
-    def __init__(self, library: str, size: int, mpi_python: str | None, places: list[Any]) -> None:
+    def __init__(self, library: str, options: argparse.Namespace, places: list[Any]) -> None:
         self.library = library
+        self._folder = tempfile.TemporaryDirectory(prefix="collectives-")
+        self._is_fresh = True
+        name = library.removesuffix(_BEFORE)
+        env = self._environment(name, options, places)
+        if library.endswith(_BEFORE):
+            other = str(Path(options.against).resolve())
+            env |= {"PYTHONPATH": other, "BENCHMARK_CHECKOUT": other}
+        command = [str(_RANK_SCRIPT), name.split("+recorder")[0], str(options.ranks)]
+        if library == "mpich":
+            self.ranks = self._start_mpi([str(options.mpi_python or sys.executable), *command], env)
+            return
+        self.ranks = [
+            self._start([sys.executable, *command], env, rank, places, options.ranks)
+            for rank in range(options.ranks)
+        ]
+
+    def _environment(
+        self, name: str, options: argparse.Namespace, places: list[Any]
+    ) -> dict[str, str]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         env = {
             **os.environ, "MASTER_PORT": str(port),
             "MASTER_ADDR": places[0].address if places else "127.0.0.1",
-            "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "ECHELON_RECORDER_SIZE": "0",
-            "PYTHONWARNINGS": "ignore",
+            "WORLD_SIZE": str(options.ranks), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
-        if library in ("native", "python"):
-            env["ECHELON_SHM"] = library
+        if name.endswith("+recorder"):
+            env["LOCAL_WORLD_SIZE"] = str(options.ranks)
+        else:
+            env["ECHELON_RECORDER_SIZE"] = "0"
+        engine = name.split("+")[0]
+        if engine in ("native", "python"):
+            env["ECHELON_SHM"] = engine
         if places:
             env["GLOO_SOCKET_IFNAME"] = "eth0"  # torch's Gloo would ask for the host's name
-        python = mpi_python if library == "mpich" else sys.executable
-        command = [str(python), __file__, "--rank-of", library, "--ranks", str(size)]
-        if library == "mpich":
-            env |= {"PMI_SIZE": str(size)}
-        self.ranks = []
-        if library == "mpich":
-            self.ranks = start_mpi(command, size, env)
-            return
+        return env
+
+    def _start(
+        self, command: list[str], env: dict[str, str], rank: int, places: list[Any], size: int
+    ) -> Rank:
+        place = places[rank * len(places) // size] if places else None
+        folder = Path(self._folder.name, f"rank_{rank}")
+        folder.mkdir()
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ECHELON_RANK_DIR": str(folder)}
+        job = subprocess.Popen(
+            place.command(*command) if place else command,
+            env={**env, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert job.stdin is not None
+        assert job.stdout is not None
+        ends = os.dup(job.stdin.fileno()), os.dup(job.stdout.fileno())
+        job.stdin.close()
+        job.stdout.close()
+        return Rank(f"{self.library} rank {rank}", job, *ends)
+
+    def _start_mpi(self, command: list[str], env: dict[str, str]) -> list[Rank]:
+        """Start MPI's ranks, each of which opens a FIFO pair: mpiexec has no pipe for each."""
+        folder, size = self._folder.name, int(command[-1])
+        mpiexec = Path(command[0]).with_name("mpiexec")
+        ends = []
         for rank in range(size):
-            place = places[rank * len(places) // size] if places else None
-            there = place.command(*command) if place else command
-            self.ranks.append(start(there, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for end in ("in", "out"):
+                os.mkfifo(f"{folder}/{rank}.{end}")
+            ends.append([os.open(f"{folder}/{rank}.{end}", os.O_RDWR) for end in ("in", "out")])
+        job = subprocess.Popen(
+            [str(mpiexec), "-n", str(size), *command, "--fifos", folder],
+            env={**env, "PMI_SIZE": str(size)}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return [Rank(f"mpich rank {rank}", job, *pair) for rank, pair in enumerate(ends)]
 
     def ask(self, operation: str, num_bytes: int, dtype: str) -> float:
         """Take one sample on all ranks; the slowest counts."""
         line = json.dumps({"operation": operation, "num_bytes": num_bytes, "dtype": dtype})
         for rank in self.ranks:
-            rank.stdin.write(line + "\n")
-            rank.stdin.flush()
-        return max(json.loads(rank.stdout.readline()) for rank in self.ranks)
+            rank.tell(line)
+        limit_s = _START_S if self._is_fresh else _SAMPLE_S
+        self._is_fresh = False
+        return max(rank.hear(limit_s) for rank in self.ranks)
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.stdin.close()
+            rank.close()
         for rank in self.ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(10)
-            rank.kill()
-
-
-def start(command: list[str], env: dict[str, str]) -> Any:
-    return subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-class _Channel:
-    """One MPI rank: mpiexec gives no pipe to each, so each opens a FIFO pair of its own."""
-
-    def __init__(self, folder: str, rank: int, job: Any) -> None:
-        self._job = job
-        self.stdin = open(f"{folder}/{rank}.in", "w")  # noqa: SIM115, PTH123
-        self.stdout = open(f"{folder}/{rank}.out")  # noqa: SIM115, PTH123
-
-    def wait(self, timeout_s: float) -> None:
-        self._job.wait(timeout_s)
-
-    def kill(self) -> None:
-        self._job.kill()
-
-
-def start_mpi(command: list[str], size: int, env: dict[str, str]) -> list[Any]:
-    import tempfile
-
-    folder = tempfile.mkdtemp()
-    for rank in range(size):
-        for end in ("in", "out"):
-            os.mkfifo(f"{folder}/{rank}.{end}")
-    mpiexec = os.path.join(os.path.dirname(command[0]), "mpiexec")  # noqa: PTH118, PTH120
-    job = subprocess.Popen(
-        [mpiexec, "-n", str(size), *command, "--fifos", folder], env=env, stdin=subprocess.DEVNULL
-    )
-    return [_Channel(folder, rank, job) for rank in range(size)]
+            rank.end()
+        self._folder.cleanup()
 
 
 @contextlib.contextmanager
@@ -344,27 +235,32 @@ def network(count: int) -> Iterator[list[Any]]:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with network(options.hosts) as places:
-        return measure_on(places, options)
+    with network(options.hosts) as places, contextlib.ExitStack() as stack:
+        teams = []
+        for name in libraries(options):
+            teams.append(Team(name, options, places))
+            stack.callback(teams[-1].close)
+        stack.enter_context(neighbours(options.neighbours))
+        if options.overlap:
+            return [measure_overlap(teams, options)]
+        rows = []
+        for dtype in options.dtypes:
+            for num_bytes in options.sizes:
+                for operation in options.operations:
+                    row = measure_one(teams, operation, num_bytes, dtype, options)
+                    rows.append(row)
+                    print(render(row), flush=True)
+        return rows
 
 
-def measure_on(places: list[Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    teams = [Team(name, options.ranks, options.mpi_python, places) for name in options.backends]
-    rows = []
-    try:
-        with neighbours(options.neighbours):
-            if options.overlap:
-                return [measure_overlap(teams, options)]
-            for dtype in options.dtypes:
-                for num_bytes in options.sizes:
-                    for operation in options.operations:
-                        row = measure_one(teams, operation, num_bytes, dtype, options)
-                        rows.append(row)
-                        print(render(row), flush=True)
-    finally:
-        for team in teams:
-            team.close()
-    return rows
+def libraries(options: argparse.Namespace) -> list[str]:
+    """Return the libraries to run; each of ours twice where there is another checkout."""
+    names = []
+    for name in options.backends:
+        names.append(name)
+        if options.against and name not in ("gloo", "mpich"):
+            names.append(name + _BEFORE)
+    return names
 
 
 def measure_one(
@@ -372,16 +268,30 @@ def measure_one(
 ) -> dict[str, Any]:
     usable = [t for t in teams if not (t.library == "mpich" and dtype == "bfloat16")]
     samples: dict[str, list[float]] = {team.library: [] for team in usable}
-    copies = []
+    touches = []
     for turn in range(options.rounds):
         for team in usable[turn % len(usable) :] + usable[: turn % len(usable)]:
             samples[team.library].append(team.ask(operation, num_bytes, dtype))
-        copies.append(usable[0].ask("copy", num_bytes, dtype))
+        touches.append(usable[0].ask("touch", num_bytes, dtype))
     return {
         "ranks": options.ranks, "neighbours": options.neighbours, "operation": operation,
-        "dtype": dtype, "num_bytes": num_bytes, "copy_s": statistics.median(copies),
+        "dtype": dtype, "num_bytes": num_bytes, "touch_s": statistics.median(touches),
         "seconds": {name: statistics.median(times) for name, times in samples.items()},
+        "against": against(samples),
     }  # fmt: skip
+
+
+def against(samples: dict[str, list[float]]) -> dict[str, float]:
+    """Return for each library how long it takes beside its other checkout: 1 is as long.
+
+    The median of the rounds' ratios: both samples of a round were taken in the same moment.
+    """
+    ratios = {}
+    for name, times in samples.items():
+        before = samples.get(name + _BEFORE)
+        if before:
+            ratios[name] = statistics.median(a / b for a, b in zip(times, before, strict=True))
+    return ratios
 
 
 def measure_overlap(teams: list[Team], options: argparse.Namespace) -> dict[str, Any]:
@@ -392,57 +302,85 @@ def measure_overlap(teams: list[Team], options: argparse.Namespace) -> dict[str,
     seconds = {name: statistics.median(times) for name, times in samples.items()}
     shown = " | ".join(f"{name} {exposed * 1e3:.1f} ms" for name, exposed in seconds.items())
     print(f"{options.ranks} exposed beside a computation, 4 x 16 MB: {shown}", flush=True)
-    return {"ranks": options.ranks, "operation": "overlap", "seconds": seconds}
+    return {"ranks": options.ranks, "operation": "overlap", "seconds": seconds, "against": {}}
 
 
 def render(row: dict[str, Any]) -> str:
-    gloo = row["seconds"].get("gloo")
-    factor = _BUS[row["operation"]](row["ranks"])
+    gloo, kind = row["seconds"].get("gloo"), base(row["operation"])
+    moved = row["num_bytes"] * _BUS[kind](row["ranks"])
     cells = []
     for name, seconds in row["seconds"].items():
         ratio = f" x{gloo / seconds:.1f}" if gloo and name != "gloo" else ""
-        speed = row["num_bytes"] * factor / seconds / 1e9
-        cells.append(f"{name} {seconds * 1e6:.0f} us {speed:.2f} GB/s{ratio}")
+        speed = f" {moved / seconds / 1e9:.2f} GB/s" if moved > 4096 else ""
+        cells.append(f"{name} {seconds * 1e6:.1f} us{speed}{ratio}")
     first = next(iter(row["seconds"].values()))
     head = f"{row['ranks']} {row['operation']} {row['dtype']} {row['num_bytes']}"
-    return f"{head}: " + " | ".join(cells) + f" | of copy {row['copy_s'] / first:.0%}"
+    bound = f" | of bound {bound_of(row) / first:.0%}" if moved > 4096 else ""
+    ratios = "".join(f" | {name} {ratio:.2f} of before" for name, ratio in row["against"].items())
+    return f"{head}: " + " | ".join(cells) + bound + ratios
+
+
+def bound_of(row: dict[str, Any]) -> float:
+    """Return the least seconds that the row's memory traffic takes on this machine."""
+    return float(row["touch_s"] * _TRAFFIC[base(row["operation"])](row["ranks"]))
+
+
+def base(operation: str) -> str:
+    """Return the collective of a row's name: `all_reduce` of `all_reduce_max`."""
+    return operation.removesuffix("_max").removesuffix("_async")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each row that is slower than in the other checkout, or one for none."""
+    if not any(row["against"] for row in rows):
+        return []
+    slower = [
+        f"slower: {row['ranks']} {row['operation']} {row['dtype']} {row['num_bytes']}: {name} "
+        f"takes {ratio:.2f} of before"
+        for row in rows
+        for name, ratio in row["against"].items()
+        if ratio > _SLOWER
+    ]
+    return slower or [f"no row of {len(rows)} takes more than {_SLOWER:.2f} of before"]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=["native", "gloo"],
-                        help="of native, python, gloo, mpich, xccl, shm+gloo, flat")  # fmt: skip
-    parser.add_argument("--sizes", type=lambda t: [int(s) for s in t.split(",")], default=SIZES)
-    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["float32"])
-    parser.add_argument("--operations", type=lambda text: text.split(","), default=list(_BUS))
+    parser.add_argument("--backends", type=names,
+                        help="of native, python, shm+gloo, flat, xccl (each also as "
+                             "NAME+recorder), gloo, mpich")  # fmt: skip
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in names(text)])
+    parser.add_argument("--dtypes", type=names, default=["float32"])
+    parser.add_argument("--operations", type=names, help=f"of {', '.join(OPERATIONS + LATENCY)}")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--neighbours", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=0, help="network namespaces; needs root")
     parser.add_argument("--overlap", action="store_true", help="measure that and nothing else")
+    parser.add_argument("--latency", action="store_true",
+                        help="4 bytes, blocking and asynchronous, recorder off and on")  # fmt: skip
+    parser.add_argument("--against", metavar="CHECKOUT", help="another checkout, to compare with")
     parser.add_argument("--mpi-python")
     parser.add_argument("--json")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    parser.add_argument("--fifos", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    usual = (["native", "gloo"], SIZES, list(OPERATIONS))
+    if options.latency:
+        usual = (["native", "native+recorder", "gloo"], (4,), list(LATENCY))
+    options.backends = options.backends or usual[0]
+    options.sizes = options.sizes or usual[1]
+    options.operations = options.operations or usual[2]
+    return options
 
 
 def main() -> None:
     options = parse()
-    if options.rank_of:
-        if options.fifos:
-            rank = Mpi().rank
-            sys.stdin = open(f"{options.fifos}/{rank}.in")  # noqa: SIM115, PTH123
-            sys.stdout = open(f"{options.fifos}/{rank}.out", "w")  # noqa: SIM115, PTH123
-        else:
-            sys.stdout = os.fdopen(os.dup(1), "w")
-            os.dup2(2, 1)  # libraries print to the descriptor too
-        rank_main(options.rank_of, options.ranks)
-        return
     rows = measure(options)
+    print("\n".join(summary(rows)))
     if options.json:
-        with open(options.json, "w") as file:  # noqa: PTH123
-            json.dump(rows, file, indent=1)
+        Path(options.json).write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
