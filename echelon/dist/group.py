@@ -27,6 +27,7 @@ from echelon.dist.operation.checks import (
     check_rows,
     check_splits,
     check_tag,
+    check_uneven,
 )
 from echelon.dist.operation.operation import Operation, encode_call
 from echelon.dist.progress.flight import Flight
@@ -129,7 +130,9 @@ class ProcessGroup:
 
         Args:
             x: any shape, equal on all ranks.
-            op: sum, avg (floats only), min, max, prod, band, bor, bxor (integers and bool).
+            op: sum, avg, min, max, prod; band, bor, bxor (integers and bool). The average of
+                integers is their sum, which wraps around in the array's own width, truncated toward
+                zero. On bool, sum is "or", prod is "and", and there is no avg.
             async_op: return a `Work` at once instead of blocking.
         """
         data = view(x, "x", writable=True)
@@ -144,22 +147,73 @@ class ProcessGroup:
         target = data if root == self.rank else None
         return self._collective("reduce", data, target, reduce_op=op, root=root, async_op=async_op)
 
-    def all_gather(self, out: Any, x: Any, async_op: bool = False) -> Work | None:
-        """Collect every rank's `x` into `out`: [size * n, ...] for x: [n, ...]."""
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        async_op: bool = False,
+        *,
+        output_splits: Sequence[int] | None = None,
+    ) -> Work | None:
+        """Collect every rank's `x` into `out`, in rank order.
+
+        Args:
+            out: [size * n, ...]; with `output_splits`: [sum(output_splits), ...].
+            x: [n, ...]; with `output_splits`: [output_splits[rank], ...]. May be exactly this
+                rank's part of `out`, and may not overlap it otherwise.
+            async_op: return a `Work` at once instead of blocking.
+            output_splits: rows (dim 0) that come from each rank, the same on all ranks; None: equal
+                parts.
+        """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
-        check_pair("all_gather", "out", target, "x", source, self.size, self.rank)
-        return self._collective("all_gather", source, target, async_op=async_op)
+        if output_splits is None:
+            check_pair("all_gather", "out", target, "x", source, self.size, self.rank)
+            return self._collective("all_gather", source, target, async_op=async_op)
+        rows, counts = check_uneven(
+            "all_gather", ("out", target), ("x", source), ("output_splits", output_splits),
+            self.size, self.rank,
+        )  # fmt: skip
+        return self._collective(
+            "all_gather", source, target, output_splits=counts, splits=rows, async_op=async_op
+        )
 
     def reduce_scatter(
-        self, out: Any, x: Any, op: str = "sum", async_op: bool = False
+        self,
+        out: Any,
+        x: Any,
+        op: str = "sum",
+        async_op: bool = False,
+        *,
+        input_splits: Sequence[int] | None = None,
     ) -> Work | None:
-        """Reduce `x`: [size * n, ...] over all ranks; keep my part in `out`: [n, ...]."""
+        """Reduce `x` over all ranks and keep this rank's part in `out`.
+
+        Args:
+            out: [n, ...]; with `input_splits`: [input_splits[rank], ...]. May be exactly this
+                rank's part of `x`, and may not overlap it otherwise.
+            x: [size * n, ...]; with `input_splits`: [sum(input_splits), ...]. Equal on all ranks.
+            op: as for `all_reduce`.
+            async_op: return a `Work` at once instead of blocking.
+            input_splits: rows (dim 0) that go to each rank, the same on all ranks; None: equal
+                parts.
+        """
         source = view(x, "x", writable=False)
         target = view(out, "out", writable=True)
         op = check_reduce_op(op, source.dtype)
-        check_pair("reduce_scatter", "x", source, "out", target, self.size, self.rank)
-        return self._collective("reduce_scatter", source, target, reduce_op=op, async_op=async_op)
+        rows: tuple[int, ...] = ()
+        counts: tuple[int, ...] = ()
+        if input_splits is None:
+            check_pair("reduce_scatter", "x", source, "out", target, self.size, self.rank)
+        else:
+            rows, counts = check_uneven(
+                "reduce_scatter", ("x", source), ("out", target), ("input_splits", input_splits),
+                self.size, self.rank,
+            )  # fmt: skip
+        return self._collective(
+            "reduce_scatter", source, target, reduce_op=op, input_splits=counts, splits=rows,
+            async_op=async_op,
+        )  # fmt: skip
 
     def broadcast(self, x: Any, root: int, async_op: bool = False) -> Work | None:
         """Copy `x` of `root` to every rank's `x`, of any shape."""
@@ -322,14 +376,17 @@ class ProcessGroup:
         root: int = -1,
         input_splits: tuple[int, ...] = (),
         output_splits: tuple[int, ...] = (),
+        splits: tuple[int, ...] = (),
         timeout_s: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        shown = target if kind == "scatter" or source is None else source
+        is_part = kind == "scatter" or (kind == "all_gather" and splits)
+        shown = target if is_part or source is None else source
         dtype, shape = ("", ()) if shown is None else (shown.dtype, shown.shape)
         self._check_use(kind, shown, reduce_op)
         device = "cpu" if shown is None else shown.device
-        call = encode_call(kind, reduce_op, dtype, root, None if shown is None else shape, device)
+        compared = None if shown is None else shape
+        call = encode_call(kind, reduce_op, dtype, root, compared, device, splits)
         with self._order:
             operation = Operation(
                 kind=kind,

@@ -101,6 +101,33 @@ def check_reduce_scatter(group: Any, traits: Traits) -> None:
             _compare(out, oracle.reduced(parts, op)[mine], op, traits, what)
 
 
+def check_uneven_parts(group: Any, traits: Traits) -> None:
+    """all_gather and reduce_scatter of parts that differ in size, some of them empty."""
+    for scale in (1, 30_001):
+        rows = [(rank * 2 + 1) % (group.size + 1) * scale for rank in range(group.size)]
+        starts = np.cumsum([0, *rows])
+        mine = slice(starts[group.rank], starts[group.rank + 1])
+        for dtype in dtypes(traits):
+            parts = [oracle.data(dtype, (rows[rank], 2), rank) for rank in range(group.size)]
+            out = np.empty((starts[-1], 2), parts[0].dtype)
+            work = group.all_gather(out, parts[group.rank], async_op=True, output_splits=rows)
+            work.wait(timeout_s=60)
+            what = f"{dtype} in parts of {rows}"
+            oracle.assert_same_bits(out, np.concatenate(parts), f"all_gather {what}")
+            out[:] = 0
+            out[mine] = parts[group.rank]
+            group.all_gather(out, out[mine], output_splits=np.array(rows))
+            oracle.assert_same_bits(out, np.concatenate(parts), f"all_gather {what} in place")
+        for dtype, op in reductions(traits):
+            if op not in ("sum", "avg", "max", "prod"):
+                continue
+            wide = _inputs(group, dtype, (int(starts[-1]), 2))
+            x = wide[group.rank].copy()
+            group.reduce_scatter(x[mine], x, op, input_splits=rows)
+            expected = oracle.reduced(wide, op)[mine]
+            _compare(x[mine], expected, op, traits, f"reduce_scatter {op} {dtype} {rows}")
+
+
 def check_16_bit_floats_are_rounded_once(group: Any, traits: Traits) -> None:
     """Summed in float32: neither an overflow on the way nor a rounding at each level shows."""
     for dtype, op, first, others in (
@@ -224,6 +251,13 @@ def check_bad_arguments(group: Any, traits: Traits) -> None:
         lambda: group.gather(wide, memory[3:7], group.rank),
         lambda: group.scatter(memory[3:7], wide, group.rank),
         lambda: group.all_reduce(np.ma.masked_array(x)),
+        lambda: group.all_gather(wide, x, output_splits=[4] * (group.size - 1) + [5]),
+        lambda: group.all_gather(wide, x[:3], output_splits=[4] * group.size),
+        lambda: group.all_gather(wide, memory[1:5], output_splits=[4] * group.size),
+        lambda: group.all_gather(wide, x, output_splits=[4.0] * group.size),
+        lambda: group.reduce_scatter(x[:3], wide, input_splits=[4] * group.size),
+        lambda: group.reduce_scatter(x, wide, input_splits=[4] * (group.size + 1)),
+        lambda: group.reduce_scatter(memory[1:5], wide, input_splits=[4] * group.size),
     ]
     for number, call in enumerate(calls):
         try:

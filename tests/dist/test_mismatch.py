@@ -26,6 +26,16 @@ def _call(world, kind: str, odd: bool) -> np.ndarray:
         world.all_reduce(x.astype(np.float64) if odd else x)
     elif kind == "reduce_op":
         world.all_reduce(x, "max" if odd else "sum")
+    elif kind == "gather splits":
+        splits = [0, 2, 3, 1] if odd else [2, 2, 1, 1]
+        part = x[: splits[world.rank]]
+        world.all_gather(np.zeros(6, np.float32), part, output_splits=splits)
+    elif kind == "scatter splits":
+        splits = [0, 2, 3, 1] if odd else [2, 2, 1, 1]
+        world.reduce_scatter(np.zeros(splits[world.rank], np.float32), x, input_splits=splits)
+    elif kind == "even or not":
+        splits = None if odd else [1] * 4
+        world.all_gather(np.zeros(4, np.float32), x[:1], output_splits=splits)
     elif kind == "root":
         world.broadcast(x, 1 if odd else 0)
     return x
@@ -37,6 +47,11 @@ _TEXTS = {
     "dims": "all_reduce(sum) float32[2, 3], the others all_reduce(sum) float32[3, 2]",
     "dtype": "all_reduce(sum) float64[6], the others all_reduce(sum) float32[6]",
     "reduce_op": "all_reduce(max) float32[6], the others all_reduce(sum) float32[6]",
+    "gather splits": "all_gather(splits [0, 2, 3, 1]) float32[6], "
+    "the others all_gather(splits [2, 2, 1, 1]) float32[6]",
+    "scatter splits": "reduce_scatter(sum, splits [0, 2, 3, 1]) float32[6], "
+    "the others reduce_scatter(sum, splits [2, 2, 1, 1]) float32[6]",
+    "even or not": "all_gather float32[1], the others all_gather(splits [1, 1, 1, 1]) float32[4]",
     "root": "broadcast(root 1) float32[6], the others broadcast(root 0) float32[6]",
 }
 

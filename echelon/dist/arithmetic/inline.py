@@ -45,6 +45,8 @@ def calls(rows: Flat) -> list[bytes]:
 def is_small(operation: Operation) -> bool:
     """Whether its data went along; ranks with equal calls agree on that."""
     data = operation.target if operation.source is None else operation.source
+    if operation.input_splits or operation.output_splits:
+        return False  # sizes differ between the ranks
     return operation.kind in _KINDS and data is not None and 0 < data.nbytes <= _DATA_BYTES
 
 

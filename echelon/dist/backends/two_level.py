@@ -9,8 +9,8 @@ With L ranks on each of H hosts, n bytes an array:
     messages         inside by shared memory, across by Gloo
 
 So each byte crosses the network once for each host and not once for each rank. What has no such
-form here (all_to_all, gather, scatter), sums in rank order, and groups whose hosts hold one rank
-each or different numbers take one flat Gloo mesh.
+form here (all_to_all, gather, scatter, parts of unequal size), sums in rank order, and groups whose
+hosts hold one rank each or different numbers take one flat Gloo mesh.
 
 The calls of all ranks are compared over both levels, so that a mismatch names ranks of any host on
 every rank: inside first, then across, and the latter while the first step inside runs. Between two
@@ -208,7 +208,8 @@ class HierarchyBackend(LaneBackend):
 
     def _is_flat(self, operation: Operation) -> bool:
         ordered = self._members.options.reduction == "rank_ordered" and operation.reduce_op
-        return self._across is None or bool(ordered) or operation.kind not in self._run
+        is_uneven = bool(operation.input_splits or operation.output_splits)
+        return self._across is None or bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Speak of what the user called and not of a step of it."""

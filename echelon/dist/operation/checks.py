@@ -149,18 +149,40 @@ def check_splits(name: str, splits: Sequence[int] | None, data: View, size: int)
     return tuple(count * width for count in counts)
 
 
-def check_own_part(
-    call: str, splits_name: str, splits: tuple[int, ...], part_name: str, part: View, rank: int
-) -> None:
-    """Check that this rank's array holds as many elements as the splits give it.
+def check_uneven(
+    call: str,
+    whole: tuple[str, View],
+    part: tuple[str, View],
+    splits: tuple[str, Sequence[int]],
+    size: int,
+    rank: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Check an array of unequal parts, and this rank's part beside it.
+
+    Args:
+        whole, part, splits: each with the argument's name.
+
+    Returns:
+        Rows per rank, and elements per rank.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the splits do not add up to the whole, the part does not hold this rank's rows,
+            dtypes, devices or rows differ, or the arrays overlap other than exactly in place.
     """
-    if len(part.data) != splits[rank]:
+    (whole_name, large), (part_name, small) = whole, part
+    _check_alike(call, whole_name, large, part_name, small)
+    if large.shape[1:] != small.shape[1:]:
+        raise ValueError(f"{call}: {whole_name} is {large}, {part_name} is {small}: rows differ")
+    rows = tuple(check_index(count, splits[0]) for count in splits[1])
+    counts = check_splits(splits[0], rows, large, size)
+    if len(small.data) != counts[rank] or (small.shape[0] if small.shape else 1) != rows[rank]:
         raise ValueError(
-            f"{call}: {splits_name} give rank {rank} {splits[rank]} elements, {part_name} is {part}"
+            f"{call}: {splits[0]} {list(rows)} give rank {rank} {rows[rank]} rows, "
+            f"{part_name} is {small}"
         )
+    itemsize = small.num_bytes // len(small.data) if len(small.data) else 0
+    check_overlap(call, whole_name, large, part_name, small, sum(counts[:rank]) * itemsize)
+    return rows, counts
 
 
 def check_index(value: Any, name: str) -> int:

@@ -304,10 +304,23 @@ class GlooBackend(LaneBackend):
 
     def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
         source, target = _array(operation.source), _array(operation.target)
-        if self._size == 1 or not len(target):
+        if self._size == 1 or not (len(target) or operation.input_splits):
             self._alone(operation)
-            return
-        self._sum_rows(operation, deadline_s, source, target)
+        elif operation.input_splits:
+            self._sum_uneven_rows(operation, deadline_s, source, target)
+        else:
+            self._sum_rows(operation, deadline_s, source, target)
+
+    def _sum_uneven_rows(
+        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+    ) -> None:
+        parts = np.empty((self._size, len(target)), source.dtype)
+        outs = [target.nbytes] * self._size
+        ins = [count * source.itemsize for count in operation.input_splits]
+        work = self._transport.all_to_all(parts.reshape(-1), source, outs, ins)
+        self._wait(operation, deadline_s, work)
+        if len(target):
+            reduce(target, list(parts), operation.reduce_op, operation.dtype)
 
     def _sum_rows(
         self, operation: Operation, deadline_s: float, source: Flat, target: Flat
@@ -337,10 +350,15 @@ class GlooBackend(LaneBackend):
 
     def _all_gather(self, operation: Operation, deadline_s: float) -> None:
         source, target = _array(operation.source), _array(operation.target)
-        if self._size == 1 or not len(source):
+        if self._size == 1 or not (len(source) or operation.output_splits):
             np.copyto(target, source)
             return
-        if self._size == 2:
+        if operation.output_splits:  # Gloo has none: the same bytes, each rank's sent to each
+            outs = [count * source.itemsize for count in operation.output_splits]
+            copies, ins = np.tile(source, self._size), [source.nbytes] * self._size
+            work = self._transport.all_to_all(target, copies, outs, ins)
+            self._wait(operation, deadline_s, work)
+        elif self._size == 2:
             rows = target.reshape(2, len(source))
             self._swap(operation, deadline_s, rows[1 - self._rank], source)
             np.copyto(rows[self._rank], source)

@@ -214,7 +214,7 @@ class NativeEngine:
             operation.tag,
             operation.source,
             operation.target,
-            _split_bytes(operation) if operation.kind == "all_to_all" else None,
+            _split_bytes(operation),
             operation.call,
             operation.timeout_s,
         )
@@ -234,11 +234,13 @@ def _type_id(operation: Operation) -> int:
     return zlib.crc32(operation.dtype.encode()) | 1 << 31 if operation.is_message else _UINT8
 
 
-def _split_bytes(operation: Operation) -> bytes:
-    source, target = _array(operation.source), _array(operation.target)
-    sizes = [count * source.itemsize for count in operation.input_splits]
-    sizes += [count * target.itemsize for count in operation.output_splits]
-    return struct.pack(f"<{len(sizes)}Q", *sizes)
+def _split_bytes(operation: Operation) -> bytes | None:
+    """Return how many bytes belong to each rank; None where all parts are equal."""
+    splits = [*operation.input_splits, *operation.output_splits]
+    if not splits:
+        return None
+    itemsize = _array(operation.source).itemsize
+    return struct.pack(f"<{len(splits)}Q", *(count * itemsize for count in splits))
 
 
 def _array(data: Flat | None) -> Flat:

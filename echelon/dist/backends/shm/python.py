@@ -184,25 +184,29 @@ class PythonEngine(LaneBackend):
 
     def _gather(self, operation: Operation, deadline_s: float) -> None:
         source, target = _array(operation.source), operation.target
-        rows = None if target is None else target.reshape(self._size, len(source))
+        splits = operation.output_splits or (len(source),) * self._size
+        rows = None if target is None else np.split(target, np.cumsum(splits)[:-1])
         per_slot = _SLOT_BYTES // source.itemsize
-        for start in _chunks(len(source), per_slot):
-            parts = self._exchange(operation, deadline_s, source[start : start + per_slot])
+        for start in _chunks(max(splits), per_slot):
+            lengths = [min(per_slot, max(0, split - start)) for split in splits]
+            chunk = source[start : start + per_slot]
+            parts = self._exchange(operation, deadline_s, chunk, lengths)
             if rows is not None:
                 for row, part in zip(rows, parts, strict=True):
                     np.copyto(row[start : start + per_slot], part)
 
     def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
         source, target = _array(operation.source), _array(operation.target)
-        rows = source.reshape(self._size, len(target))
+        splits = operation.input_splits or (len(target),) * self._size
+        rows = np.split(source, np.cumsum(splits)[:-1])
         per_slot = max(1, _SLOT_BYTES // (source.itemsize * self._size))
-        for start in _chunks(len(target), per_slot):
-            columns = np.ascontiguousarray(rows[:, start : start + per_slot])
-            parts = self._exchange(operation, deadline_s, columns.reshape(-1))
-            width = columns.shape[1]
-            mine = slice(self._rank * width, (self._rank + 1) * width)
+        for start in _chunks(max(splits), per_slot):
+            columns = [row[start : start + per_slot] for row in rows]
+            parts = self._exchange(operation, deadline_s, np.concatenate(columns))
+            first = sum(len(column) for column in columns[: self._rank])
+            mine = slice(first, first + len(columns[self._rank]))
             reduce_into(
-                target[start : start + width],
+                target[start : start + per_slot],
                 [part[mine] for part in parts],
                 operation.reduce_op,
                 operation.dtype,
@@ -282,16 +286,31 @@ class PythonEngine(LaneBackend):
     # ---- phases ----
 
     def _exchange(
-        self, operation: Operation, deadline_s: float, chunk: Flat, *, write: bool = True
+        self,
+        operation: Operation,
+        deadline_s: float,
+        chunk: Flat,
+        lengths: list[int] | None = None,
+        *,
+        write: bool = True,
     ) -> list[Flat]:
-        """Show my chunk to all and wait for theirs; return everybody's, in rank order."""
+        """Publish this rank's chunk and wait for all others.
+
+        Args:
+            lengths: elements per rank; None: as many as here.
+
+        Returns:
+            Every rank's chunk, in rank order.
+        """
         parity = self._chunk & 1
         self._chunk += 1
         if write:
             np.copyto(self._segment.typed(self._rank, parity, chunk, len(chunk)), chunk)
         self._meet(operation, deadline_s)
         self._check_same_call(operation)
-        return [self._segment.typed(r, parity, chunk, len(chunk)) for r in range(self._size)]
+        if lengths is None:
+            lengths = [len(chunk)] * self._size
+        return [self._segment.typed(r, parity, chunk, lengths[r]) for r in range(self._size)]
 
     def _meet(self, operation: Operation, deadline_s: float) -> None:
         """Announce a phase and wait until every member has announced it."""

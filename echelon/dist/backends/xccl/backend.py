@@ -318,6 +318,9 @@ class XcclBackend(LaneBackend):
 
     def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
         source, target = _array(operation.source), _array(operation.target)
+        if operation.input_splits:
+            self._reduce_scatter_uneven(operation, deadline_s, source, target)
+            return
         if not len(target):
             return
         if self._is_own(operation):
@@ -326,6 +329,24 @@ class XcclBackend(LaneBackend):
         parts = np.empty((self._size, len(target)), source.dtype)
         self._call(operation, deadline_s, "AllToAll", source, parts, target.nbytes, _BYTE)
         reduce(target, list(parts), operation.reduce_op, operation.dtype)
+
+    def _reduce_scatter_uneven(
+        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+    ) -> None:
+        """Exchange parts that are padded to the longest, and sum them here in rank order."""
+        longest = max(operation.input_splits)
+        if not longest:
+            return
+        outgoing = np.zeros((self._size, longest), source.dtype)
+        starts = np.cumsum(operation.input_splits)[:-1]
+        for row, part in zip(outgoing, np.split(source, starts), strict=True):
+            row[: len(part)] = part
+        incoming = np.empty_like(outgoing)
+        num_bytes = longest * source.itemsize
+        self._call(operation, deadline_s, "AllToAll", outgoing, incoming, num_bytes, _BYTE)
+        if len(target):
+            parts = [row[: len(target)] for row in incoming]
+            reduce(target, parts, operation.reduce_op, operation.dtype)
 
     def _own_sum(
         self, operation: Operation, deadline_s: float, name: str, source: Flat, target: Flat,
@@ -347,11 +368,28 @@ class XcclBackend(LaneBackend):
 
     def _all_gather(self, operation: Operation, deadline_s: float) -> None:
         source, target = _array(operation.source), operation.target
+        if operation.output_splits:
+            self._all_gather_uneven(operation, deadline_s, source, _array(target))
+            return
         if not len(source):
             return
         if target is None:
             target = np.empty(self._size * len(source), source.dtype)
         self._gather_bytes(operation, deadline_s, source, target)
+
+    def _all_gather_uneven(
+        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+    ) -> None:
+        """Collect parts that are padded to the longest, and take what belongs to each."""
+        splits = operation.output_splits
+        if not max(splits):
+            return
+        padded = np.zeros(max(splits), source.dtype)
+        padded[: len(source)] = source
+        rows = np.empty((self._size, max(splits)), source.dtype)
+        self._gather_bytes(operation, deadline_s, padded, rows)
+        for part, row in zip(np.split(target, np.cumsum(splits)[:-1]), rows, strict=True):
+            np.copyto(part, row[: len(part)])
 
     def _broadcast(self, operation: Operation, deadline_s: float) -> None:
         is_root = self._members.rank == operation.root

@@ -44,6 +44,29 @@ static size_t share_start(const struct ec_engine *engine, size_t num_bytes, int 
     return lines(num_bytes / (size_t)engine->size * (size_t)rank);
 }
 
+/* The parts of an all_gather or reduce_scatter: `equal` bytes each, or as the splits say. */
+static size_t part_bytes(const struct ec_op *op, size_t equal, int rank)
+{
+    return op->splits ? (size_t)op->splits[rank] : equal;
+}
+
+static size_t part_start(const struct ec_op *op, size_t equal, int rank)
+{
+    size_t start = 0;
+    for (int before = 0; before < rank; before++)
+        start += part_bytes(op, equal, before);
+    return start;
+}
+
+static size_t longest_part(const struct ec_engine *engine, const struct ec_op *op, size_t equal)
+{
+    size_t longest = 0;
+    for (int rank = 0; rank < engine->size; rank++)
+        if (part_bytes(op, equal, rank) > longest)
+            longest = part_bytes(op, equal, rank);
+    return longest;
+}
+
 /* ---- how an operation is cut ---- */
 
 static void begin_reduction(struct ec_engine *engine, struct ec_op *op)
@@ -62,6 +85,8 @@ static void begin_rows(struct ec_engine *engine, struct ec_op *op)
     if (op->kind == EC_REDUCE_SCATTER || op->kind == EC_SCATTER ||
         (op->kind == EC_BROADCAST && !is_root))
         row = op->target_bytes;
+    if (op->splits)
+        row = longest_part(engine, op, row);
     op->piece = engine->slot_bytes;
     if (op->kind == EC_REDUCE_SCATTER || op->kind == EC_SCATTER)
         op->piece = lines(engine->slot_bytes / (size_t)engine->size);
@@ -102,12 +127,14 @@ static void begin(struct ec_engine *engine, struct ec_op *op)
 
 static void write_rows(struct ec_engine *engine, struct ec_op *op, uint64_t number, uint8_t *slot)
 {
-    size_t row = op->source_bytes / (size_t)engine->size;
-    size_t width = piece_at(op, row, number);
-    for (int rank = 0; rank < engine->size; rank++)
-        if (rank != engine->rank)
-            memcpy(slot + (size_t)rank * op->piece,
-                   op->source + (size_t)rank * row + (size_t)number * op->piece, width);
+    size_t equal = op->source_bytes / (size_t)engine->size;
+    const uint8_t *source = op->source + (size_t)number * op->piece;
+    for (int rank = 0; rank < engine->size; rank++) {
+        size_t width = piece_at(op, part_bytes(op, equal, rank), number);
+        if (rank != engine->rank && width)
+            memcpy(slot + (size_t)rank * op->piece, source, width);
+        source += part_bytes(op, equal, rank);
+    }
 }
 
 static void write_all_to_all(struct ec_engine *engine, struct ec_op *op, uint64_t number,
@@ -189,12 +216,15 @@ static void read_reduction(struct ec_engine *engine, struct ec_op *op, uint64_t 
 
 static void read_gathered(struct ec_engine *engine, struct ec_op *op, uint64_t number)
 {
-    size_t row = op->source_bytes, width = piece_at(op, row, number);
-    size_t start = (size_t)number * op->piece;
+    size_t equal = op->source_bytes, start = (size_t)number * op->piece;
+    uint8_t *target = op->target + start;
     for (int rank = 0; rank < engine->size; rank++) {
+        size_t width = piece_at(op, part_bytes(op, equal, rank), number);
         const uint8_t *part = rank == engine->rank ? op->source + start
                                                    : ec_slot(engine, rank, op->base + number);
-        memmove(op->target + (size_t)rank * row + start, part, width);
+        if (width)
+            memmove(target, part, width);
+        target += part_bytes(op, equal, rank);
     }
 }
 
@@ -202,11 +232,13 @@ static void read_reduce_scatter(struct ec_engine *engine, struct ec_op *op, uint
 {
     const void *parts[EC_MAX_RANKS];
     size_t mine = (size_t)engine->rank * op->piece, start = (size_t)number * op->piece;
+    size_t width = piece_at(op, op->target_bytes, number);
+    if (!width)
+        return;
     for (int rank = 0; rank < engine->size; rank++)
         parts[rank] = ec_slot(engine, rank, op->base + number) + mine;
-    parts[engine->rank] = op->source + (size_t)engine->rank * op->target_bytes + start;
-    ec_reduce(op->target + start, parts, engine->size, piece_at(op, op->target_bytes, number),
-              op->dtype, op->reduce_op);
+    parts[engine->rank] = op->source + part_start(op, op->target_bytes, engine->rank) + start;
+    ec_reduce(op->target + start, parts, engine->size, width, op->dtype, op->reduce_op);
 }
 
 static void read_scattered(struct ec_engine *engine, struct ec_op *op, uint64_t number)

@@ -150,7 +150,9 @@ struct ec_op {
     uint8_t *target;
     size_t source_bytes;
     size_t target_bytes;
-    const uint64_t *splits; /* all_to_all: bytes to each rank, then bytes from each rank */
+    /* all_to_all: bytes to each rank, then bytes from each rank. all_gather, reduce_scatter: bytes
+     * of each rank's part, the same on all ranks; NULL where all parts are equal. */
+    const uint64_t *splits;
     struct ec_call call;
     int64_t deadline_ns;
 

@@ -119,24 +119,44 @@ static int take_buffers(const struct arguments *a, Py_buffer *source, Py_buffer 
     return 0;
 }
 
-/* Copy the splits: 2 * size numbers of bytes whose halves add up to the arrays' sizes. */
+static bool has_splits(const struct arguments *a)
+{
+    return a->kind == EC_ALL_TO_ALL ||
+           ((a->kind == EC_ALL_GATHER || a->kind == EC_REDUCE_SCATTER) && a->splits != Py_None);
+}
+
+/* Whether splits fit the arrays: an all_to_all's halves add up to them; of the others, the whole
+ * is in parts and this rank's array is its part. */
+static bool do_splits_fit(const EngineObject *self, const struct arguments *a,
+                          const uint64_t *splits, uint64_t source, uint64_t target)
+{
+    size_t size = (size_t)self->engine.size;
+    uint64_t sums[2] = {0, 0}, mine = splits[self->engine.rank];
+    for (size_t i = 0; i < (a->kind == EC_ALL_TO_ALL ? 2 : 1) * size; i++)
+        sums[i / size] += splits[i];
+    if (a->kind == EC_ALL_TO_ALL)
+        return sums[0] == source && sums[1] == target;
+    return a->kind == EC_ALL_GATHER ? sums[0] == target && mine == source
+                                    : sums[0] == source && mine == target;
+}
+
+/* Copy the splits, numbers of bytes: 2 * size for an all_to_all, else size. */
 static uint64_t *take_splits(const EngineObject *self, const struct arguments *a,
                              const Py_buffer *source, const Py_buffer *target)
 {
-    size_t size = (size_t)self->engine.size, num_bytes = 2 * size * sizeof(uint64_t);
+    size_t count = (size_t)self->engine.size * (a->kind == EC_ALL_TO_ALL ? 2 : 1);
+    size_t num_bytes = count * sizeof(uint64_t);
     if (!PyBytes_Check(a->splits) || (size_t)PyBytes_GET_SIZE(a->splits) != num_bytes) {
-        PyErr_SetString(PyExc_ValueError, "all_to_all needs 2 * size splits");
+        PyErr_SetString(PyExc_ValueError, "splits are missing, or too few or many");
         return NULL;
     }
-    uint64_t *splits = PyMem_Malloc(num_bytes), sums[2] = {0, 0};
+    uint64_t *splits = PyMem_Malloc(num_bytes);
     if (!splits) {
         PyErr_NoMemory();
         return NULL;
     }
     memcpy(splits, PyBytes_AS_STRING(a->splits), num_bytes);
-    for (size_t i = 0; i < 2 * size; i++)
-        sums[i / size] += splits[i];
-    if (sums[0] != (uint64_t)source->len || sums[1] != (uint64_t)target->len) {
+    if (!do_splits_fit(self, a, splits, (uint64_t)source->len, (uint64_t)target->len)) {
         PyMem_Free(splits);
         PyErr_SetString(PyExc_ValueError, "splits do not add up to the arrays");
         return NULL;
@@ -149,6 +169,8 @@ static int check_sizes(const EngineObject *self, const struct arguments *a, size
 {
     size_t size = (size_t)self->engine.size;
     bool is_root = a->root == self->engine.rank, fine = true;
+    if (has_splits(a))
+        return 0; /* they were held against the sizes */
     if (a->kind == EC_ALL_REDUCE)
         fine = source == target;
     else if (a->kind == EC_REDUCE)
@@ -183,7 +205,7 @@ static int prepare(EngineObject *self, PyObject *const *args, Py_ssize_t num, st
         return -1;
     *splits = NULL;
     if (check_sizes(self, &a, (size_t)source->len, (size_t)target->len) < 0 ||
-        (a.kind == EC_ALL_TO_ALL && !(*splits = take_splits(self, &a, source, target)))) {
+        (has_splits(&a) && !(*splits = take_splits(self, &a, source, target)))) {
         PyBuffer_Release(source);
         PyBuffer_Release(target);
         return -1;
