@@ -11,8 +11,9 @@ Two orders, both known before it begins, keep the ranks in step whatever their d
 * gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
   first and has its last gradient last). One that is ready waits for those before it.
 
-A unit's parameters are released when all its gradients have come, or those of its inputs, which
-autograd computes after everything inside. A run without a single gradient for a parameter (inputs'
+A unit's parameters are released once all its gradients are computed, or those of its inputs, which
+autograd computes after everything inside. A unit with frozen parameters whose inputs need no
+gradients is released at the end of the run: its last trained gradient says nothing about them. A run without a single gradient for a parameter (inputs'
 gradients only, the first half of a split backward) releases and reduces nothing: the weights'
 gradients are still to come, and may need the parameters.
 """
@@ -82,7 +83,8 @@ class Backward:
         if unit.calls or (missing and not (passed and some)):
             return
         self._over.add(unit)
-        if not unit.held:
+        # Frozen parameters have no gradient that tells when the last use of them is over.
+        if not unit.held and not (unit.is_unwatched and unit.has_frozen):
             unit.release()
         self._reduce_ready()
 

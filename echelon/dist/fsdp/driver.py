@@ -121,13 +121,18 @@ class Driver:
         if at_end:
             self._final = self._last
             self._last = None
-        if unit.reshard and not kept:
+        if unit.reshard and not kept and not self._is_lent(unit):
             unit.release(for_backward=has_graph)
         for owner in unit.borrowed:
-            if owner.reshard and not owner.held and owner not in self._open:
+            in_use = owner.held or owner in self._open or self._is_lent(owner)
+            if owner.reshard and not in_use:
                 owner.release(for_backward=has_graph)
         if at_end and not has_graph:
             self.pages.trim()
+
+    def _is_lent(self, unit: Unit) -> bool:
+        """Whether a forward that is running uses parameters of a unit beside the unit's own."""
+        return any(unit in running.borrowed for running in self._open)
 
     # ---- gathering ----
 

@@ -85,6 +85,8 @@ class _ModuleHooks:
         call = next(_numbers)
         if _watch(inputs, lambda: _passed(unit, call)):
             unit.calls.add(call)
+        else:
+            unit.is_unwatched = True
         return inputs
 
 

@@ -144,7 +144,7 @@ class Pool:
             raw = self._free.pop(best)
         else:
             if self._free:  # too small: replaced, so that there are never more than were needed
-                self._free.remove(min(self._free, key=torch.Tensor.numel))
+                del self._free[min(range(len(self._free)), key=lambda i: self._free[i].numel())]
             raw = _raw(num_bytes, device)
         self._num_lent += 1
         buffer = raw[:num_bytes].view(dtype)

@@ -44,7 +44,9 @@ class Unit:
         held: `unshard` was called: nothing is released, and no gradient reduced, until told.
         sync: whether backward reduces the gradients.
         depth: how many units ahead of this one are gathered while it computes.
-        calls: forwards whose way back has not passed yet.
+        calls: forward calls whose backward has not reached their inputs.
+        is_unwatched: whether a forward call had no input whose gradient tells when its backward
+            is over.
         missing: members without a gradient in this backward; None: none has come yet.
     """
 
@@ -73,6 +75,7 @@ class Unit:
         self.sync = True
         self.state = State.SHARDED
         self.calls: set[int] = set()
+        self.is_unwatched = False
         self.missing: set[Member] | None = None
         self._version = 0
         for flat in flats:
@@ -96,6 +99,11 @@ class Unit:
     def trains(self) -> bool:
         """Whether any of its parameters wants gradients."""
         return any(flat.trains for flat in self.flats)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether any of its parameters gets no gradient."""
+        return any(not member.leaf.requires_grad for member in self.members)
 
     # ---- parameters ----
 
@@ -165,6 +173,7 @@ class Unit:
         """Be ready for the next backward."""
         self.missing = None
         self.calls.clear()
+        self.is_unwatched = False
 
     def num_training(self) -> int:
         """Return how many members want gradients."""

@@ -1,0 +1,155 @@
+"""Programs at the edges of units train as the plain model does, or fail with an error that says so."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import echelon.dist as dist  # noqa: E402
+from tests.dist.fsdp import models  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.ranks
+STEPS = 3
+
+
+def assert_same_training(make, units, loss, **settings):
+    """Train a plain and a sharded copy on equal data on all ranks; their states must agree."""
+    from echelon.dist.fsdp import full_state_dict, fully_shard
+
+    torch.manual_seed(0)
+    plain = make()
+    sharded = copy.deepcopy(plain)
+    for unit in units(sharded):
+        fully_shard(unit, **settings)
+    fully_shard(sharded, **settings)
+    for model in (plain, sharded):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+    expected, state = plain.state_dict(), full_state_dict(sharded)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, atol=1e-6, rtol=1e-5, msg=name)
+    start = make_again(make).state_dict()
+    assert any(not torch.equal(start[name], value) for name, value in expected.items())
+
+
+def make_again(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def some(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+# ---- frozen parameters above and below trained units ----
+
+
+class Adapted(nn.Module):
+    """A trained head and trained inner blocks between frozen layers, all in the root but blocks."""
+
+    def __init__(self, width, num_blocks):
+        super().__init__()
+        self.token = nn.Linear(width, width).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.token(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(self.frozen(x))
+
+
+def _adapted(rank, size):
+    models.join()
+    for width, num_blocks in ((64, 1), (64, 3), (1024, 1)):
+        x = some(4, width)
+        assert_same_training(
+            lambda: Adapted(width, num_blocks),  # noqa: B023
+            lambda model: list(model.blocks),
+            lambda model, step: model(x + step).square().mean(),  # noqa: B023
+        )
+    dist.shutdown()
+
+
+def test_a_frozen_layer_above_a_trained_unit_stays_until_it_was_used():
+    """The root's last gradient comes before the frozen layer's turn in backward."""
+    run_ranks(_adapted, 2)
+
+
+# ---- ties with a unit of their own ----
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(11, 16)
+        self.middle = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens):
+        return self.head(self.middle(self.token(tokens)))
+
+
+def _tied(rank, size):
+    models.join()
+    tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(1))
+    for units in (lambda m: [m.token], lambda m: [m.token, m.middle], lambda m: [m.middle]):
+        assert_same_training(
+            Tied, units, lambda model, step: model(tokens).square().mean() * (step + 1)
+        )
+        assert_same_training(
+            Tied,
+            units,
+            lambda model, step: model(tokens).square().mean() * (step + 1),
+            reshard_after_forward=False,
+        )
+    dist.shutdown()
+
+
+def test_an_embedding_in_a_unit_of_its_own_may_be_tied_to_a_head_in_the_root():
+    run_ranks(_tied, 2)
+
+
+# ---- units of different sizes ----
+
+
+def _sizes(rank, size):
+    models.join()
+    for widths in ((400, 1000, 20, 2500, 40), (8, 900, 16, 700, 900, 8)):
+        x = some(4, widths[0])
+        assert_same_training(
+            lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))),  # noqa: B023, B905
+            list,
+            lambda model, step: model(x + step).square().mean(),  # noqa: B023
+        )
+    dist.shutdown()
+
+
+def test_units_of_different_sizes_train_in_any_order():
+    run_ranks(_sizes, 2)
+
+
+def test_a_pool_lends_buffers_of_any_sizes():
+    from echelon.dist.fsdp.storage import Pool
+
+    pool, cpu = Pool(), torch.device("cpu")
+    lent = [pool.acquire(numel, torch.float32, cpu) for numel in (100, 50, 75)]
+    for buffer in lent:
+        pool.give_back(buffer)
+    big = pool.acquire(200, torch.float32, cpu)
+    assert big.numel() == 200
+    assert pool.acquire(60, torch.float32, cpu).numel() == 60
+    assert pool.num_bytes >= 4 * 100  # the smallest was replaced, the largest is still there
