@@ -13,9 +13,10 @@ Two orders, both known before it begins, keep the ranks in step whatever their d
 
 A unit's parameters are released once all its gradients are computed, or those of its inputs, which
 autograd computes after everything inside. A unit with frozen parameters whose inputs need no
-gradients is released at the end of the run: its last trained gradient says nothing about them. A run without a single gradient for a parameter (inputs'
-gradients only, the first half of a split backward) releases and reduces nothing: the weights'
-gradients are still to come, and may need the parameters.
+gradients is released at the end of the run: its last trained gradient says nothing about them.
+A run without a single gradient for a parameter (inputs' gradients only, the first half of a split
+backward) releases and reduces nothing: the weights' gradients are still to come, and may need the
+parameters.
 """
 
 from __future__ import annotations
@@ -61,12 +62,7 @@ class Backward:
         Raises:
             RuntimeError: the unit's parameters were not there, so the gradient cannot be right.
         """
-        if unit.state is not State.WHOLE:
-            raise RuntimeError(
-                f"a gradient of {member.name!r} came while {unit} was sharded: something computed "
-                "inside it left it by another way than its outputs. Return it from forward, or "
-                "call unshard() before backward"
-            )
+        check_whole(unit, f"the gradient of {member.name!r}")
         self._any_arrived = True
         if unit in self._over:  # once more, through another graph
             self._over.discard(unit)
@@ -74,6 +70,8 @@ class Backward:
         unit.awaits().discard(member)
         if unit.sync and not unit.held:
             self._reducer.collect(member)
+        else:
+            member.set_aside()
         self.look(unit, passed=False)
 
     def look(self, unit: Unit, *, passed: bool) -> None:
@@ -117,3 +115,17 @@ class Backward:
             unit = self._expected.pop(0)
             if unit.sync and not unit.held:
                 self._reducer.start(unit)
+
+
+def check_whole(unit: Unit, what: str) -> None:
+    """Check that a unit's parameters are in memory.
+
+    Raises:
+        RuntimeError: they are not, so what was just computed cannot be right.
+    """
+    if unit.state is not State.WHOLE:
+        raise RuntimeError(
+            f"{what} was computed while {unit} was sharded: something computed inside the unit "
+            "left it other than through its outputs. Return it from forward, or call unshard() "
+            "before backward"
+        )

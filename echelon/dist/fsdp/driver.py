@@ -225,7 +225,7 @@ class Driver:
             unit.held = False
             unit.forget_backward()
             for member in unit.members:
-                member.leaf.grad = None
+                member.drop_gradient()
         self.pages.trim()
 
     # ---- recording ----

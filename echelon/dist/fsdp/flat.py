@@ -14,6 +14,9 @@
                                           sharding, so that an optimizer made earlier goes on
                                           working. As many dims as the parameter had, because
                                           programs group parameters by `p.dim()`.
+    aside    the parameter's shape        gradients of earlier micro-batches that were not reduced,
+                                          where they are summed in another dtype than the leaf's;
+                                          where the dtypes agree, `leaf.grad` holds them.
     sums     [chunk_numel]                my part of the reduced gradients; `shard.grad` views it.
 
 The module's attribute is the leaf while the unit is gathered and the shard otherwise.
@@ -40,6 +43,12 @@ if TYPE_CHECKING:
 
 Slot = tuple[nn.Module, str]
 
+# [Note: no released memory is read] Added to a leaf's version while its memory is released. Autograd
+# compares versions when it takes out what it saved in forward, so a backward that reaches a
+# parameter which is not there raises ("modified by an inplace operation ... is at version
+# 1000000000") in place of computing with zeros. When the unit is gathered the version is as before.
+_RELEASED = 1_000_000_000
+
 
 @dataclass(eq=False)
 class Source:
@@ -61,6 +70,7 @@ class Member:
         self.part = part
         self.shard = source.parameter
         self.leaf = self._make_leaf()
+        self.aside: torch.Tensor | None = None
         self._become_shard()
 
     def show(self, parameter: nn.Parameter) -> None:
@@ -70,6 +80,26 @@ class Member:
                 module._parameters[name] = parameter
             else:  # RNNs keep a list of their own beside it
                 setattr(module, name, parameter)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether autograd left a gradient that was not reduced."""
+        return self.leaf.grad is not None or self.aside is not None
+
+    def set_aside(self) -> None:
+        """Add a gradient that is not reduced yet to those before it, in the dtype of the sums."""
+        gradient, dtype = self.leaf.grad, self.flat.reduce_dtype
+        if gradient is None or gradient.dtype == dtype:
+            return
+        if self.aside is None:
+            self.aside = gradient.to(dtype)
+        else:
+            self.aside.add_(gradient)
+        self.leaf.grad = None
+
+    def drop_gradient(self) -> None:
+        """Forget gradients that were not reduced."""
+        self.leaf.grad = self.aside = None
 
     def of(self, chunk: torch.Tensor) -> torch.Tensor:
         """View my part of the parameter in a chunk-sized tensor, with the shard's shape."""
@@ -152,6 +182,7 @@ class Flat:
         ]
         self.number = number
         self._works: list[Work] = []
+        self._versions: tuple[int, ...] | None = None  # of the leaves, while they are released
         self._kept: torch.Tensor | None = None  # what a device keeps for the near ranks
         self.release()
 
@@ -200,6 +231,9 @@ class Flat:
 
     def show_leaves(self) -> None:
         """Let the modules see whole parameters; `requires_grad` is taken from the shards."""
+        if self._versions is not None:
+            _set_versions(self.members, self._versions)
+            self._versions = None
         for member in self.members:
             if member.leaf.requires_grad != member.shard.requires_grad:
                 member.leaf.requires_grad_(member.shard.requires_grad)
@@ -212,6 +246,9 @@ class Flat:
 
     def release(self, near: ProcessGroup | None = None) -> None:
         """Give the memory of `full` back, but for what is mine among `near`."""
+        if self._versions is None:
+            self._versions = tuple(member.leaf._version for member in self.members)
+            _set_versions(self.members, [version + _RELEASED for version in self._versions])
         keep = []
         if near is not None:
             keep.append(self._range(near.rank, near.size))
@@ -260,6 +297,11 @@ class Flat:
     def _range(self, rank: int, size: int) -> tuple[int, int]:
         numel = self.layout.numel // size
         return rank * numel, (rank + 1) * numel
+
+
+def _set_versions(members: Sequence[Member], versions: Sequence[int]) -> None:
+    leaves = tuple(member.leaf for member in members)
+    torch._C._autograd._unsafe_set_version_counter(leaves, tuple(versions))
 
 
 def make_whole(flat: Flat) -> torch.Tensor:

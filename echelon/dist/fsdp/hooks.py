@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.dist.fsdp.backward import check_whole
 from echelon.dist.fsdp.flat import Member
 from echelon.dist.fsdp.nested import map_tensors, tensors_in
 from echelon.dist.fsdp.unit import Unit
@@ -100,6 +101,7 @@ def _needed(unit: Unit) -> None:
 def _passed(unit: Unit, call: int) -> None:
     with _failing(unit):
         backward = unit.driver.enter_backward()
+        check_whole(unit, "the gradient of an input")
         unit.calls.discard(call)
         backward.look(unit, passed=True)
 

@@ -54,6 +54,10 @@ class Reduction:
         """
         gradient = member.leaf.grad
         assert gradient is not None, member.name
+        if member.aside is not None:
+            member.set_aside()
+            self._copy(member, member.aside)
+            return
         if self._buffer is None and _SMALL * gradient.numel() < self.flat.layout.numel:
             return
         self._copy(member, gradient)
@@ -61,8 +65,11 @@ class Reduction:
     def start(self) -> None:
         """Take what still waits in `.grad`, put zeros for what never came, and begin to reduce."""
         for member in self.flat.members:
-            if member.leaf.grad is not None:
-                self._copy(member, member.leaf.grad)
+            if member.aside is not None:
+                member.set_aside()
+            gradient = member.leaf.grad if member.aside is None else member.aside
+            if gradient is not None:
+                self._copy(member, gradient)
         buffer = self._take_buffer()
         for member in self.flat.members:
             if member not in self.present:
@@ -118,5 +125,5 @@ class Reduction:
 
     def _copy(self, member: Member, gradient: torch.Tensor) -> None:
         member.within(self._take_buffer()).copy_(gradient)
-        member.leaf.grad = None
+        member.drop_gradient()
         self.present.add(member)

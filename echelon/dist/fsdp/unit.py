@@ -181,7 +181,7 @@ class Unit:
 
     def has_gradients(self) -> bool:
         """Whether autograd left gradients that were not reduced."""
-        return any(member.leaf.grad is not None for member in self.members)
+        return any(member.has_gradient for member in self.members)
 
     def before_step(self) -> None:
         """Be ready for an optimizer's step, which changes the shards.

@@ -1,8 +1,9 @@
-"""Programs at the edges of units train as the plain model does, or fail with an error that says so."""
+"""Programs at the edges of units train as the plain model does, or fail with an error."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 
@@ -153,3 +154,100 @@ def test_a_pool_lends_buffers_of_any_sizes():
     assert big.numel() == 200
     assert pool.acquire(60, torch.float32, cpu).numel() == 60
     assert pool.num_bytes >= 4 * 100  # the smallest was replaced, the largest is still there
+
+
+# ---- released memory ----
+
+
+class Perceptual(nn.Module):
+    """A frozen network of which a loss takes an intermediate result."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.seen = None
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        self.seen = self.first(x)
+        return self.second(self.seen)
+
+
+def _perceptual(rank, size):
+    from echelon.dist.fsdp import fully_shard, unshard
+
+    models.join()
+    torch.manual_seed(0)
+    trained = nn.Linear(64, 64)
+    network = fully_shard(Perceptual())
+    network(trained(some(4, 64)))
+    with pytest.raises(RuntimeError, match="at version 10000000"):
+        network.seen.square().sum().backward()
+    expected = copy.deepcopy(trained)
+    torch.manual_seed(0)
+    nn.Linear(64, 64)
+    plain = Perceptual()
+    trained.zero_grad()
+    unshard(network)
+    for model, below in ((network, trained), (plain, expected)):
+        model(below(some(4, 64)))
+        model.seen.square().sum().backward()
+    torch.testing.assert_close(trained.weight.grad, expected.weight.grad)
+    dist.shutdown()
+
+
+def test_an_intermediate_of_a_frozen_unit_is_an_error_and_not_a_gradient_of_zeros():
+    """Unless the unit is held: then the gradient is right."""
+    run_ranks(_perceptual, 2)
+
+
+# ---- sums of micro-batches ----
+
+
+def _accumulated(rank, size):
+    from echelon.dist.fsdp import MixedPrecision, fully_shard, gradient_sync, reduce_gradients
+    from echelon.dist.fsdp import reshard, unshard
+
+    models.join()
+    num_batches = 64
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32, bias=False)
+    batches = [some(4, 32) + batch / 50 for batch in range(num_batches)]
+    exact = sum(_gradient(model, x) for x in batches)
+    fully_shard(model, mixed_precision=precision)
+
+    def error():
+        whole = torch.empty(size * model.weight.grad.numel())
+        dist.world().all_gather(whole, model.weight.grad.reshape(-1).contiguous())
+        return float((whole - exact.reshape(-1)).norm() / exact.norm())
+
+    with gradient_sync(model, enabled=False):
+        for x in batches[:-1]:
+            model(x).float().square().sum().backward()
+    model(batches[-1]).float().square().sum().backward()
+    accumulated = error()
+    model.weight.grad = None
+    unshard(model)
+    for x in batches:
+        model(x).float().square().sum().backward()
+    reduce_gradients(model)
+    reshard(model)
+    dist.shutdown()
+    return accumulated, error_of_one_bf16_rounding(exact)
+
+
+def _gradient(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return model.weight.grad.clone()
+
+
+def error_of_one_bf16_rounding(exact):
+    return float((exact.bfloat16().float() - exact).norm() / exact.norm())
+
+
+def test_gradients_of_micro_batches_are_added_in_the_dtype_of_the_reduction():
+    for accumulated, once in run_ranks(_accumulated, 2):
+        assert accumulated < 2 * once
