@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 Slot = tuple[nn.Module, str]
 
-# [Note: no released memory is read] Added to a leaf's version while its memory is released. Autograd
-# compares versions when it takes out what it saved in forward, so a backward that reaches a
-# parameter which is not there raises ("modified by an inplace operation ... is at version
-# 1000000000") in place of computing with zeros. When the unit is gathered the version is as before.
+# [Note: no released memory is read] Added to a leaf's version while its memory is released.
+# Autograd compares versions when it takes out what it saved in forward, so a backward that reaches
+# a parameter which is not there raises ("modified by an inplace operation ... is at version
+# 1000000000") instead of computing with zeros. When the unit is gathered, the version is as before.
 _RELEASED = 1_000_000_000
 
 

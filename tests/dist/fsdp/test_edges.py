@@ -132,7 +132,7 @@ def _sizes(rank, size):
     for widths in ((400, 1000, 20, 2500, 40), (8, 900, 16, 700, 900, 8)):
         x = some(4, widths[0])
         assert_same_training(
-            lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))),  # noqa: B023, B905
+            lambda: nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths))),  # noqa: B023
             list,
             lambda model, step: model(x + step).square().mean(),  # noqa: B023
         )
@@ -206,8 +206,14 @@ def test_an_intermediate_of_a_frozen_unit_is_an_error_and_not_a_gradient_of_zero
 
 
 def _accumulated(rank, size):
-    from echelon.dist.fsdp import MixedPrecision, fully_shard, gradient_sync, reduce_gradients
-    from echelon.dist.fsdp import reshard, unshard
+    from echelon.dist.fsdp import (
+        MixedPrecision,
+        fully_shard,
+        gradient_sync,
+        reduce_gradients,
+        reshard,
+        unshard,
+    )
 
     models.join()
     num_batches = 64
