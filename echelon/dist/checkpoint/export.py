@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from echelon.dist.checkpoint.disk.files import NewFile, sync_folder
 from echelon.dist.checkpoint.disk.source import Version
 from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
 from echelon.dist.checkpoint.foreign import safetensors_file
-from echelon.dist.checkpoint.state.entries import MODULE, OPTIMIZER, RANDOM
+from echelon.dist.checkpoint.state.entries import MODULE, OBJECT, OPTIMIZER, RANDOM, shared_path
 from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 
 
@@ -64,28 +65,41 @@ def _write_safetensors(source: Version, path: Path, key: str) -> None:
     if source.manifest.kinds.get(key) != MODULE:
         raise ValueError(f"{source.path}: {key} is no module in it")
     prefix = f"{key}/"
-    tensors = {
-        name.removeprefix(prefix): stored
-        for name, stored in source.manifest.tensors.items()
-        if name.startswith(prefix)
-    }  # tied weights once, as the format's own writer wants it
-    file = NewFile(path)
+    paths = _one_per_name(source.manifest.tensors, prefix)
+    tensors = {name: source.manifest.tensors[path] for name, path in paths.items()}
+    file = NewFile(path)  # tied weights once, as the format's own writer wants it
     try:
-        safetensors_file.write(file, tensors, lambda name: _tensor(source, prefix + name))
+        safetensors_file.write(file, tensors, lambda name: _tensor(source, paths[name]))
         file.sync()
     finally:
         file.close()
 
 
+def _one_per_name(paths: Iterable[str], prefix: str) -> dict[str, str]:
+    """Return the path for each name below a prefix; the lowest rank's, where each has its own."""
+    chosen: dict[str, tuple[int, str]] = {}
+    for path in paths:
+        if path.startswith(prefix):
+            shared, rank = shared_path(path)
+            name = shared.removeprefix(prefix)
+            chosen[name] = min(chosen.get(name, (rank, path)), (rank, path))
+    return {name: path for name, (_, path) in chosen.items()}
+
+
 def _everything(source: Version) -> dict[str, Any]:
-    kinds = source.manifest.kinds
-    return {key: _entry(source, key) for key, kind in kinds.items() if kind != RANDOM}
+    return {
+        key: _entry(source, key)
+        for key, kind in source.manifest.kinds.items()
+        if kind != RANDOM and (kind in (MODULE, OPTIMIZER) or key in source.manifest.values)
+    }
 
 
 def _entry(source: Version, key: str) -> Any:
     kind = source.manifest.kinds.get(key)
     if kind is None or kind == RANDOM:
         raise ValueError(f"{source.path}: there is no {key} to export")
+    if kind == OBJECT and key not in source.manifest.values:
+        raise ValueError(f"{source.path}: {key} is another one on each rank: not exported")
     if kind == MODULE:
         return _module(source, f"{key}/")
     if kind == OPTIMIZER:
@@ -94,20 +108,16 @@ def _entry(source: Version, key: str) -> Any:
 
 
 def _module(source: Version, prefix: str) -> dict[str, Any]:
-    aliases = source.manifest.aliases
-    content: dict[str, Any] = {}
-    for path in [*source.manifest.tensors, *aliases]:
-        if path.startswith(prefix) and path not in content:
-            content[path] = _tensor(source, path)
-    for path, target in aliases.items():
-        if path in content and target in content:
-            content[path] = content[target]  # torch.save then keeps them tied
-    content |= {
-        path: _resolve(source, unpack(value))
-        for path, value in source.manifest.values.items()
-        if path.startswith(prefix)
-    }
-    return {path.removeprefix(prefix): value for path, value in content.items()}
+    manifest = source.manifest
+    paths = _one_per_name([*manifest.tensors, *manifest.aliases], prefix)
+    content: dict[str, Any] = {name: _tensor(source, path) for name, path in paths.items()}
+    for name, path in paths.items():
+        target = manifest.aliases.get(path, "").removeprefix(prefix)
+        if target in content:
+            content[name] = content[target]  # torch.save then keeps them tied
+    for name, path in _one_per_name(manifest.values, prefix).items():
+        content[name] = _resolve(source, unpack(manifest.values[path]))
+    return content
 
 
 def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
@@ -122,6 +132,12 @@ def _optimizer(source: Version, prefix: str) -> dict[str, Any]:
         for path, value in values.items()
         if path.startswith("parameter/")
     }
+    settings = {(place[0], *place[2:]) for place in places.values()}
+    if len(settings) > len({group for group, *_ in settings}):
+        raise ValueError(
+            f"{source.path}: {prefix.rstrip('/')} has groups whose parameters were saved with "
+            "other settings on each rank: export the modules alone (key)"
+        )
     order = sorted(places, key=lambda name: places[name])
     states: dict[int, dict[str, Any]] = {}
     for path, value in values.items():

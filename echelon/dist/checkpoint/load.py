@@ -72,7 +72,7 @@ def _load_from(place: Path, state: dict[str, Any], peers: Peers, doing: str) -> 
     with contextlib.ExitStack() as stack:
         source = together(peers, doing, lambda: _open(place, state))
         stack.callback(source.close)
-        restore = together(peers, doing, lambda: Restore(source, state, peers.rank))
+        restore = together(peers, doing, lambda: Restore(source, state, peers.rank, peers.size))
         _require_use(restore, source, peers)
         together(peers, doing, restore.read)
         together(peers, doing, restore.hand_over)

@@ -17,10 +17,11 @@ from echelon.dist.checkpoint.disk.folder import Unfinished, versions
 from echelon.dist.checkpoint.disk.manifest import Manifest
 from echelon.dist.checkpoint.disk.rank_file import RankFileWriter
 from echelon.dist.checkpoint.ranks import pending
+from echelon.dist.checkpoint.ranks.division import divide, settle
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
 from echelon.dist.checkpoint.ranks.pending import PendingSave
 from echelon.dist.checkpoint.state.collect import Contents, collect
-from echelon.dist.checkpoint.state.held import Held, digest, share
+from echelon.dist.checkpoint.state.held import Held
 from echelon.errors import CheckpointError
 from echelon.recorder import span
 
@@ -81,7 +82,8 @@ def _prepare(
     doing = f"{root}: not saved"
     agree(peers, pending.finish(), f"{root}: the save before")
     contents = together(peers, doing, lambda: collect(state, peers.rank))
-    mine = _my_shares(contents.held, peers)
+    settle(peers, doing, contents)
+    mine = divide(peers, doing, contents.held, contents.aliases)
     made = together(peers, doing, lambda: _create(root) if peers.rank == 0 else "")
     unfinished = Unfinished(Path(peers.all_gather(made)[0]))
     together(peers, doing, lambda: _require_shared(unfinished.path))
@@ -97,22 +99,6 @@ def _prepare(
 
 def _create(root: Path) -> str:
     return str(Unfinished.create(root.absolute()).path)
-
-
-def _my_shares(held: list[Held], peers: Peers) -> list[Held]:
-    """Divide what several ranks hold alike among them.
-
-    Whole tensors and shards are divided separately: ranks with different shards often hold the same
-    whole tensors, and in a mesh some ranks hold the same shards.
-    """
-    parts = [[one for one in held if one.sharded is sharded] for sharded in (False, True)]
-    digests = [digest(part) for part in parts]
-    everyones = peers.all_gather(digests)
-    mine: list[Held] = []
-    for index, part in enumerate(parts):
-        alike = [rank for rank in range(peers.size) if everyones[rank][index] == digests[index]]
-        mine += share(part, alike.index(peers.rank), len(alike))
-    return mine
 
 
 def _require_shared(path: Path) -> None:

@@ -15,13 +15,13 @@ from echelon.dist.checkpoint.disk.manifest import (  # noqa: E402
     Range,
     StoredFile,
     StoredTensor,
-    cover,
     decode,
     encode,
     merge,
     seal,
 )
-from echelon.dist.checkpoint.state.held import Held, digest, share  # noqa: E402
+from echelon.dist.checkpoint.state.checksum import checksum, sums  # noqa: E402
+from echelon.dist.checkpoint.state.held import Held, share  # noqa: E402
 from echelon.dist.checkpoint.state.plain import TensorAt, pack, unpack  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
@@ -44,33 +44,33 @@ def test_shares_hold_every_element_once_and_are_even(sizes, count):
     assert max(num_bytes) - min(num_bytes) <= 2 * 8  # an element at each end
 
 
-def test_ranks_hold_alike_only_if_path_shape_dtype_and_range_agree():
-    one = Held("a", (4,), torch.zeros(4))
-    others = [
-        Held("b", (4,), torch.zeros(4)),
-        Held("a", (2, 2), torch.zeros(4)),
-        Held("a", (4,), torch.zeros(4, dtype=torch.int32)),
-        Held("a", (8,), torch.zeros(4), start=4),
-    ]
-    assert digest([one]) == digest([Held("a", (4,), torch.ones(4))])
-    assert len({digest([one])} | {digest([other]) for other in others}) == 5
-
-
 def tensor(numel, *ranges):
     return StoredTensor((numel,), "float32", tuple(Range(*numbers) for numbers in ranges))
 
 
-def test_what_two_ranks_wrote_is_read_from_one():
-    chosen = cover("t", tensor(10), [Range(1, 0, 2, 6), Range(0, 100, 0, 4), Range(2, 0, 6, 4)])
-    assert chosen == (Range(0, 100, 0, 4), Range(1, 8, 4, 4), Range(2, 8, 8, 2))
+def written(numel, *ranges_of_ranks):
+    return [
+        Manifest(world_size=2, tensors={"t": tensor(numel, *ranges)}) for ranges in ranges_of_ranks
+    ]
+
+
+def test_ranges_of_several_ranks_are_put_in_order():
+    parts = written(10, [(0, 0, 4, 6)], [(1, 8, 0, 4)], [])
+    assert merge(parts).tensors["t"].ranges == (Range(1, 8, 0, 4), Range(0, 0, 4, 6))
 
 
 @pytest.mark.parametrize(
-    "ranges", [[], [Range(0, 0, 1, 9)], [Range(0, 0, 0, 4), Range(1, 0, 5, 5)]]
+    "ranges", [[], [[(0, 0, 1, 9)]], [[(0, 0, 0, 4)], [(1, 0, 5, 5)]], [[(0, 0, 0, 9)]]]
 )
-def test_elements_that_nobody_wrote_are_an_error_that_names_the_first(ranges):
-    with pytest.raises(ValueError, match=r"^t: no rank holds element (0|4) of 10$"):
-        cover("t", tensor(10), ranges)
+def test_elements_that_no_rank_wrote_are_an_error_that_names_the_first(ranges):
+    with pytest.raises(ValueError, match=r"^t: no rank holds element (0|4|9) of 10$"):
+        merge(written(10, *ranges or [[]]))
+
+
+def test_elements_that_two_ranks_wrote_are_an_error():
+    """Replicas divide what they hold: these ranks held two tensors of one name."""
+    with pytest.raises(ValueError, match=r"^t: element 4 is in files 0 and 1$"):
+        merge(written(10, [(0, 0, 0, 6)], [(1, 0, 4, 6)]))
 
 
 def test_ranks_that_disagree_on_a_shape_are_an_error():
@@ -187,3 +187,28 @@ def test_noise_for_values_is_one_kind_of_error(data):
         unpack(data)
     except ValueError:
         return
+
+
+@given(
+    numel=st.integers(1, 5000),
+    dtype=st.sampled_from(DTYPES),
+    changes=st.lists(st.tuples(st.integers(0, 4999), st.integers(1, 255)), max_size=3),
+)
+@settings(max_examples=100, deadline=None)
+def test_sums_differ_if_up_to_three_bytes_do(numel, dtype, changes):
+    """What is compared where tensors are on a device: row and column sums of 32-bit words."""
+    one = torch.arange(numel).to(dtype)
+    other = one.clone()
+    flat = other.view(torch.uint8)
+    for position, change in changes:
+        flat[position % flat.numel()] ^= change
+    is_same = torch.equal(one.view(torch.uint8), flat)
+    assert torch.equal(sums(one), sums(other)) == is_same
+    assert (checksum(one) == checksum(other)) == is_same
+
+
+def test_a_checksum_does_not_depend_on_how_the_elements_lie():
+    matrix = torch.randn(70, 90)
+    for kind in (checksum, lambda tensor: sums(tensor).sum().item()):
+        assert kind(matrix.t()) == kind(matrix.t().contiguous())
+    assert checksum(matrix) != checksum(matrix.t())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -232,27 +232,39 @@ def _check(manifest: Manifest) -> None:
 
 
 def check_complete(manifest: Manifest) -> None:
-    """Check that every tensor is there as a whole.
+    """Check that the files hold every element of every tensor exactly once.
 
     Raises:
-        ValueError: elements, or an alias's tensor, are in none of the files.
+        ValueError: elements are in none or in two, or an alias's tensor does not exist.
     """
     for path, tensor in manifest.tensors.items():
-        if cover(path, tensor, tensor.ranges) != tensor.ranges:
-            raise ValueError(f"{path}: ranges overlap")
+        _check_cover(path, tensor)
     for path, target in manifest.aliases.items():
         if target not in manifest.tensors:
             raise ValueError(f"{path} is an alias of nothing")
+
+
+def _check_cover(path: str, tensor: StoredTensor) -> None:
+    position, last = 0, -1
+    for one in tensor.ranges:
+        if one.start > position:
+            break
+        if one.start < position:
+            raise ValueError(f"{path}: element {one.start} is in files {last} and {one.file}")
+        position, last = one.stop, one.file
+    if position < tensor.numel:
+        raise ValueError(f"{path}: no rank holds element {position} of {tensor.numel}")
 
 
 # ---- several ranks' into one ----
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
-    """Join what the ranks wrote; where two wrote the same elements, or a value, the lower counts.
+    """Join what the ranks wrote; of a plain value that several ranks have, the lowest rank's.
 
     Raises:
-        ValueError: ranks disagree on a tensor's shape or dtype, or nobody held some elements.
+        ValueError: ranks disagree on a tensor's shape or dtype, no rank wrote some elements, or
+            two wrote the same ones: replicas divide what they hold, so these were no replicas.
     """
     whole = Manifest(world_size=len(parts), save=parts[0].save)
     ranges: dict[str, list[Range]] = {}
@@ -270,33 +282,13 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
                 )
             ranges.setdefault(path, []).extend(tensor.ranges)
     for path, tensor in whole.tensors.items():
-        covering = cover(path, tensor, ranges[path])
-        whole.tensors[path] = StoredTensor(tensor.shape, tensor.dtype, covering)
+        in_order = tuple(sorted(ranges[path], key=lambda one: one.start))
+        whole.tensors[path] = StoredTensor(tensor.shape, tensor.dtype, in_order)
+        whole.aliases.pop(path, None)
+    check_complete(whole)
     return whole
 
 
 def _add(ours: dict[_Key, _Value], theirs: dict[_Key, _Value]) -> None:
     for key, value in theirs.items():
         ours.setdefault(key, value)
-
-
-def cover(path: str, tensor: StoredTensor, ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Choose ranges that hold every element of a tensor exactly once.
-
-    Raises:
-        ValueError: some elements are in none.
-    """
-    chosen: list[Range] = []
-    position = 0
-    size = dtype_bytes(tensor.dtype)
-    for one in sorted(ranges, key=lambda one: (one.start, one.file)):
-        skip = position - one.start
-        if skip < 0:
-            break
-        if skip >= one.length:
-            continue
-        chosen.append(Range(one.file, one.offset + skip * size, position, one.length - skip))
-        position = one.stop
-    if position < tensor.numel:
-        raise ValueError(f"{path}: no rank holds element {position} of {tensor.numel}")
-    return tuple(chosen)

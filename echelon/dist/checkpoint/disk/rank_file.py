@@ -42,10 +42,8 @@ class RankFileWriter:
         if held.length:
             ranges = (Range(self._rank, self._num_bytes, held.start, held.length),)
             self._write(as_bytes(held.data))
-        known = self.tensors.get(held.path)
-        self.tensors[held.path] = StoredTensor(
-            held.shape, held.dtype, (known.ranges if known else ()) + ranges
-        )
+        assert held.path not in self.tensors, held.path
+        self.tensors[held.path] = StoredTensor(held.shape, held.dtype, ranges)
 
     def finish(self) -> StoredFile:
         """Block until the disk has the file; return what it is."""

@@ -1,8 +1,14 @@
-"""From a state to what is written of it: tensors that this rank holds, and plain values."""
+"""From a state to what is stored of it: tensors that this rank holds, and plain values.
+
+Buffers of modules, their extra state and the state of objects may differ between ranks. They are
+set aside until the ranks have compared them: what is equal is stored once, the rest for each rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import zlib
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.manifest import dtype_bytes
+from echelon.dist.checkpoint.state.checksum import checksum
 from echelon.dist.checkpoint.state.entries import (
     MODULE,
     OBJECT,
@@ -19,10 +26,11 @@ from echelon.dist.checkpoint.state.entries import (
     module_state,
     optimizer_names,
     parameter_names,
+    rank_path,
 )
 from echelon.dist.checkpoint.state.held import Held, dtype_name
 from echelon.dist.checkpoint.state.plain import TensorAt, pack
-from echelon.dist.checkpoint.state.shards import local
+from echelon.dist.checkpoint.state.shards import local, owner
 
 
 class Contents:
@@ -40,7 +48,31 @@ class Contents:
         self.held: list[Held] = []
         self.aliases: dict[str, str] = {}
         self.values: dict[str, bytes] = {}
+        self._local: dict[str, Any] = {}
         self._known: dict[tuple[Any, ...], str] = {}
+        self._paths: set[str] = set()
+
+    def set_local(self, path: str, value: Any) -> None:
+        """Set aside what may differ between ranks: a buffer, or a tree of plain values."""
+        self._local[path] = value
+
+    def local_checksums(self) -> dict[str, int]:
+        """Return a checksum of each thing set aside, by path.
+
+        Raises:
+            TypeError: one holds something that cannot be saved.
+        """
+        return {path: _tree_checksum(path, value) for path, value in self._local.items()}
+
+    def add_local(self, differing: Container[str], rank: int) -> None:
+        """Add what was set aside: what differs between ranks under a path of this rank's own."""
+        for path, value in self._local.items():
+            where = rank_path(path, rank) if path in differing else path
+            if isinstance(value, Tensor):
+                self.add_tensor(where, value)
+            else:
+                self.add_value(where, value)
+        self._local.clear()
 
     def add_value(self, path: str, value: Any) -> None:
         """Add a tree of plain values and tensors.
@@ -52,10 +84,12 @@ class Contents:
 
     def _without_tensors(self, path: str, value: Any) -> Any:
         """Return a tree with a reference in place of each tensor and array."""
-        if isinstance(value, Tensor):
-            self.add_tensor(path, value)
-            return TensorAt(path)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, (Tensor, np.ndarray)):
+            while path in self._paths:  # {"a": {"b": x}} and {"a/b": y} are two tensors
+                path += "+"
+            if isinstance(value, Tensor):
+                self.add_tensor(path, value)
+                return TensorAt(path)
             self.add_tensor(path, as_tensor(value, path))
             return TensorAt(path, "array")
         if isinstance(value, dict):
@@ -76,12 +110,20 @@ class Contents:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise ValueError(f"{path}: a checkpoint holds dense tensors with storage, not {tensor}")
         dtype_bytes(dtype_name(tensor.dtype))  # refuses what cannot be stored
+        assert path not in self._paths, path
+        self._paths.add(path)
         data, shape, start, sharded = local(tensor)
         if like is not None:
             _, shape, start, sharded = local(like)
         one = Held(path, shape, data, start, sharded)
-        where = (data.data_ptr(), tuple(data.shape), data.stride(), shape, start, one.dtype)
-        known = self._known.setdefault(where, path) if one.length else path
+        where: tuple[Any, ...]
+        if isinstance(tensor, torch.nn.Parameter):  # outlives this; may have no element here
+            where = (id(owner(tensor)), shape, start, one.dtype)
+        elif one.length:
+            where = (data.data_ptr(), tuple(data.shape), data.stride(), shape, start, one.dtype)
+        else:
+            where = (path,)
+        known = self._known.setdefault(where, path)
         if known == path:
             self.held.append(one)
         else:
@@ -107,28 +149,34 @@ def collect(state: Mapping[str, Any], rank: int) -> Contents:
         elif kind == RANDOM:
             contents.add_value(f"{path}/{rank}", value.state_dict())
         elif kind == OBJECT:
-            contents.add_value(path, value.state_dict())
+            contents.set_local(path, value.state_dict())
         else:
             contents.add_value(path, value)
     return contents
 
 
 def _add_module(contents: Contents, path: str, module: torch.nn.Module) -> None:
+    buffers = {id(buffer) for buffer in module.buffers()}
     for name, value in module_state(module).items():
-        if isinstance(value, Tensor):
-            contents.add_tensor(f"{path}/{name}", value)
+        if not isinstance(value, Tensor) or (id(value) in buffers and not local(value).sharded):
+            contents.set_local(f"{path}/{name}", value)
         else:
-            contents.add_value(f"{path}/{name}", value)
+            contents.add_tensor(f"{path}/{name}", value)
 
 
 def _add_optimizer(
     contents: Contents, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
 ) -> None:
+    marks = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
         contents.add_value(f"{path}/group/{index}", settings)
+        packed = contents.values[f"{path}/group/{index}"]
+        marks.append(hashlib.blake2b(packed, digest_size=8).hexdigest())
+        contents.values[f"{path}/settings/{marks[-1]}"] = packed
     for parameter, name, group_index, position in optimizer_names(optimizer, names):
-        contents.add_value(f"{path}/parameter/{name}", [group_index, position])
+        # Group 0 of one stage may have other settings than group 0 of another.
+        contents.add_value(f"{path}/parameter/{name}", [group_index, position, marks[group_index]])
         for key, value in optimizer.state.get(parameter, {}).items():
             where = f"{path}/state/{name}/{key}"
             if is_part(key, value, parameter.shape):
@@ -143,10 +191,24 @@ def _add_optimizer(
                 contents.add_value(where, value)
 
 
-def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Say whether an optimizer keeps an element of `value` for each element of a parameter.
+def _tree_checksum(path: str, value: Any) -> int:
+    contents = Contents()
+    if isinstance(value, Tensor):
+        contents.add_tensor(path, value)
+    else:
+        contents.add_value(path, value)
+    crc = zlib.crc32(contents.values.get(path, b""))
+    for one in contents.held:
+        line = f"{one.path} {one.dtype} {one.shape} {checksum(one.data)}"
+        crc = zlib.crc32(line.encode(), crc)
+    return zlib.crc32(repr(sorted(contents.aliases.items())).encode(), crc)
 
-    The shape tells, but for parameters of one element; there the name of torch's step count does.
+
+def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
+    """Tell whether an optimizer keeps an element of `value` for each element of a parameter.
+
+    The shape decides. Parameters of one element have the shape of torch's step count: its name
+    decides there.
     """
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and key != "step"
 
@@ -155,7 +217,7 @@ def as_tensor(array: np.ndarray[Any, Any], where: str) -> Tensor:
     """Return a tensor with an array's elements.
 
     Raises:
-        TypeError: torch knows no such dtype.
+        TypeError: torch has no such dtype.
     """
     ordered = np.ascontiguousarray(array).reshape(array.shape)
     try:

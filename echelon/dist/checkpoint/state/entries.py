@@ -70,6 +70,17 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def rank_path(path: str, rank: int) -> str:
+    """Return where a rank's own version of something is stored."""
+    return f"{path}/@{rank}"
+
+
+def shared_path(path: str) -> tuple[str, int]:
+    """Undo `rank_path`; the rank is -1 for a path that belongs to all ranks."""
+    shared, _, rank = path.rpartition("/@")
+    return (shared, int(rank)) if shared and rank.isdigit() else (path, -1)
+
+
 def parameter_names(found: list[tuple[str, str, Any]]) -> dict[int, str]:
     """Return the path of each parameter of the modules among some entries, by identity."""
     names: dict[int, str] = {}

@@ -1,10 +1,9 @@
-"""What of each tensor this rank holds: whole tensors, or flat ranges of sharded ones."""
+"""The part of each tensor that this rank holds: whole tensors, or flat ranges of sharded ones."""
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +48,6 @@ class Held:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def digest(held: Iterable[Held]) -> int:
-    """Return a number that ranks have in common only if they hold the same ranges."""
-    crc = 0
-    for one in held:
-        line = f"{one.path} {one.shape} {one.dtype} {one.start} {one.length}\n"
-        crc = zlib.crc32(line.encode(), crc)
-    return crc
 
 
 def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:

@@ -1,10 +1,11 @@
-"""From what is stored to a state: first see what has to be read, then read it, then hand it over.
+"""From what is stored to a state: plan what to read, then read it, then hand it over.
 
-Nothing is changed before all of it is known to be there and to fit.
+Nothing is changed before all of it is known to exist and to fit.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -27,6 +28,8 @@ from echelon.dist.checkpoint.state.entries import (
     optimizer_names,
     parameter_names,
     plain_name,
+    rank_path,
+    shared_path,
 )
 from echelon.dist.checkpoint.state.held import Held
 from echelon.dist.checkpoint.state.plain import TensorAt, unpack
@@ -42,12 +45,17 @@ class Restore:
 
     Raises:
         ValueError: something is not there, or does not fit; names the first such things.
-        TypeError: the state is no dict of entries.
+        TypeError: the state is not a dict of entries.
     """
 
-    def __init__(self, source: Source, state: MutableMapping[str, Any], rank: int) -> None:
+    def __init__(
+        self, source: Source, state: MutableMapping[str, Any], rank: int, world_size: int
+    ) -> None:
         self._source = source
         self._rank = rank
+        self._same_world = source.manifest.world_size == world_size
+        self._ranks_of = _ranks_of(source.manifest)
+        self._chosen: list[str] = []  # stored for each rank, of which this one takes another's
         self._state = state
         self._problems: list[str] = []
         self._wanted: list[tuple[Held, str]] = []
@@ -61,6 +69,7 @@ class Restore:
             self._plan(path, kind, value, names)
         self._plan_absent({path for path, _, _ in found})
         require(self._problems, source.path)
+        self._warn_of_choices()
         self.unused = self._find_unused()
 
     def read(self) -> None:
@@ -95,8 +104,7 @@ class Restore:
         elif kind == RANDOM:
             self._plan_random(path, value)
         elif kind == OBJECT:
-            tree = self._tree(path, None)
-            self._handovers.append(lambda: value.load_state_dict(tree))
+            self._plan_object(path, value)
         else:
             self._plain[path] = self._tree(path, value)
 
@@ -106,23 +114,56 @@ class Restore:
             if path not in present:
                 self._plain[path] = value
 
+    def _plan_object(self, path: str, value: Any) -> None:
+        if path in self._ranks_of and not self._same_world:
+            self._problems.append(
+                f"{path} holds a state for each of the {self._source.manifest.world_size} ranks "
+                "that saved it, which another number of ranks cannot divide: leave it out"
+            )
+            return
+        tree = self._tree(self._where(path), None)
+        self._handovers.append(lambda: value.load_state_dict(tree))
+
+    def _where(self, path: str) -> str:
+        """Return where something is stored that may differ between ranks.
+
+        A rank of the same world takes its own, any other the lowest rank's.
+        """
+        ranks = self._ranks_of.get(path)
+        if ranks is None or not self._same_world:
+            self._chosen += [path] if ranks else []
+            return path if ranks is None else rank_path(path, ranks[0])
+        return rank_path(path, self._rank if self._rank in ranks else ranks[0])
+
+    def _warn_of_choices(self) -> None:
+        if self._chosen and self._rank == 0:
+            more = f" and {len(self._chosen) - 1} more" if len(self._chosen) > 1 else ""
+            warnings.warn(
+                f"{self._source.path}: {self._chosen[0]}{more} differ between the "
+                f"{self._source.manifest.world_size} ranks that saved them; the first one's are "
+                "loaded on all",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def _plan_module(self, path: str, module: torch.nn.Module) -> None:
         self._modules.append(path)
         state = module_state(module)
         extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        places = {name: self._where(f"{path}/{name}") for name in state}
         stored = {
             id(value)
             for name, value in tensors.items()
-            if self._source.manifest.tensor(f"{path}/{name}")
+            if self._source.manifest.tensor(places[name])
         }
         for name, value in tensors.items():
-            where = f"{path}/{name}"
+            where = places[name]
             if id(value) in stored and self._source.manifest.tensor(where) is None:
                 continue  # tied to one that is there
             data, shape, start, sharded = local(value)
             self._want(Held(where, shape, data, start, sharded), where)
-        loaded = {name: self._tree(f"{path}/{name}", None) for name in extra}
+        loaded = {name: self._tree(places[name], None) for name in extra}
         if loaded:
             self._handovers.append(lambda: _load_extra(module, loaded))
 
@@ -130,10 +171,7 @@ class Restore:
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> None:
         values = self._source.manifest.values
-        groups = []
-        for index, group in enumerate(optimizer.param_groups):
-            settings = self._tree(f"{path}/group/{index}", None)
-            groups.append({**(settings or {}), "params": list(range(len(group["params"])))})
+        groups = self._settings(path, optimizer, names)
         if f"{path}/group/{len(groups)}" in values:
             self._problems.append(f"{path} has more than {len(groups)} parameter groups in it")
         states: dict[str, list[str]] = {}
@@ -154,6 +192,29 @@ class Restore:
                 }
         content = {"state": restored, "param_groups": groups}
         self._handovers.append(lambda: optimizer.load_state_dict(content))
+
+    def _settings(
+        self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
+    ) -> list[dict[str, Any]]:
+        """Return the groups' settings: those that the group's parameters were saved with."""
+        values = self._source.manifest.values
+        places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
+        marks: list[set[str]] = [set() for _ in places]
+        for _, name, group_index, _ in optimizer_names(optimizer, names):
+            packed = values.get(f"{path}/parameter/{name}")
+            marks[group_index].update(unpack(packed)[2:] if packed else [])
+        for index, found in enumerate(marks):
+            if len(found) == 1:
+                places[index] = f"{path}/settings/{found.pop()}"
+            elif found:
+                self._problems.append(
+                    f"{path}: group {index} here has parameters that were saved with other "
+                    "settings from each other's"
+                )
+        return [
+            {**(self._tree(place, None) or {}), "params": list(range(len(group["params"])))}
+            for place, group in zip(places, optimizer.param_groups, strict=True)
+        ]
 
     def _plan_random(self, path: str, generators: RandomState) -> None:
         values = self._source.manifest.values
@@ -225,11 +286,10 @@ class Restore:
 
     def _find_unused(self) -> list[str]:
         manifest = self._source.manifest
-        used = {manifest.aliases.get(path, path) for path in self._used}
+        used = {shared_path(manifest.aliases.get(path, path))[0] for path in self._used}
         prefixes = tuple(f"{path}/" for path in self._modules)
-        return sorted(
-            path for path in manifest.tensors if path.startswith(prefixes) and path not in used
-        )
+        stored = {shared_path(path)[0] for path in manifest.tensors if path.startswith(prefixes)}
+        return sorted(stored - used)
 
 
 def _load_extra(module: torch.nn.Module, extra: dict[str, Any]) -> None:
@@ -242,6 +302,16 @@ def _load_extra(module: torch.nn.Module, extra: dict[str, Any]) -> None:
 
 def _extra_names(module: torch.nn.Module) -> list[tuple[str, str]]:
     return [(name, plain_name(name)) for name in module.state_dict(keep_vars=True)]
+
+
+def _ranks_of(manifest: Manifest) -> dict[str, list[int]]:
+    """Return the ranks that have a version of their own of something, by its shared path."""
+    found: dict[str, set[int]] = {}
+    for path in [*manifest.tensors, *manifest.aliases, *manifest.values]:
+        shared, rank = shared_path(path)
+        if rank >= 0:
+            found.setdefault(shared, set()).add(rank)
+    return {path: sorted(ranks) for path, ranks in found.items()}
 
 
 def plain_values(manifest: Manifest) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""A checksum of a tensor's elements, computed where they are."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
+
+_COLUMNS = 1024
+_CHUNK_ROWS = 1 << 13  # 32 MiB on a device, 64 MiB while they are added
+
+
+def checksum(data: Tensor) -> int:
+    """Return a number below 2**64 that equal tensors have in common.
+
+    On the CPU: the CRC-32 of the bytes. On a device, see `sums`: the elements stay there.
+    """
+    if data.device.type == "cpu":
+        return zlib.crc32(as_bytes(data))
+    return zlib.crc32(as_bytes(sums(data)))
+
+
+def sums(data: Tensor) -> Tensor:
+    """Return exact sums over the rows and columns of the elements as 32-bit words: int64.
+
+    The words form rows of 1024. Any change of up to three words changes a row's or a column's sum.
+    The result is about 1/500 of the data, on its device.
+    """
+    flat = data.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % (4 * _COLUMNS)))
+    words = padded.view(torch.int32).view(-1, _COLUMNS)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
+    rows = []
+    for chunk in torch.split(words, _CHUNK_ROWS):
+        wide = chunk.to(torch.int64)
+        columns += wide.sum(0)
+        rows.append(wide.sum(1))
+    length = torch.tensor([flat.numel()], dtype=torch.int64, device=data.device)
+    return torch.cat([length, columns, *rows])
