@@ -254,11 +254,11 @@ class DeviceNeverDone(Worker):
 
     def reduce(self, bucket: int) -> None:
         if self.is_due and bucket == 1:
-            engine = self.world._backend
+            engine: Any = self.world._engine
             carry_out = engine.execute
 
-            def never_done(operation: object) -> None:
-                carry_out(operation)
+            def never_done(operation: object, watch: object) -> None:
+                carry_out(operation, watch)
                 wait_for_ever()
 
             engine.execute = never_done

@@ -1,23 +1,21 @@
 """ProcessGroup: the one place where every operation passes.
 
 Here, and only here, an operation's arguments are checked, it gets its number in the group, it is
-recorded, and it is handed to the backend. A backend therefore never sees a bad argument, and the
+recorded, and it is handed to the engine. An engine therefore never sees a bad argument, and the
 black box never misses an operation.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import echelon.recorder.current as black_box
 from echelon.dist import objects
-from echelon.dist.backends.by_device import ByDevice
-from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.errors import build
+from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.operation.arrays import View, view
 from echelon.dist.operation.checks import (
     check_overlap,
@@ -30,7 +28,8 @@ from echelon.dist.operation.checks import (
     check_uneven,
 )
 from echelon.dist.operation.operation import Operation, encode_call
-from echelon.dist.progress.flight import Flight
+from echelon.dist.progress.group_state import Evidence, GroupState
+from echelon.dist.progress.watcher import watcher
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder import sites
@@ -58,21 +57,20 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, members: Members, backend: Backend, timeout_s: float, make_group: MakeGroup
+        self,
+        members: Members,
+        engine: Engine,
+        timeout_s: float,
+        make_group: MakeGroup,
+        evidence: Evidence | None = None,
     ) -> None:
         self._members = members
-        self._backend = backend
+        self._engine = engine
         self._timeout_s = timeout_s
         self._make_group = make_group
-        self._pid = os.getpid()
-        self._closed = False
-        self._broken: CollectiveError | None = None
+        self._state = GroupState(members, engine, evidence)
+        self.created_mono_ns = time.monotonic_ns()
         self._num_splits = 0
-        self._sequence = 0
-        self._message_sequences: dict[tuple[str, int], int] = {}
-        self._order = threading.Lock()  # held by a collective from its number to its end
-        self._numbering = threading.Lock()  # the same for messages, but their numbers only
-        self._flight = Flight(members, backend, self._break)
         self._coalesced = threading.local()
         recorder = black_box.current()
         self._reference = 0 if recorder is None else recorder.new_group(members.name, members.ranks)
@@ -102,7 +100,7 @@ class ProcessGroup:
     @property
     def backend(self) -> str:
         """The backend's name."""
-        return self._backend.name
+        return self._engine.name
 
     @property
     def timeout_s(self) -> float:
@@ -118,7 +116,7 @@ class ProcessGroup:
     @property
     def num_collectives(self) -> int:
         """How many collectives were called on this rank so far."""
-        return self._sequence
+        return self._state.num_collectives
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank {self.rank} of {self.size}, {self.backend})"
@@ -326,7 +324,7 @@ class ProcessGroup:
         works: list[Work] = []
         self._coalesced.batch = (number, works)
         try:
-            with self._backend.batch():
+            with self._engine.batch():
                 yield
         finally:
             self._coalesced.batch = None
@@ -352,19 +350,29 @@ class ProcessGroup:
     # ---- the end ----
 
     def abort(self) -> None:
-        """End the group from any thread: what waits raises here, and on the other ranks too."""
-        if not self._closed and os.getpid() == self._pid:
-            self._backend.abort()
+        """End the group on all ranks: what waits in it raises CollectiveError.
+
+        Callable from any thread and from a signal handler. Returns within 1 s; asks no other rank.
+        """
+        if not self._state.is_closed and not self._state.is_foreign:
+            self._state.abort()
 
     def close(self) -> None:
-        """End the group on this rank and free what it holds. Safe to call twice."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        self._backend.close()
-        self._flight.close()
+        """End the group on this rank and release what it holds. Safe to call twice.
 
-    # ---- the way of every operation ----
+        Takes at most 1 s, and asks no other rank. Ranks that still need this one raise
+        PeerLostError. Called by a signal handler during a call of this group, it ends that call,
+        which then releases the group.
+        """
+        self._state.close()
+
+    @property
+    def closer(self) -> Callable[[], None]:
+        """Closes the group, soon, on another thread; does not keep the group itself alive."""
+        state = self._state
+        return lambda: None if state.is_closed else watcher().post(state.close)
+
+    # ---- dispatch ----
 
     def _collective(
         self,
@@ -387,10 +395,10 @@ class ProcessGroup:
         device = "cpu" if shown is None else shown.device
         compared = None if shown is None else shape
         call = encode_call(kind, reduce_op, dtype, root, compared, device, splits)
-        with self._order:
+        with self._state.collectives as is_nested:
             operation = Operation(
                 kind=kind,
-                sequence=self._sequence,
+                sequence=self._state.num_collectives,
                 dtype=dtype,
                 device=device,
                 reduce_op=reduce_op,
@@ -403,20 +411,16 @@ class ProcessGroup:
                 timeout_s=self._timeout_s if timeout_s is None else timeout_s,
                 call=call,
             )
-            self._sequence += 1
-            record = self._record(operation, shown, async_op)
-            return self._hand_on(operation, record, async_op)
+            return self._dispatch(operation, shown, async_op, is_nested=is_nested)
 
     def _message(
         self, kind: str, peer: int, data: View, tag: int, *, async_op: bool
     ) -> Work | None:
         self._check_use(kind, data, "")
-        with self._numbering:
-            sequence = self._message_sequences.get((kind, peer), 0)
-            self._message_sequences[kind, peer] = sequence + 1
+        with self._state.messages:
             operation = Operation(
                 kind=kind,
-                sequence=sequence,
+                sequence=self._state.next_message(kind, peer),
                 dtype=data.dtype,
                 device=data.device,
                 peer=peer,
@@ -426,54 +430,71 @@ class ProcessGroup:
                 shape=data.shape,
                 timeout_s=self._timeout_s,
             )
-            record = self._record(operation, data, async_op)
-            if async_op or self._batch() is not None:
-                return self._hand_on(operation, record, async_op)
-        return self._hand_on(operation, record, async_op)
+            if async_op or self._batch() is not None or operation.device != "cpu":
+                return self._dispatch(operation, data, async_op)
+            record = self._admit(operation, data, async_op)
+        with self._failing(record):
+            self._execute(operation, record)
+        return None
 
-    def _hand_on(self, operation: Operation, record: int, async_op: bool) -> Work | None:
+    def _dispatch(
+        self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
+    ) -> Work | None:
+        """Number, record and launch one operation; its turn is held."""
         batch = self._batch()
-        try:
-            self._flight.sweep()
-            if self._broken is not None:
-                raise build.broken_since(self._members, operation, self._broken)
-            if not async_op and batch is None and operation.device == "cpu":
+        record = self._admit(operation, shown, async_op, is_nested=is_nested)
+        with self._failing(record):
+            if not async_op and batch is None and operation.device == "cpu" and not is_nested:
                 self._execute(operation, record)
                 return None
-            work = self._flight.launch(operation, record)
-        except CollectiveError as err:
-            self._break(err)
             recorder = None if record == NOT_RECORDED else black_box.current()
             if recorder is not None:
-                recorder.failed(record, err)
-            frame = sites.caller(1)
-            if frame is not None:
-                err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
-            # The message says it all; a user's traceback should end in the user's code, not ours.
-            raise err.with_traceback(None) from None
+                recorder.started(record)
+            work = self._state.launch(operation, record)
         if batch is not None:
             batch[1].append(work)
         elif not async_op:
             work.wait()  # on a device: once it is in order behind what the caller has queued there
         return work if async_op else None
 
-    def _break(self, error: CollectiveError) -> None:
-        if self._broken is None:
-            self._broken = error
+    def _admit(
+        self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
+    ) -> int:
+        """Give an operation its number and its record, unless it is refused."""
+        self._state.sweep()
+        try:
+            self._state.admit(operation, is_nested=is_nested)
+        except CollectiveError as err:
+            record = self._record(operation, shown, async_op)
+            with self._failing(record):
+                raise err
+        return self._record(operation, shown, async_op)
+
+    @contextlib.contextmanager
+    def _failing(self, record: int) -> Iterator[None]:
+        """Record a failure, and let it name the caller's line."""
+        try:
+            yield
+        except BaseException as err:
+            recorder = None if record == NOT_RECORDED else black_box.current()
+            if recorder is not None:
+                recorder.failed(record, err)
+            if not isinstance(err, CollectiveError):
+                raise
+            frame = sites.caller(1)
+            if frame is not None and "Called at" not in str(err):
+                err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
+            # The message says it all; a user's traceback should end in the user's code, not ours.
+            cause = err.__cause__
+            raise err.with_traceback(None) from cause
 
     def _execute(self, operation: Operation, record: int) -> None:
         recorder = None if record == NOT_RECORDED else black_box.current()
         if recorder is None:
-            self._backend.execute(operation)
+            self._state.run(operation)
             return
         recorder.started(record)
-        try:
-            self._backend.execute(operation)
-        except CollectiveError:
-            raise  # recorded above
-        except BaseException as err:
-            recorder.failed(record, err)
-            raise
+        self._state.run(operation)
         recorder.completed(record)
 
     def _record(self, operation: Operation, shown: View | None, async_op: bool) -> int:
@@ -499,7 +520,7 @@ class ProcessGroup:
             coalesced=-1 if batch is None else batch[0],
             timeout_s=operation.timeout_s,
             flags=flags | (int(Flag.P2P) if is_message else 0),
-            depth=3,
+            depth=4,
         )
 
     # ---- checks ----
@@ -509,26 +530,18 @@ class ProcessGroup:
         return batch
 
     def _check_use(self, kind: str, shown: View | None, reduce_op: str) -> None:
-        if os.getpid() != self._pid:
+        state = self._state
+        if state.is_foreign:
             raise ValueError(
-                f"group {self.name!r} belongs to process {self._pid}: a forked child cannot use it"
+                f"group {self.name!r} belongs to another process: a forked child cannot use it"
             )
-        if self._closed:
+        if state.is_closed:
             raise ValueError(f"group {self.name!r} is shut down")
-        if shown is None:
-            return
-        if shown.device != self._backend.device:
-            self._check_device(kind, shown.device)
-        reason = self._backend.refuses(kind, shown.dtype, reduce_op)
+        if shown is None or shown.device != self._engine.device:
+            return  # the engine's `prepare` refuses it, if it does
+        reason = self._engine.refuses(kind, shown.dtype, reduce_op)
         if reason:
             raise ValueError(f"{kind} of {shown}: backend {self.backend!r} {reason}")
-
-    def _check_device(self, kind: str, device: str) -> None:
-        reason = f"backend {self.backend!r} carries arrays on {self._backend.device}"
-        if isinstance(self._backend, ByDevice):
-            reason = self._backend.lacks(kind, device)
-        if reason:
-            raise ValueError(f"{kind}: an array on {device} in group {self.name!r}: {reason}")
 
     def _check_rank(self, rank: Any, name: str) -> int:
         return check_rank(rank, name, self.name, self.size)

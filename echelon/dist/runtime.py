@@ -11,20 +11,15 @@ import atexit
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import echelon.recorder.current as black_box
 from echelon.dist.backends import registry
-from echelon.dist.backends.by_device import ByDevice
-from echelon.dist.backends.interface import Backend, Members
-from echelon.dist.backends.with_messages import WithMessages
 from echelon.dist.group import ProcessGroup
+from echelon.dist.make_group import GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
-from echelon.dist.membership.host import host_identity
-from echelon.dist.membership.meet import gather
 from echelon.dist.operation.checks import check_ranks
 from echelon.dist.options import Options
 from echelon.errors import StoreError
@@ -37,89 +32,42 @@ _CLOCKS_S = 30.0
 
 
 class _World:
-    """What `init` made and `shutdown` gives back."""
+    """What `init` made and `shutdown` releases."""
 
     def __init__(
         self,
         rendezvous: Rendezvous,
         connection: TCPStore | MemoryStore,
-        backend: str | None,
-        options: Options,
+        maker: GroupMaker,
         timeout_s: float,
     ) -> None:
         self.rendezvous = rendezvous
         self.connection = connection
         self.store = PrefixStore(rendezvous.namespace or "echelon/solo", connection)
-        self.backend = backend
-        self.options = options
         self.timeout_s = timeout_s
-        self.groups: list[ProcessGroup] = []  # the world first
         self.num_made = 0
         self.pid = os.getpid()
+        self.world: ProcessGroup | None = None
+        self._maker = maker
 
     @property
     def group(self) -> ProcessGroup:
-        return self.groups[0]
+        assert self.world is not None
+        return self.world
 
     def make(self, ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
-        """Make a group under a path of the store that is its own; None if I am not in it."""
+        """Make a group under a path of the store; None if this rank is not in it."""
         if self.rendezvous.rank not in ranks:
             return None
-        deadline_s = time.monotonic() + self.timeout_s
-        members = Members(
-            name=name,
-            rank=ranks.index(self.rendezvous.rank),
-            ranks=ranks,
-            options=self.options,
-        )
         store = PrefixStore(path, self.store)
-        backend = choose_backend(self.backend, members, store, deadline_s)
-        left_s = max(0.001, deadline_s - time.monotonic())
-        engine: Backend = registry.create(backend, members, store, left_s)
-        if self.backend is None:
-            engine = ByDevice(members, store, engine)
-        elif engine.device != "cpu":
-            host = self._host_engine(members, store, deadline_s)
-            engine = ByDevice(members, store, host, engine)
-        elif engine.refuses("send", "float32", ""):
-            engine = WithMessages(engine, self._host_engine(members, store, deadline_s))
-
-        def make_below(ranks: Sequence[int], name: str, below: str) -> ProcessGroup | None:
-            # Groups of one name may split at once: the rows of a mesh do.
-            return self.make(ranks, name, f"{path}/{below}")
-
-        group = ProcessGroup(members, engine, self.timeout_s, make_below)
-        self.groups.append(group)
-        return group
-
-    def _host_engine(self, members: Members, store: PrefixStore, deadline_s: float) -> Backend:
-        store = PrefixStore("host", store)
-        name = choose_backend(None, members, store, deadline_s)
-        left_s = max(0.001, deadline_s - time.monotonic())
-        return registry.create(name, members, store, left_s)
+        return self._maker.make(ranks, name, store, self.timeout_s)
 
     def close(self) -> None:
         if os.getpid() != self.pid:
             return  # a forked child holds copies of what its parent owns
-        for group in reversed(self.groups):
-            group.close()
-        with contextlib.suppress(OSError):  # the store may be gone before us: that is no error
+        self._maker.close()
+        with contextlib.suppress(OSError):  # the store may have ended before: that is no error
             self.connection.close()
-
-
-def choose_backend(
-    backend: str | None, members: Members, store: PrefixStore, deadline_s: float
-) -> str:
-    """Return the backend's name; None chooses by hosts: shared memory inside one."""
-    if backend is not None:
-        return backend
-    if members.size == 1:
-        return "shm"
-    hosts = gather(members, store, "hosts", host_identity(), deadline_s)
-    on_one = all(
-        (host["boot"], host["net"]) == (hosts[0]["boot"], hosts[0]["net"]) for host in hosts
-    )
-    return "shm" if on_one else "shm+gloo"
 
 
 _current: _World | None = None
@@ -265,9 +213,10 @@ def _seconds(timeout_s: float | timedelta) -> float:
 def _join(
     rendezvous: Rendezvous, backend: str | None, options: Options, timeout_s: float
 ) -> _World:
-    state = _World(rendezvous, _connect(rendezvous, timeout_s), backend, options, timeout_s)
+    maker = GroupMaker(rendezvous.rank, backend, options)
+    state = _World(rendezvous, _connect(rendezvous, timeout_s), maker, timeout_s)
     try:
-        state.make(range(rendezvous.world_size), "world", "world")
+        state.world = state.make(range(rendezvous.world_size), "world", "world")
     except BaseException:
         state.close()
         raise

@@ -2,47 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from echelon.dist.backends.interface import Pending
+from echelon.dist.errors import build
 from echelon.errors import CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from echelon.dist.backends.interface import Pending, Watch
+    from echelon.dist.operation.operation import Operation
+    from echelon.dist.progress.group_state import GroupState
 
 
 class Work:
-    """An operation in flight. `done` is truthful: True only once the result is in place."""
+    """An operation in flight. `done` is truthful: True only once the result is in place.
 
-    __slots__ = ("_pending", "_settle", "_what", "error", "record", "settled")
+    Attributes:
+        operation, pending, watch, record: the operation, the engine's handle of it, what bounds
+            it, and its number in the black box.
+        is_settled: whether its end was noted.
+        failure: what it ended with, once it is settled; None if it succeeded.
+    """
+
+    __slots__ = ("_state", "failure", "is_settled", "operation", "pending", "record", "watch")
 
     def __init__(
-        self, what: str, pending: Pending, record: int, settle: Callable[[Work], None]
+        self, state: GroupState, operation: Operation, pending: Pending, record: int, watch: Watch
     ) -> None:
-        self._what = what
-        self._pending = pending
-        self._settle = settle
+        self._state = state
+        self.operation = operation
+        self.pending = pending
         self.record = record
-        self.error: BaseException | None = None
-        self.settled = False
+        self.watch = watch
+        self.is_settled = False
+        self.failure: BaseException | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the operation has ended, well or badly."""
-        return self._pending.done
+        """Whether the operation has ended, with success or failure."""
+        return self.is_settled or self.pending.done
 
     @property
-    def pending(self) -> Pending:
-        """The backend's side of it."""
-        return self._pending
+    def error(self) -> BaseException | None:
+        """What the operation ended with; None if it succeeded or has not ended.
+
+        May take up to 2 s, to find out which rank is at fault.
+        """
+        if not self.is_settled and self.pending.done:
+            self._state.settle(self)
+        return self.failure
+
+    @property
+    def lane(self) -> object:
+        """Operations of one lane end in the order of their calls."""
+        one = self.operation
+        return (one.kind, one.peer, one.tag) if one.is_message else None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the operation has ended.
 
+        Args:
+            timeout_s: limit of this wait; None: the operation's own timeout bounds it.
+
         Raises:
-            CollectiveTimeoutError: it has not within `timeout_s`; it goes on and can be waited for
-                again. (Without a limit the operation's own timeout bounds the wait.)
+            CollectiveTimeoutError: it has not ended within `timeout_s`; it continues and can be
+                waited for again.
             CollectiveError: what the operation itself ended with.
         """
-        if not self._pending.wait(timeout_s):
-            raise CollectiveTimeoutError(f"{self._what}: not done after {timeout_s} s of wait()")
-        self._settle(self)
-        if self.error is not None:
-            raise self.error
+        if not self.is_settled and not self._state.wait(self.pending, timeout_s):
+            assert timeout_s is not None
+            members, one = self._state.members, self.operation
+            raise CollectiveTimeoutError(
+                f"{build.place(members, one)}: not done after {timeout_s} s of wait(); "
+                "it continues and can be waited for again",
+                group=members.name,
+                operation=one.kind,
+                sequence=one.sequence,
+            )
+        self._state.settle(self)
+        if self.failure is not None:
+            raise self.failure

@@ -177,7 +177,7 @@ def _hear_of_failure(rank: int, world_size: int) -> None:
     world.all_reduce(x)
     if rank == 0:
         work = world.recv(array(torch.ones(2)), 1, async_op=True)
-        world._backend._engines["cuda"].reported = "a fault of the device"
+        world._engine.engine_for("cuda").backend.reported = "a fault of the device"
         _wait_until_done(work)
         with pytest.raises(CollectiveError):
             work.wait()

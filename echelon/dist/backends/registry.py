@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-from echelon.dist.backends.interface import Backend, Members
+from echelon.dist.backends.adapter import adapted
+from echelon.dist.backends.interface import Engine, Members
 from echelon.store import PrefixStore
 
 ENTRY_POINTS = "echelon.backends"
@@ -29,7 +30,7 @@ _MODULES = {
 
 _DEVICES = {"cuda": "nccl", "xpu": "xccl"}
 
-Create = Callable[[Members, PrefixStore, float], Backend]
+Create = Callable[[Members, PrefixStore, float], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Status:
     source: str = "echelon"
 
 
-def create(name: str, members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+def create(name: str, members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Make the backend `name` for a group; every member calls this.
 
     Raises:
@@ -50,10 +51,13 @@ def create(name: str, members: Members, store: PrefixStore, timeout_s: float) ->
         CollectiveTimeoutError: members did not come within `timeout_s`.
     """
     found, not_ready, _ = _find(name)
-    reason = not_ready()
+    try:
+        reason = not_ready()
+    except Exception as err:  # noqa: BLE001 -- a plug-in's own, of any class
+        reason = f"{type(err).__name__}: {err}"
     if reason:
         raise ValueError(f"backend {name!r} is not ready: {reason}")
-    return found(members, store, timeout_s)
+    return adapted(found(members, store, timeout_s))
 
 
 def check_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The errors of a group's operations, built in one place so that all backends speak alike."""
+"""The errors of a group's operations, built in one place so that all engines report alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostErro
 
 
 def place(members: Members, operation: Operation) -> str:
-    """Say which operation it is: `all_reduce #7 in group 'world' (4 ranks)`."""
+    """Return which operation it is: `all_reduce #7 in group 'world' (4 ranks)`."""
     what = f"{operation.kind} #{operation.sequence}"
     if operation.is_message:
         way = "to" if operation.kind == "send" else "from"
@@ -28,14 +28,31 @@ def named(ranks: Sequence[int], most: int = 16) -> str:
 
 
 def timed_out(
-    members: Members, operation: Operation, late: Sequence[int]
+    members: Members,
+    operation: Operation,
+    late: Sequence[int],
+    *,
+    silent: Sequence[int] = (),
+    after_s: float | None = None,
 ) -> CollectiveTimeoutError:
-    """Say that the group ranks `late` did not come in time."""
+    """Build the error of an operation in which the group ranks `late` did not arrive in time.
+
+    Args:
+        late: group ranks that had not arrived; empty if that is not known.
+        silent: those of them that did not answer the liveness check either.
+        after_s: the time that passed; None: the operation's timeout.
+    """
     ranks = [members.ranks[r] for r in late]
-    missing = f" (missing: {', '.join(map(str, ranks))})" if ranks else ""
+    passed_s = operation.timeout_s if after_s is None else after_s
+    if ranks:
+        said = f"{members.size - len(ranks)} of {members.size} ranks had arrived"
+        said += f" (missing: {', '.join(map(str, ranks))})"
+    else:
+        said = "which ranks are missing is not known"
+    if silent:
+        said += f"; not heard from: {named([members.ranks[r] for r in silent])}"
     return CollectiveTimeoutError(
-        f"{place(members, operation)} after {operation.timeout_s:.1f} s: "
-        f"{members.size - len(ranks)} of {members.size} ranks came{missing}",
+        f"{place(members, operation)} timed out after {passed_s:.1f} s: {said}",
         group=members.name,
         operation=operation.kind,
         sequence=operation.sequence,
@@ -43,12 +60,20 @@ def timed_out(
     )
 
 
-def peer_lost(members: Members, operation: Operation, gone: Sequence[int]) -> PeerLostError:
-    """Say that the group ranks `gone` died or left."""
+def peer_lost(
+    members: Members, operation: Operation, gone: Sequence[int], *, silent: Sequence[int] = ()
+) -> PeerLostError:
+    """Build the error of an operation that the group ranks `gone` cannot take part in.
+
+    Args:
+        silent: other group ranks that did not answer the liveness check.
+    """
     ranks = [members.ranks[r] for r in gone]
+    said = f"{named(ranks) or 'a rank'} died or left and did not take part"
+    if silent:
+        said += f"; not heard from: {named([members.ranks[r] for r in silent])}"
     return PeerLostError(
-        f"{place(members, operation)}: {named(ranks) or 'a rank'} died or left "
-        "and did not take part",
+        f"{place(members, operation)}: {said}",
         group=members.name,
         operation=operation.kind,
         sequence=operation.sequence,
@@ -57,14 +82,67 @@ def peer_lost(members: Members, operation: Operation, gone: Sequence[int]) -> Pe
 
 
 def aborted(members: Members, operation: Operation) -> CollectiveError:
-    """Say that this rank itself ended the group."""
-    rank = members.ranks[members.rank]
-    return CollectiveError(
-        f"{place(members, operation)}: the group was aborted on rank {rank}",
+    """Build the error of an operation of a group that this rank aborted."""
+    return _of_this_rank(members, operation, "the group was aborted on rank {rank}")
+
+
+def interrupted(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
+    """Build the error of a group in which a signal handler of this rank raised."""
+    what = f"{type(raised).__name__} in a signal handler"
+    return _of_this_rank(members, operation, f"the group was aborted on rank {{rank}}: {what}")
+
+
+def closed(members: Members, operation: Operation) -> CollectiveError:
+    """Build the error of an operation of a group that this rank closed."""
+    return _of_this_rank(members, operation, "the group was closed on rank {rank}")
+
+
+def nested(members: Members, operation: Operation) -> CollectiveError:
+    """Refuse a collective that a signal handler calls during a collective of the same group."""
+    return _of_this_rank(
+        members,
+        operation,
+        "called from a signal handler while another collective of the group runs on this thread; "
+        "set a flag in the handler and call it afterwards",
+    )
+
+
+def local_failure(members: Members, operation: Operation, raised: BaseException) -> CollectiveError:
+    """Build the error of an operation that failed in this rank's own library."""
+    text = f"{type(raised).__name__}: {raised}".replace("{", "{{").replace("}", "}}")
+    return _of_this_rank(members, operation, f"rank {{rank}} failed: {text}")
+
+
+def reported(
+    members: Members, operation: Operation, text: str, ranks: Sequence[int], *, lost: bool = False
+) -> CollectiveError:
+    """Build the error of a group that ended for the reason which another rank published.
+
+    Args:
+        ranks: global ranks; some may be outside this group.
+        lost: whether they can take part in nothing more.
+    """
+    make = PeerLostError if lost else CollectiveError
+    return make(
+        f"{place(members, operation)}: {text}",
         group=members.name,
         operation=operation.kind,
         sequence=operation.sequence,
-        ranks=[rank],
+        ranks=ranks,
+    )
+
+
+def connection_broken(
+    members: Members, operation: Operation, raised: BaseException, ranks: Sequence[int] = ()
+) -> CollectiveError:
+    """Build the error of a broken connection for which no rank can be shown to be at fault."""
+    return CollectiveError(
+        f"{place(members, operation)}: a connection broke although no rank is known to have "
+        f"died: {raised}",
+        group=members.name,
+        operation=operation.kind,
+        sequence=operation.sequence,
+        ranks=[members.ranks[r] for r in ranks],
     )
 
 
@@ -78,4 +156,15 @@ def broken_since(members: Members, operation: Operation, first: CollectiveError)
         operation=operation.kind,
         sequence=operation.sequence,
         ranks=first.ranks,
+    )
+
+
+def _of_this_rank(members: Members, operation: Operation, said: str) -> CollectiveError:
+    rank = members.ranks[members.rank]
+    return CollectiveError(
+        f"{place(members, operation)}: {said.format(rank=rank)}",
+        group=members.name,
+        operation=operation.kind,
+        sequence=operation.sequence,
+        ranks=[rank],
     )

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import echelon.recorder.current as black_box
-from echelon.dist.backends import registry
-from echelon.dist.backends.by_device import ByDevice
-from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
+from echelon.dist.make_group import GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.options import Options
-from echelon.dist.runtime import choose_backend
 from echelon.dist.torch_backend.group import TorchGroup
 from echelon.dist.torch_backend.store import Meeting
 from echelon.errors import CollectiveTimeoutError, StoreError, StoreTimeoutError
@@ -91,14 +87,12 @@ class Maker:
         return group
 
     def _make(self, name: str, store: PrefixStore, deadline_s: float) -> ProcessGroup:
-        members = Members(name=name, rank=self.rank, ranks=self.ranks, options=self._options)
-        backend = choose_backend(None, members, store, deadline_s)
-        left_s = max(0.001, deadline_s - time.monotonic())
-        host = registry.create(backend, members, store, left_s)
-        engine = ByDevice(members, store, host)
-        group = ProcessGroup(members, engine, self.timeout_s, _no_split)
+        group = GroupMaker(self.ranks[self.rank], None, self._options).make(
+            self.ranks, name, store, max(0.001, deadline_s - time.monotonic())
+        )
+        group.timeout_s = self.timeout_s
         if self.is_world:
-            self._introduce(store, one_host=backend == "shm")
+            self._introduce(store, one_host=group.backend == "shm")
         return group
 
     def close(self) -> None:
@@ -148,7 +142,3 @@ def _offset(store: PrefixStore, rank: int, size: int, timeout_s: float) -> Any:
 
 def _short(name: str) -> str:
     return f"group_{name if len(name) <= _NAME_CHARS else name[:_NAME_CHARS]}"
-
-
-def _no_split(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:  # noqa: ARG001
-    raise ValueError("a group under torch is divided by torch.distributed.new_group")

@@ -107,7 +107,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
     def exception(self) -> BaseException | None:
         """Return what the operation ended with; None if well or not yet."""
-        errors = (part.error or part.pending.error for part in self._parts if part.done)
+        errors = (part.error for part in self._parts if part.done)
         return next((error for error in errors if error is not None), None)
 
     def result(self) -> list[Any]:

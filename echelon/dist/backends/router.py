@@ -1,0 +1,196 @@
+"""Which engine of a group carries an operation: by its device, and messages apart.
+
+Three cases need more than one engine:
+
+* `init(None)`: the host's engine from the start, a device's when the first array on it arrives, in
+  a collective, which all ranks take part in. That operation is compared over the host's engine
+  first, device included: a rank that passes another array is named before anything is made.
+* a device's backend asked for by name ("nccl"): its engine from the start, and the host's beside it
+  for objects, barriers and arrays of the host.
+* a backend without messages: another engine of the host carries them. (oneCCL's CPU plug-in crashes
+  in sends and receives.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+from echelon.dist.backends import registry
+from echelon.dist.backends.interface import Engine, Members, Pending, Refused, Watch
+from echelon.dist.errors import build
+from echelon.dist.operation.arrays import DeviceFlat
+from echelon.dist.operation.operation import Operation
+from echelon.errors import CollectiveError
+from echelon.store import PrefixStore
+
+
+class Router:
+    """Several engines of one group as one.
+
+    Args:
+        host: the engine of the host's arrays.
+        messages: the engine of the host's messages; None: `host`.
+        device: an engine of a device, made already.
+        makes_engines: whether an engine is made for a device that none serves.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        store: PrefixStore,
+        host: Engine,
+        *,
+        messages: Engine | None = None,
+        device: Engine | None = None,
+        makes_engines: bool = False,
+    ) -> None:
+        self.name = host.name if device is None else device.name
+        self.device = host.device
+        self._members = members
+        self._store = store
+        self._host = host
+        self._messages = messages or host
+        self._engines = {host.device: host}
+        if device is not None:
+            self._engines[device.device] = device
+        self._makes_engines = makes_engines
+        self._making = threading.Lock()
+        self._cut_for: list[CollectiveError | None] = []
+
+    @property
+    def nests(self) -> bool:
+        """Whether collectives of the host may be nested."""
+        return self._host.nests
+
+    def engine_for(self, device: str) -> Engine | None:
+        """Return the engine of a device's arrays; None if there is none yet."""
+        return self._engines.get(device)
+
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
+        """Return why the host's engines refuse such operations of the host."""
+        engine = self._messages if kind in ("send", "recv") else self._host
+        return engine.refuses(kind, dtype, reduce_op)
+
+    def prepare(self, operation: Operation) -> None:
+        """Check an operation for the engine that will carry it.
+
+        Raises:
+            ValueError: no engine can.
+        """
+        engine = self._find(operation)
+        if engine is not None:
+            _check(engine, operation, ValueError)
+            engine.prepare(operation)
+            return
+        name, reason = registry.for_device(operation.device) if self._makes_engines else ("", "")
+        if not name:
+            reason = reason or f"backend {self.name!r} carries arrays on {self._devices()}"
+        elif operation.is_message:
+            reason = (
+                f"the first operation on {operation.device} must be a collective, in which all "
+                "ranks take part"
+            )
+        if reason:
+            raise ValueError(
+                f"{operation.kind}: an array on {operation.device} in group "
+                f"{self._members.name!r}: {reason}"
+            )
+
+    def execute(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one operation; block until it is done on this rank."""
+        self._engine(operation, watch).execute(operation, watch)
+
+    def submit(self, operation: Operation, watch: Watch) -> Pending:
+        """Start one operation; the first on a device blocks until all ranks have called it."""
+        return self._engine(operation, watch).submit(operation, watch)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Launch together what each engine can."""
+        with contextlib.ExitStack() as stack:
+            for engine in self._all():
+                stack.enter_context(engine.batch())
+            yield
+
+    def cut(self, reason: CollectiveError | None) -> None:
+        """End all progress in every engine."""
+        self._cut_for.append(reason)
+        for engine in self._all():
+            engine.cut(reason)
+
+    def close(self) -> None:
+        """Release every engine."""
+        for engine in reversed(self._all()):
+            engine.close()
+
+    def _all(self) -> list[Engine]:
+        engines = list(self._engines.values())
+        return engines if self._messages is self._host else [*engines, self._messages]
+
+    def _devices(self) -> str:
+        return " and ".join(self._engines)
+
+    def _find(self, operation: Operation) -> Engine | None:
+        if operation.is_message and operation.device == self.device:
+            return self._messages
+        return self._engines.get(operation.device)
+
+    def _engine(self, operation: Operation, watch: Watch) -> Engine:
+        engine = self._find(operation)
+        if engine is not None:
+            return engine
+        with self._making:
+            engine = self._engines.get(operation.device) or self._make(operation, watch)
+        _check(engine, operation, Refused)
+        engine.prepare(operation)
+        return engine
+
+    def _make(self, operation: Operation, watch: Watch) -> Engine:
+        """Make a device's engine, in an operation that all members take part in."""
+        name, reason = registry.for_device(operation.device)
+        if not name:
+            raise Refused(reason)
+        self._compare(operation, watch)
+        data = operation.source if operation.source is not None else operation.target
+        members = dataclasses.replace(
+            self._members,
+            device=operation.device,
+            device_index=data.index if isinstance(data, DeviceFlat) else 0,
+            check=watch.check,
+        )
+        engine = registry.create(
+            name,
+            members,
+            PrefixStore(f"device/{operation.device}", self._store),
+            max(0.001, watch.deadline_s - time.monotonic()),
+        )
+        self._engines = {**self._engines, operation.device: engine}
+        if self._cut_for:  # the group ended while the engine was being made
+            engine.cut(self._cut_for[0])
+        return engine
+
+    def _compare(self, operation: Operation, watch: Watch) -> None:
+        """Meet all members over the host's engine, each with what it called."""
+        meeting = Operation(
+            "barrier", operation.sequence, timeout_s=operation.timeout_s, call=operation.call
+        )
+        try:
+            self._host.execute(meeting, watch)
+        except CollectiveError as err:
+            before, now = (build.place(self._members, one) for one in (meeting, operation))
+            err.args = (str(err).replace(before, now, 1),)
+            err.operation = operation.kind
+            raise
+
+
+def _check(engine: Engine, operation: Operation, error: type[ValueError]) -> None:
+    reason = engine.refuses(operation.kind, operation.dtype, operation.reduce_op)
+    if reason:
+        raise error(
+            f"{operation.kind} of {operation.dtype}{list(operation.shape)}: "
+            f"backend {engine.name!r} {reason}"
+        )

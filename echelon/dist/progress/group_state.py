@@ -1,0 +1,436 @@
+"""GroupState: what a group has called, what is under way, and how the group ended.
+
+This is the only place that knows whether a group is broken, aborted or closed. Engines raise what
+they saw (see `backends/interface.py`); here that becomes the group's first error, which is the one
+that every later call reports, on this rank and, through `Evidence`, on the others.
+
+[Note: the end of a group] The first of a failure, an abort and a close wins, by one atomic
+`dict.setdefault`, so no lock is needed: `abort` may be called by a signal handler on a thread that
+holds any lock of this object. The winner cuts the engine. The engine is released (`close`) only
+once no thread is inside it: `close` waits a moment for other threads, and where the caller itself
+is inside (a signal handler that calls `shutdown`), the interrupted call releases it on its way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import echelon.recorder.current as black_box
+from echelon.dist.backends.interface import ConnectionBroken, Engine, Members, Pending, Refused
+from echelon.dist.errors import build
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.interruption import is_from_handler
+from echelon.dist.progress.watcher import watcher
+from echelon.dist.work import Work
+from echelon.errors import CollectiveError
+from echelon.recorder.recorder import NOT_RECORDED
+
+_CLOSE_S = 1.0  # how long `close` waits for other threads to leave the engine
+_LOOK_S = 0.001
+
+
+class Evidence(Protocol):
+    """What this rank can find out about the other members from outside the engine."""
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the group ranks whose processes are known to have ended. Local."""
+
+    def find(
+        self, operation: Operation, broken: ConnectionBroken | None, needed: Sequence[int] | None
+    ) -> CollectiveError:
+        """Find out who is at fault, within 2 s.
+
+        Args:
+            operation: the one that cannot end.
+            broken: what the engine saw; None if the operation timed out.
+            needed: group ranks that have not arrived, if the engine knows them.
+        """
+
+    def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Return a better explanation of what the engine raised, if other ranks published one."""
+
+    def publish(self, error: CollectiveError) -> None:
+        """Let the other members know why the group ended on this rank. Returns at once."""
+
+    def leave(self) -> None:
+        """Let the other members know that this rank closed the group. Returns at once."""
+
+    def close(self) -> None:
+        """Release everything. Safe to call twice."""
+
+
+class NoEvidence:
+    """The evidence of a group of one."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
+        """Return none."""
+        return []
+
+    def find(
+        self, operation: Operation, broken: ConnectionBroken | None, needed: Sequence[int] | None
+    ) -> CollectiveError:
+        """Report what the engine saw."""
+        if broken is not None:
+            return build.connection_broken(self._members, operation, broken)
+        return build.timed_out(self._members, operation, needed or [])
+
+    def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
+        """Return the error."""
+        return error
+
+    def publish(self, error: CollectiveError) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Turn:
+    """A lock that knows its owner, since a signal handler may ask for it on the same thread.
+
+    `with turn as is_nested`: a nested block runs within the owner's.
+    """
+
+    __slots__ = ("_depth", "_lock", "_owner")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._depth = 0
+
+    def __enter__(self) -> bool:
+        me = threading.get_ident()
+        if self._owner != me:
+            self._lock.acquire()
+            self._owner = me
+        self._depth += 1
+        return self._depth > 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a group ended on this rank: with an error, by an abort (no error), or in order."""
+
+    error: CollectiveError | None = None
+    is_abort: bool = False
+
+
+class GroupState:
+    """The operations of one group on this rank, from their numbers to the group's end."""
+
+    def __init__(self, members: Members, engine: Engine, evidence: Evidence | None = None) -> None:
+        self.members = members
+        self.engine = engine
+        self.evidence: Evidence = evidence or NoEvidence(members)
+        self.num_collectives = 0
+        self.is_closed = False
+        self._pid = os.getpid()
+        self._message_numbers: dict[tuple[str, int], int] = {}
+        self._ends: dict[str, _End] = {}  # empty, or the one end: see the note above
+        self.collectives = Turn()  # held by a collective from its number to its end
+        self.messages = Turn()  # held by a message while it gets its number
+        self._inside: list[int] = []  # idents of the threads that are inside the engine
+        self._releasing = threading.Lock()
+        self._is_released = False
+        self._works: list[Work] = []
+        self._lock = threading.RLock()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that owns the group."""
+        return os.getpid() != self._pid
+
+    # ---- numbers ----
+
+    def next_message(self, kind: str, peer: int) -> int:
+        """Return the number that `admit` will give to the next message with a peer."""
+        return self._message_numbers.get((kind, peer), 0)
+
+    def admit(self, operation: Operation, *, is_nested: bool = False) -> None:
+        """Give an operation its number for good, unless it is refused; its turn is held.
+
+        Raises:
+            ValueError: the engine refuses it; no number was given.
+            CollectiveError: the group has ended, or a nested collective cannot run.
+        """
+        if self._ends:
+            raise self.end_of(operation)
+        if is_nested and not self.engine.nests:
+            raise build.nested(self.members, operation)
+        self.engine.prepare(operation)
+        if operation.is_message:
+            self._message_numbers[operation.kind, operation.peer] = operation.sequence + 1
+        else:
+            self.num_collectives = operation.sequence + 1
+
+    # ---- carrying out ----
+
+    def run(self, operation: Operation) -> None:
+        """Carry out one admitted operation on this thread.
+
+        Raises:
+            CollectiveError: it failed; the group has ended.
+        """
+        me = threading.get_ident()
+        self._inside.append(me)
+        try:
+            self.engine.execute(operation, OperationWatch(self, operation))
+        except BaseException as err:  # noqa: BLE001 -- raised again, as what it means
+            self.raise_end(operation, err)
+        finally:
+            self._leave(me)
+
+    def launch(self, operation: Operation, record: int) -> Work:
+        """Start one admitted operation.
+
+        Raises:
+            CollectiveError: it failed at once; the group has ended.
+        """
+        watch = OperationWatch(self, operation)
+        me = threading.get_ident()
+        self._inside.append(me)
+        try:
+            pending = self.engine.submit(operation, watch)
+        except BaseException as err:  # noqa: BLE001 -- raised again, as what it means
+            self.raise_end(operation, err)
+        finally:
+            self._leave(me)
+        work = Work(self, operation, pending, record, watch)
+        with self._lock:
+            self._works.append(work)
+        watcher().add(self)
+        return work
+
+    def wait(self, pending: Pending, timeout_s: float | None) -> bool:
+        """Wait for a submitted operation; see `Pending.wait`."""
+        if pending.done:
+            return pending.wait(0.0)
+        me = threading.get_ident()
+        self._inside.append(me)
+        try:
+            return pending.wait(timeout_s)
+        finally:
+            self._leave(me)
+
+    def _leave(self, thread: int) -> None:
+        """Note that a thread left the engine; the last one releases it if the group is closed."""
+        self._inside.remove(thread)
+        if self.is_closed and not self._inside:
+            self._release()
+
+    # ---- operations under way ----
+
+    def sweep(self) -> None:
+        """Settle what has ended."""
+        if self._works:
+            with self._lock:
+                for work in self._ended():
+                    self._settle(work)
+
+    def settle(self, work: Work) -> None:
+        """Note the end of an operation, after those before it: the first error is the cause.
+
+        One on a device may have been waited for and still run: it is noted later.
+        """
+        with self._lock:
+            for earlier in self._ended():
+                self._settle(earlier)
+            if work.pending.done:
+                self._settle(work)
+
+    def tick(self) -> bool:
+        """Settle and check what is under way, on the watcher's thread; False if nothing is."""
+        self.sweep()
+        with self._lock:
+            works = list(self._works)
+        for work in works:
+            if work.operation.device == "cpu" or hasattr(work.pending, "is_watched"):
+                continue  # a thread of the engine checks it
+            try:
+                work.watch.check()
+            except CollectiveError as err:
+                self.fail(err)
+                break
+        return bool(works)
+
+    def _ended(self) -> list[Work]:
+        """Return the operations that have ended, in the order of their calls."""
+        ended: list[Work] = []
+        busy: set[object] = set()
+        for work in self._works:
+            if work.lane not in busy and work.pending.done:
+                ended.append(work)
+            elif work.operation.device != "cpu":  # a stream is ordered: asking is not free
+                busy.add(work.lane)
+        return ended
+
+    def _settle(self, work: Work) -> None:
+        if work.is_settled:
+            return
+        work.is_settled = True
+        with contextlib.suppress(ValueError):
+            self._works.remove(work)
+        raised = work.pending.error
+        if raised is not None:
+            work.failure = self.explain(work.operation, raised)
+        recorder = None if work.record == NOT_RECORDED else black_box.current()
+        if recorder is None:
+            return
+        if work.failure is not None:
+            recorder.failed(work.record, work.failure)
+        else:
+            recorder.completed(work.record, work.pending.ended_mono_ns or time.monotonic_ns())
+
+    # ---- failing ----
+
+    def raise_end(self, operation: Operation, raised: BaseException) -> NoReturn:
+        """Raise to the user what an operation ended with.
+
+        Raises:
+            BaseException: always.
+        """
+        error = self.explain(operation, raised)
+        if error is raised or error.__cause__ is not None:
+            raise error
+        raise error from None
+
+    def explain(self, operation: Operation, raised: BaseException) -> BaseException:
+        """Turn what an engine raised into what the user gets, and end the group with it."""
+        if isinstance(raised, Refused):
+            return raised
+        is_ours = isinstance(raised, Exception) and not is_from_handler(raised)
+        if not is_ours:  # a signal handler raised: the other ranks must not wait for this one
+            self.fail(build.interrupted(self.members, operation, raised))
+            return raised
+        if self._ends:
+            return self.end_of(operation, raised)
+        if isinstance(raised, CollectiveError):
+            error = self.evidence.explain(operation, raised)
+        elif isinstance(raised, ConnectionBroken):
+            error = self.evidence.find(operation, raised, None)
+        else:
+            error = build.local_failure(self.members, operation, raised)
+            error.__cause__ = raised
+        first = self.fail(error)
+        return error if first is error else self.end_of(operation, error)
+
+    def fail(self, error: CollectiveError) -> CollectiveError | None:
+        """End the group with an error, if nothing has ended it; return the error that did."""
+        mine = _End(error)
+        first = self._ends.setdefault("end", mine)
+        if first is mine:
+            self._cut(error)
+            self.evidence.publish(error)
+        return first.error
+
+    def abort(self) -> None:
+        """End the group on all ranks. Callable from any thread and any signal handler."""
+        mine = _End(is_abort=True)
+        if self._ends.setdefault("end", mine) is mine:
+            error = build.aborted(self.members, Operation("abort", 0))
+            self._cut(error)
+            self.evidence.publish(error)
+
+    def end_of(self, operation: Operation, raised: BaseException | None = None) -> CollectiveError:
+        """Return the error of an operation of a group that has ended.
+
+        Args:
+            raised: what the engine raised for this operation, if it was under way.
+        """
+        end = self._ends["end"]
+        if end.error is not None:
+            same = (end.error.operation, end.error.sequence)
+            if end.error is raised or (raised and same == (operation.kind, operation.sequence)):
+                return end.error
+            return build.broken_since(self.members, operation, end.error)
+        if end.is_abort:
+            return build.aborted(self.members, operation)
+        return build.closed(self.members, operation)
+
+    def check_end(self, operation: Operation) -> None:
+        """Raise if the group has ended."""
+        if self._ends:
+            raise self.end_of(operation)
+
+    def _cut(self, reason: CollectiveError | None) -> None:
+        try:
+            self.engine.cut(reason)
+        except Exception as err:  # noqa: BLE001 -- the group has ended; a second error helps no one
+            if reason is not None and reason.__context__ is None:
+                reason.__context__ = err
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """End the group on this rank and release what it holds. Local work only, at most 1 s."""
+        if self.is_closed or self.is_foreign:
+            return
+        self.sweep()  # before the end: an operation that has failed by then is the cause
+        self.is_closed = True
+        mine = _End()
+        if self._ends.setdefault("end", mine) is mine:
+            self.evidence.leave()
+            self._cut(None)
+        self.sweep()
+        me = threading.get_ident()
+        limit_s = time.monotonic() + _CLOSE_S
+        while self._inside and me not in self._inside and time.monotonic() < limit_s:
+            time.sleep(_LOOK_S)
+        if not self._inside:
+            self._release()
+
+    def _release(self) -> None:
+        with self._releasing:
+            if self._is_released:
+                return
+            self._is_released = True
+        self.sweep()
+        self.engine.close()
+        self.evidence.close()
+        watcher().remove(self)
+
+
+class OperationWatch:
+    """What bounds one operation; see `interface.Watch`."""
+
+    __slots__ = ("_operation", "_state", "deadline_s")
+
+    def __init__(self, state: GroupState, operation: Operation) -> None:
+        self._state = state
+        self._operation = operation
+        self.deadline_s = time.monotonic() + operation.timeout_s
+
+    def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
+        """Raise what ends this operation; see `interface.Watch.check`."""
+        state, operation = self._state, self._operation
+        state.check_end(operation)
+        members = state.members
+        others = [r for r in range(members.size) if r != members.rank]
+        dead = state.evidence.dead(others if needed is None else needed())
+        if dead and needed is not None:
+            still = set(needed())
+            dead = [rank for rank in dead if rank in still]
+        if dead:
+            raise build.peer_lost(members, operation, dead)
+        if time.monotonic() >= self.deadline_s:
+            late = None if needed is None else needed()
+            if late is None or late:
+                raise state.evidence.find(operation, None, late)

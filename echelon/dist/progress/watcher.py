@@ -1,0 +1,129 @@
+"""The process's watcher: one thread that looks after the operations of all groups.
+
+It settles operations that no caller waits for, so that the black box has their ends; it checks
+deadlines and deaths for engines that have no thread of their own; and it runs the jobs that must
+not delay a failing call, such as publishing a verdict. It does nothing while there is nothing to
+look after. A forked child has a watcher of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+_TICK_S = 0.1
+_JOIN_S = 0.5
+_LINGER_S = 2.0  # a thread costs more to start than to keep for a moment
+
+
+class Watched(Protocol):
+    """What the watcher looks after."""
+
+    def tick(self) -> bool:
+        """Look after it; False if there is nothing to look after any more."""
+
+
+class Watcher:
+    """One thread; `add`, `remove` and `post` never block."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._running: set[int] = set()  # empty while no job runs
+        self._wake = threading.Event()
+        self._starting = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, watched: Watched) -> None:
+        """Look after an object until its `tick` returns False."""
+        if watched not in self._watched:
+            self._watched.add(watched)
+            self._start()
+
+    def remove(self, watched: Watched) -> None:
+        """Stop looking after an object; with the last one the thread ends."""
+        self._watched.discard(watched)
+        thread = self._thread
+        if thread is None or len(self._watched):
+            return
+        with self._starting:
+            self._thread = None
+        self._wake.set()
+        if thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Run a job on the watcher's thread; it must bound its own time to about a second."""
+        self._jobs.append(job)
+        self._start()
+        self._wake.set()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the jobs posted so far have run, or the time is up."""
+        if threading.current_thread() is self._thread:
+            return
+        limit_s = time.monotonic() + timeout_s
+        while (self._jobs or self._running) and time.monotonic() < limit_s:
+            time.sleep(0.001)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="echelon-watcher", daemon=True
+                )
+                self._thread.start()
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def _serve(self) -> None:
+        me = threading.current_thread()
+        while self._thread is me or self._jobs:
+            self._wake.clear()
+            self._run_jobs()
+            for watched in list(self._watched):
+                self._tick(watched)
+                del watched
+            if not self._wake.wait(_TICK_S if len(self._watched) else _LINGER_S):
+                self._end_if_idle(me)
+
+    def _end_if_idle(self, me: threading.Thread) -> None:
+        with self._starting:
+            if not len(self._watched) and not self._jobs and self._thread is me:
+                self._thread = None
+
+    def _tick(self, watched: Watched) -> None:
+        with contextlib.suppress(Exception):  # one group's error is not another's
+            if watched.tick():
+                return
+            self._watched.discard(watched)
+            if watched.tick():  # something began between the two
+                self._watched.add(watched)
+
+    def _run_jobs(self) -> None:
+        self._running.add(1)
+        try:
+            while self._jobs:
+                with contextlib.suppress(Exception):  # a job reports its own failures
+                    self._jobs.popleft()()
+        finally:
+            self._running.clear()
+
+
+_watcher = (os.getpid(), Watcher())
+
+
+def watcher() -> Watcher:
+    """Return this process's watcher."""
+    global _watcher
+    pid, found = _watcher
+    if pid != os.getpid():
+        found = Watcher()
+        _watcher = (os.getpid(), found)
+    return found
