@@ -201,8 +201,9 @@ static void begin_any_receive(struct ec_engine *engine, struct ec_op *op)
             deliver(engine, op, peer, stashed);
             return;
         }
-        ec_open_message(engine, front);
-        if (engine->blame.fault != EC_FINE || engine->inboxes[front].op == op)
+        bool is_its_own = wanted(engine, front, op->tag) == op;
+        ec_open_message(engine, front); /* may be the end of the operation, or of the group */
+        if (is_its_own || engine->blame.fault != EC_FINE)
             return;
     }
 }
