@@ -1,25 +1,30 @@
-"""The one thing pyproject.toml cannot say yet: an extension that may fail to build.
+"""The one thing pyproject.toml cannot say yet: extensions that may fail to build.
 
-Without a compiler the install succeeds all the same, and the pure-Python engine is used.
+Without a compiler the install succeeds all the same, and what is written in Python is used.
 """
 
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-NATIVE = Path("echelon/dist/backends/shm/native")
+
+def core(name: str, folder: str) -> Extension:
+    """Describe an extension of the sources and headers in one folder."""
+    return Extension(
+        name,
+        sources=sorted(str(path) for path in Path(folder).glob("*.c")),
+        depends=sorted(str(path) for path in Path(folder).glob("*.h")),
+        extra_compile_args=[
+            "-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread",
+        ],
+        extra_link_args=["-pthread"],
+        optional=True,
+    )  # fmt: skip
+
 
 setup(
     ext_modules=[
-        Extension(
-            "echelon.dist.backends.shm._native",
-            sources=sorted(str(path) for path in NATIVE.glob("*.c")),
-            depends=sorted(str(path) for path in NATIVE.glob("*.h")),
-            extra_compile_args=[
-                "-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread",
-            ],
-            extra_link_args=["-pthread"],
-            optional=True,
-        )
+        core("echelon.dist.backends.shm._native", "echelon/dist/backends/shm/native"),
+        core("echelon.recorder._native", "echelon/recorder/native"),
     ]
-)  # fmt: skip
+)

@@ -1,6 +1,7 @@
 """Where each part of a ring file lies.
 
-    header | identity, twice | live words | last words | open spans | strings | spans | operations
+    header | identity, twice | live words | last words | open spans | strings | spans | operations |
+    kept operations | recent
 
 All offsets follow from the two capacities, so a reader computes them from the header alone. Parts
 start on page boundaries: the live words never share a page with what is written often.
@@ -12,9 +13,12 @@ from dataclasses import dataclass
 
 from echelon.recorder.schema import (
     HEADER,
+    KEPT_OPERATION,
+    NUM_KEPT,
     NUM_OPEN_SPANS,
     OPERATION_SLOT,
     PAGE_BYTES,
+    RECENT_BYTES,
     SPAN_SLOT,
     STRINGS_BYTES,
     Live,
@@ -57,6 +61,20 @@ class Layout:
         return self.spans_offset + _pages(self.num_spans * SPAN_SLOT.itemsize)
 
     @property
+    def kept_offset(self) -> int:
+        """First place of operations that outlived their slots.
+
+        It lies behind the slots: an operation moves there before its slot is reused, so a copy of
+        the file made front to back has it in one of the two.
+        """
+        return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
+
+    @property
+    def recent_offset(self) -> int:
+        """First byte of `recent`; behind what points into it, for the same reason."""
+        return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
+
+    @property
     def file_bytes(self) -> int:
         """Size of the whole file."""
-        return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
+        return self.recent_offset + _pages(RECENT_BYTES)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from echelon.errors import DumpFormatError
 from echelon.recorder.dump_parser import record_of_dump
@@ -21,6 +23,8 @@ from echelon.recorder.ring_parser import RingParser, check_header, is_payload_wh
 from echelon.recorder.schema import (
     DUMP_CRC_MARK,
     DUMP_KIND,
+    KEPT_OPERATION,
+    NUM_KEPT,
     NUM_OPEN_SPANS,
     OPERATION_SLOT,
     RING_MAGIC,
@@ -142,6 +146,7 @@ class LiveRing:
         self._slots = np.frombuffer(
             self._map, OPERATION_SLOT, layout.num_operations, layout.operations_offset
         )
+        self._kept = np.frombuffer(self._map, KEPT_OPERATION, NUM_KEPT, layout.kept_offset)["slot"]
 
     def words(self) -> tuple[int, ...]:
         """Return the live words, see `Live`."""
@@ -149,16 +154,10 @@ class LiveRing:
 
     def pending(self) -> tuple[int, int]:
         """Return (when the oldest operation that has not ended was called, how many there are)."""
-        state, head = self._slots["state"], self._slots["head"]
-        ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
-        open_slots = np.flatnonzero((head != 0) & (self._slots["tail"] == head) & ~ended)
-        called = self._slots["fixed"]["created_mono_ns"][open_slots]
-        # The oldest decides about a stall: it must not be a slot that is just being written.
-        for i in np.argsort(called, kind="stable").tolist():
-            copy = self._slots[open_slots[i] : open_slots[i] + 1].copy()
-            if is_payload_whole(copy.tobytes(), 0):
-                return int(copy["fixed"]["created_mono_ns"][0]), len(open_slots)
-        return 0, 0
+        in_slots, num_in_slots = _oldest_open(self._slots)
+        kept, num_kept = _oldest_open(self._kept)
+        oldest = min((called for called in (in_slots, kept) if called), default=0)
+        return oldest, num_in_slots + num_kept
 
     def sight(self, rank: int) -> Sight:
         """Return what the stall rule wants to know of this rank."""
@@ -179,5 +178,19 @@ class LiveRing:
 
     def close(self) -> None:
         """Unmap the file."""
-        del self._live, self._slots
+        del self._live, self._slots, self._kept
         self._map.close()
+
+
+def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return (when the oldest operation that has not ended was called, how many there are)."""
+    state, head = slots["state"], slots["head"]
+    ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
+    open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)
+    called = slots["fixed"]["created_mono_ns"][open_slots]
+    # The oldest decides about a stall: it must not be a slot that is just being written.
+    for i in np.argsort(called, kind="stable").tolist():
+        copy = slots[open_slots[i] : open_slots[i] + 1].copy()
+        if is_payload_whole(copy.tobytes(), 0):
+            return int(copy["fixed"]["created_mono_ns"][0]), len(open_slots)
+    return 0, 0

@@ -7,55 +7,24 @@ text of a call site that it has not met before. Which process has one is decided
 from __future__ import annotations
 
 import itertools
-import struct
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any
-from zlib import crc32
 
-from echelon.recorder import sites
+from echelon.recorder import native, sites
 from echelon.recorder.liveness import HEARTBEAT_S
 from echelon.recorder.open_span import OpenSpan
-from echelon.recorder.ring import OPERATION_FIXED_STRUCT, Ring
-from echelon.recorder.schema import (
-    MAX_DIMS,
-    MAX_SPLITS,
-    MAX_TENSORS,
-    NUM_OPEN_SPANS,
-    Flag,
-    Identity,
-    LastWords,
-    Live,
-    State,
-    encode_ranks,
-)
+from echelon.recorder.operations import NOT_RECORDED as NOT_RECORDED
+from echelon.recorder.operations import Operations, OperationWriter
+from echelon.recorder.ring import Ring
+from echelon.recorder.schema import NUM_OPEN_SPANS, Identity, LastWords, Live, encode_ranks
 
-_Shapes = tuple[tuple[int, ...], ...]
-_Splits = tuple[int, ...]
-
-# references of operation, dtype and reduce op; timeout in ms; number of tensors; flags; tail
-_Call = tuple[int, int, int, int, int, int, bytes]
-pack_operation = OPERATION_FIXED_STRUCT.pack
-
-
-def _range_of(code: str) -> tuple[int, int]:
-    bits = 8 * struct.calcsize("<" + code)
-    return (0, (1 << bits) - 1) if code.isupper() else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
-
-
-NOT_RECORDED = -1
-_MAX_CALLS = 4096  # cached encodings; a program with more dynamic shapes encodes again
-_MAX_TIMEOUT_S = 1e9
-_RANGES = [_range_of(code) for code in OPERATION_FIXED_STRUCT.format[1:]]
-# Looking a member of an enum up costs as much as storing it.
-_NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
-_PROGRESS = int(Live.PROGRESS_MONO_NS)
-_COMPLETED = int(State.COMPLETED)
+_STEP = int(Live.STEP)
 _MAX_STEP = (1 << 63) - 2
 _ERROR_CHARS = 600
 _WORDS_CHARS = 2000
@@ -74,23 +43,39 @@ class _Thread(threading.local):
 class Recorder:
     """Record into a ring. All methods are thread-safe and none raises."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(
+        self, ring: Ring, *, in_c: bool = True, now: Callable[[], int] | None = None
+    ) -> None:
+        """Record into `ring`.
+
+        Args:
+            in_c: use the C core where it was built.
+            now: the clock, in nanoseconds; None: the monotonic one.
+        """
         self._ring = ring
         self._live = ring.live
-        self._numbers = itertools.count()
         self._span_numbers = itertools.count()
         self._span_records = itertools.count()
         self._num_ended_spans = itertools.count(1)
         self._coalesced_numbers = itertools.count()
-        self._calls: dict[tuple[Any, ...], _Call] = {}
-        self._sites = sites.Sites(ring.intern)
+        self._sites = sites.Sites(ring.texts)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._open_places = deque(range(NUM_OPEN_SPANS))
         self._thread = _Thread()
-        self._step = -1
         self._beating: threading.Thread | None = None
         self._is_owner = True
         self.closing = threading.Event()
+        self.is_in_c = in_c and native.available()
+        operations: OperationWriter
+        if self.is_in_c:
+            operations = native.make_writer(ring, self._sites, now)
+        else:
+            operations = Operations(ring, self._sites, now or monotonic_ns)
+        # No method stands between an operation and its writer: a call costs as much as the record.
+        self.begin = operations.begin
+        self.started = operations.started
+        self.completed = operations.completed
+        self._failed = operations.failed
 
     @property
     def identity(self) -> Identity:
@@ -115,78 +100,14 @@ class Recorder:
         key = (name, tuple(ranks))
         known = self._groups.get(key)
         if known is None:
-            known = self._ring.intern(f"{name}\n{encode_ranks(ranks)}")
+            known = self._ring.texts.intern_group(f"{name}\n{encode_ranks(ranks)}")
             self._groups[key] = known
         return known
 
-    def begin(
-        self,
-        group: int,
-        operation: str,
-        *,
-        sequence: int = -1,
-        p2p_sequence: int = -1,
-        dtype: str = "",
-        shapes: _Shapes = (),
-        input_splits: _Splits = (),
-        output_splits: _Splits = (),
-        num_bytes: int = 0,
-        reduce_op: str = "",
-        root: int = -1,
-        peer: int = -1,
-        tag: int = -1,
-        coalesced: int = -1,
-        timeout_s: float = 0.0,
-        flags: int = 0,
-        depth: int = 1,
-    ) -> int:
-        """Record that an operation was called; return its number for the calls that follow.
-
-        Args:
-            group: from `group()`.
-            num_bytes: bytes of the input on this rank.
-            depth: frames between here and code that may be the user's; 1 is the caller.
-        """
-        now = monotonic_ns()
-        key = (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits)
-        operation_ref, dtype_ref, reduce_ref, timeout_ms, num_tensors, more_flags, tail = (
-            self._calls.get(key) or self._new_call(key)
-        )
-        try:
-            site, stack = self._sites.find(sys._getframe(depth))
-        except ValueError:  # the stack is not that deep
-            site = stack = 0
-        record = next(self._numbers)
-        fields = (
-            record, sequence, p2p_sequence, now, self._step, num_bytes, timeout_ms,
-            group, operation_ref, dtype_ref, reduce_ref, site, stack, root, peer, tag, coalesced,
-            self._thread.native_id, flags | more_flags, num_tensors,
-        )  # fmt: skip
-        try:
-            payload = pack_operation(*fields)
-        except struct.error:
-            payload = pack_operation(*_clamped(fields))
-        self._ring.write_operation(record, payload + tail)
-        self._live[_NUM_OPERATIONS] = record + 1
-        self._live[_PROGRESS] = now
-        return record
-
-    def started(self, record: int) -> None:
-        """Record that the backend took the operation up."""
-        self._ring.mark_started(record, monotonic_ns())
-
-    def completed(self, record: int, at_mono_ns: int | None = None) -> None:
-        """Record that the operation is done on this rank, now or at a time already past."""
-        now = monotonic_ns()
-        self._ring.mark_ended(record, at_mono_ns or now, _COMPLETED)
-        self._live[_PROGRESS] = now
-
     def failed(self, record: int, error: BaseException) -> None:
         """Record that the operation ended in an error."""
-        now = monotonic_ns()
-        text = self._ring.intern(f"{type(error).__name__}: {_said(error)}"[:_ERROR_CHARS])
-        self._ring.mark_ended(record, now, State.FAILED, text)
-        self._live[Live.PROGRESS_MONO_NS] = now
+        text = f"{type(error).__name__}: {_said(error)}"[:_ERROR_CHARS]
+        self._failed(record, self._ring.texts.recent(text))
 
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return the reference of a group that has just been made.
@@ -208,14 +129,21 @@ class Recorder:
     def step(self, number: int | None = None) -> None:
         """Note that a training step begins: number `number`, or one more than the last."""
         now = monotonic_ns()
-        self._step = self._step + 1 if number is None else min(max(number, -1), _MAX_STEP)
-        self._live[Live.STEP] = self._step + 1
+        before = self._live[Live.STEP]
+        self._live[Live.STEP] = before + 1 if number is None else _step_word(number, before)
         self._live[Live.STEP_MONO_NS] = now
         self._live[Live.PROGRESS_MONO_NS] = now
 
     def open_span(self, name: str, detail: str, depth: int) -> OpenSpan:
         """Record that a phase begins."""
         now = monotonic_ns()
+        texts = self._ring.texts
+        name_ref = texts.intern(_said(name)[:_ERROR_CHARS])
+        detail_ref = texts.recent(_said(detail)[:_ERROR_CHARS])
+        try:
+            site, _ = self._sites.find(sys._getframe(depth))
+        except ValueError:  # the stack is not that deep
+            site = 0
         level = self._thread.depth
         self._thread.depth = level + 1
         try:
@@ -223,19 +151,10 @@ class Recorder:
         except IndexError:
             place = -1
             self._live[Live.OPEN_SPANS_REFUSED] += 1
-        site, _ = self._sites.find(sys._getframe(depth))
-        intern = self._ring.intern
         span = OpenSpan(
-            next(self._span_numbers),
-            now,
-            self._step,
-            intern(str(name)[:_ERROR_CHARS]),
-            intern(str(detail)[:_ERROR_CHARS]),
-            site,
-            self._thread.native_id,
-            level,
-            place,
-        )
+            next(self._span_numbers), now, self._live[_STEP] - 1, name_ref, detail_ref, site,
+            self._thread.native_id, level, place,
+        )  # fmt: skip
         if place >= 0:
             self._ring.write_open_span(place, span.number, span.pack(0))
         self._live[Live.PROGRESS_MONO_NS] = now
@@ -256,7 +175,7 @@ class Recorder:
 
     def text(self, text: str) -> int:
         """Return the reference of a text, for `note_pause`."""
-        return self._ring.intern(text)
+        return self._ring.texts.intern(text)
 
     def note_pause(self, name: int, detail: int, began: int, ended: int, keep: bool) -> None:
         """Count a pause of the whole process, and keep it as a span if asked. It is no progress.
@@ -269,8 +188,8 @@ class Recorder:
             return
         thread = self._thread
         span = OpenSpan(
-            next(self._span_numbers), began, self._step, name, detail, 0, thread.native_id,
-            thread.depth, -1,
+            next(self._span_numbers), began, self._live[_STEP] - 1, name, detail, 0,
+            thread.native_id, thread.depth, -1,
         )  # fmt: skip
         self._ring.write_span(next(self._span_records), span.pack(ended))
 
@@ -317,58 +236,17 @@ class Recorder:
         while not self.closing.wait(HEARTBEAT_S):
             self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
 
-    def _new_call(self, key: tuple[Any, ...]) -> _Call:
-        """Encode what a call site passes again and again; kept, up to a limit."""
-        operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
-        intern = self._ring.intern
-        flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
-        call = (
-            intern(operation),
-            intern(dtype),
-            intern(reduce_op),
-            int(timeout_s * 1000) if 0 <= timeout_s <= _MAX_TIMEOUT_S else 0,
-            num_tensors,
-            flags,
-            tail,
-        )
-        if len(self._calls) < _MAX_CALLS:
-            self._calls[key] = call
-        return call
 
-
-def _said(error: BaseException) -> str:
+def _step_word(number: Any, before: int) -> int:
+    """Return a step's live word; what is not a number leaves the step as it was."""
     try:
-        return str(error)
+        return min(max(int(number), -1), _MAX_STEP) + 1
+    except (TypeError, ValueError, OverflowError):
+        return before
+
+
+def _said(text: object) -> str:
+    try:
+        return str(text)
     except Exception:  # noqa: BLE001 -- a broken __str__ must not hide the error itself
         return "<no text>"
-
-
-def _clamped(fields: tuple[int, ...]) -> list[int]:
-    """Bring what a caller passed into its field's range: recording never raises."""
-    out = []
-    for value, (low, high) in zip(fields, _RANGES, strict=True):
-        out.append(min(max(int(value), low), high))
-    return out
-
-
-def encode_signature(shapes: _Shapes, inputs: _Splits, outputs: _Splits) -> tuple[int, int, bytes]:
-    """Return (flags, number of tensors, tail bytes), which `decode_signature` reads back."""
-    counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
-    fits = (
-        len(shapes) <= MAX_TENSORS
-        and all(len(shape) <= MAX_DIMS for shape in shapes)
-        and len(inputs) + len(outputs) <= MAX_SPLITS
-    )
-    numbers = [n for shape in shapes for n in shape] + [*inputs, *outputs]
-    data = b"".join(int(n).to_bytes(8, "little", signed=True) for n in numbers)
-    if fits:
-        return 0, len(shapes), counts + bytes(len(shape) for shape in shapes) + data
-    numel = 0
-    for shape in shapes:
-        size = 1
-        for n in shape:
-            size *= n
-        numel += size
-    summary = (len(shapes), numel, crc32(data))
-    packed = b"".join(n.to_bytes(8, "little", signed=True) for n in summary)
-    return int(Flag.SUMMARISED), 0, counts + packed

@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -32,15 +32,21 @@ from echelon.recorder.layout import (
 from echelon.recorder.schema import (
     BLOB_HEAD,
     HEADER,
+    IS_RECENT,
+    KEPT_OPERATION,
+    MAX_SIGNATURE_BYTES,
+    NUM_KEPT,
     OPERATION,
     OPERATION_FIXED,
     OPERATION_SLOT,
     OPERATION_STATE,
+    RECENT_BYTES,
+    RECENT_UNIT,
     RING_MAGIC,
+    SIGNATURE_FIXED,
     SPAN,
     SPAN_SLOT,
     STRINGS_BYTES,
-    TAIL_BYTES,
     Flag,
     Group,
     Identity,
@@ -53,17 +59,29 @@ from echelon.recorder.schema import (
 from echelon.recorder.untrusted import build, check_version
 
 DAMAGED = "<damaged>"
+OVERWRITTEN = "<overwritten>"
 _MAX_CAPACITY = 1 << 22
 _U32 = 0xFFFFFFFF
 _STRING_HEAD = struct.Struct("<HI")
+_RECENT_HEAD = struct.Struct("<IIII")
+_SIGNATURE_FIXED = struct.Struct("<IIIHH")
 _OPERATION_HEAD = struct.Struct("<QII")
-_MAX_PAYLOAD_BYTES = OPERATION_FIXED.itemsize + TAIL_BYTES
+_RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
+_MAX_PAYLOAD_BYTES = OPERATION_SLOT.fields["tail"][1] - _OPERATION_HEAD.size  # type: ignore[index]
 _COPIED = tuple(
     name
     for name in OPERATION.names or ()
-    if name in (OPERATION_FIXED.names or ())
-    and name not in ("group", "operation", "reduce_op", "site", "stack")
+    if name in (OPERATION_FIXED.names or ()) and name not in ("group", "site", "stack", "signature")
 )
+
+
+class _Call(NamedTuple):
+    """What a signature says, as indices into `strings` and `signatures`."""
+
+    operation: int
+    reduce_op: int
+    signature: int
+    flags: int
 
 
 class RingParser:
@@ -78,8 +96,9 @@ class RingParser:
         self.signatures: list[Signature] = []
         self._string_index: dict[int, int] = {0: 0}
         self._group_index: dict[int, int] = {}
-        self._signature_index: dict[tuple[int, int, int, bytes], int] = {}
+        self._call_index: dict[int, _Call | None] = {}
         self.num_torn = 0
+        self._recent_units = live[Live.RECENT_UNITS]
         self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
 
     def all_warnings(self) -> list[str]:
@@ -96,20 +115,78 @@ class RingParser:
         )
         used = np.flatnonzero(slots["head"] | slots["tail"])
         chosen = self._whole(slots, used)
-        fixed, state = slots["fixed"][chosen], slots["state"][chosen]
-        out = np.zeros(len(chosen), OPERATION)
+        in_slots, calls = self._rows(slots[chosen])
+        out = in_slots[self._with_signature(in_slots["record"], calls)]
+        kept = self._kept_operations()
+        kept = kept[~np.isin(kept["record"], out["record"])]
+        out = np.concatenate([kept, out])
+        return out[np.argsort(out["record"], kind="stable")]
+
+    def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[_Call | None]]:
+        """Return the rows of slots whose payloads are whole, and what each was called with."""
+        fixed, state = slots["fixed"], slots["state"]
+        out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:
             out[name] = fixed[name]
-        own = self._states_known(slots["head"][chosen], state)
+        own = self._states_known(slots["head"], state)
         out["state"] = np.where(own, state["state"], State.CREATED)
         for name in ("started_mono_ns", "completed_mono_ns"):
             out[name] = np.where(own, state[name], 0)
-        for name in ("operation", "reduce_op", "site", "stack"):
+        for name in ("site", "stack"):
             out[name] = self._mapped(fixed[name], self._string)
         out["error"] = self._mapped(np.where(own, state["error"], 0), self._string)
         out["group"] = self._mapped(fixed["group"], self._group)
-        out["signature"] = self._signatures_of(fixed, chosen, slots["length"][chosen])
-        return out[np.argsort(out["record"], kind="stable")]
+        calls = [self._call(ref) for ref in fixed["signature"].tolist()]
+        self._fill_calls(out, calls)
+        return out, calls
+
+    def _fill_calls(self, out: npt.NDArray[Any], calls: list[_Call | None]) -> None:
+        none = _Call(0, 0, 0, 0)
+        columns = np.array([call or none for call in calls], np.uint32).reshape(-1, len(none))
+        for i, name in enumerate(("operation", "reduce_op", "signature")):
+            out[name] = columns[:, i]
+        out["flags"] |= columns[:, 3].astype(np.uint16)
+
+    def _with_signature(
+        self, records: npt.NDArray[Any], calls: list[_Call | None]
+    ) -> npt.NDArray[Any]:
+        """Choose the rows younger than every one whose signature was overwritten.
+
+        What is left ends where the ring would end if it were smaller: no operation is missing in
+        the middle.
+        """
+        lost = np.array([call is None for call in calls], bool)
+        if not lost.any():
+            return np.ones(len(records), bool)
+        younger: npt.NDArray[Any] = records > records[lost].max()
+        self.warnings.append(
+            f"{len(records) - int(younger.sum())} of the oldest operations were left out: "
+            "newer calls took the place of what they were called with"
+        )
+        return younger
+
+    def _kept_operations(self) -> npt.NDArray[Any]:
+        """Return the rows of operations that outlived their slots."""
+        places = np.frombuffer(self._data, KEPT_OPERATION, NUM_KEPT, self._layout.kept_offset)
+        used = np.flatnonzero(places["slot"]["head"])
+        slots = places["slot"][used]
+        starts = (self._layout.kept_offset + used * KEPT_OPERATION.itemsize).tolist()
+        good = slots["head"] == slots["tail"]
+        good &= slots["fixed"]["record"] == slots["head"] - 1
+        good &= slots["length"] == OPERATION_FIXED.itemsize
+        good &= np.array([is_payload_whole(self._data, at) for at in starts], bool)
+        self._note_torn(len(used) - int(good.sum()), "kept operations are damaged")
+        out, _ = self._rows(slots[good])
+        calls = [self._kept_call(places[i]) for i in used[good].tolist()]
+        self._fill_calls(out, calls)
+        return out
+
+    def _kept_call(self, place: npt.NDArray[Any]) -> _Call | None:
+        length = int(place["length"])
+        data = place["signature"].tobytes()[:length]
+        if length > MAX_SIGNATURE_BYTES or crc32(data) != int(place["crc"]):
+            return self._damaged_call("the signature of a kept operation is damaged")
+        return self._decoded_call(data) if data else self._new_call(OVERWRITTEN)
 
     def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
         """Return the rows of dtype `SPAN` of the slots at `offset`, in order of their begin."""
@@ -161,7 +238,7 @@ class RingParser:
         head, length = slots["head"][used], slots["length"][used]
         good = (head == slots["tail"][used]) & (slots["fixed"]["record"][used] == head - 1)
         good &= (head - 1) % self._layout.num_operations == used
-        good &= (length >= OPERATION_FIXED.itemsize) & (length <= _MAX_PAYLOAD_BYTES)
+        good &= length == OPERATION_FIXED.itemsize
         chosen: npt.NDArray[Any] = used[good]
         starts = self._layout.operations_offset + chosen * OPERATION_SLOT.itemsize
         data = self._data
@@ -209,6 +286,8 @@ class RingParser:
         return len(self.strings) - 1
 
     def _text(self, ref: int) -> str:
+        if ref & IS_RECENT:
+            return self._recent_text(ref - IS_RECENT)
         at = STRINGS_OFFSET + ref
         begin = at + _STRING_HEAD.size
         if ref + _STRING_HEAD.size <= self._strings_used:
@@ -220,6 +299,29 @@ class RingParser:
         self.warnings.append("a text is damaged")
         return DAMAGED
 
+    def _recent_text(self, ref: int) -> str:
+        data = self._recent(ref)
+        if data is not None:
+            return data.decode("utf-8", "replace")
+        if self._is_overwritten(ref):
+            return OVERWRITTEN
+        self.num_torn += 1
+        self.warnings.append("a text is damaged")
+        return DAMAGED
+
+    def _recent(self, ref: int) -> bytes | None:
+        """Return an entry of `recent`; None if it was overwritten or is damaged."""
+        at = self._layout.recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
+        position, length, crc, _ = _RECENT_HEAD.unpack_from(self._data, at)
+        begin = at + _RECENT_HEAD.size
+        if ref == 0 or position != ref or begin + length > self._layout.file_bytes:
+            return None
+        data = self._data[begin : begin + length]
+        return data if crc32(data, ref) == crc else None
+
+    def _is_overwritten(self, ref: int) -> bool:
+        return ref != 0 and (self._recent_units - ref) % IS_RECENT > _RECENT_UNITS
+
     def _group(self, ref: int) -> int:
         known = self._group_index.get(ref)
         if known is not None:
@@ -228,39 +330,53 @@ class RingParser:
         try:
             group = Group(name, decode_ranks(ranks))
         except ValueError:
-            group = Group(name or DAMAGED, ())
+            # Its reference tells it from other groups that cannot be read: they are never one.
+            group = Group(name or f"{DAMAGED} {ref}", ())
             self.warnings.append("the members of a group cannot be read")
         self.groups.append(group)
         self._group_index[ref] = len(self.groups) - 1
         return len(self.groups) - 1
 
-    def _signatures_of(
-        self, fixed: npt.NDArray[Any], chosen: npt.NDArray[Any], length: npt.NDArray[Any]
-    ) -> list[int]:
-        starts = self._layout.operations_offset + chosen * OPERATION_SLOT.itemsize
-        begins = starts + _OPERATION_HEAD.size + OPERATION_FIXED.itemsize
-        ends = starts + _OPERATION_HEAD.size + length
-        data = self._data
-        keys = zip(
-            fixed["dtype"].tolist(),
-            (fixed["flags"] & Flag.SUMMARISED).tolist(),
-            fixed["num_tensors"].tolist(),
-            [data[at:end] for at, end in zip(begins.tolist(), ends.tolist(), strict=True)],
-            strict=True,
-        )
-        known = self._signature_index
-        return [known[key] if key in known else self._add_signature(key) for key in keys]
+    def _call(self, ref: int) -> _Call | None:
+        """Return what an operation was called with; None if that was overwritten."""
+        if ref in self._call_index:
+            return self._call_index[ref]
+        data, call = self._recent(ref), None
+        if data is not None:
+            call = self._decoded_call(data)
+        elif not self._is_overwritten(ref):
+            self.num_torn += 1
+            call = self._damaged_call("a signature is damaged")
+        self._call_index[ref] = call
+        return call
 
-    def _add_signature(self, key: tuple[int, int, int, bytes]) -> int:
-        dtype = self._text(key[0])
+    def _decoded_call(self, data: bytes) -> _Call:
         try:
-            signature = decode_signature(dtype, key[2], bool(key[1]), key[3])
-        except ValueError:
-            signature = Signature(dtype)
-            self.warnings.append("a signature cannot be read")
+            operation, dtype, reduce_op, num_tensors, flags = _SIGNATURE_FIXED.unpack_from(data)
+            signature = decode_signature(
+                self._text(dtype),
+                num_tensors,
+                bool(flags & Flag.SUMMARISED),
+                data[SIGNATURE_FIXED.itemsize :],
+            )
+        except (ValueError, struct.error):
+            return self._damaged_call("a signature cannot be read")
         self.signatures.append(signature)
-        self._signature_index[key] = len(self.signatures) - 1
-        return len(self.signatures) - 1
+        return _Call(
+            self._string(operation),
+            self._string(reduce_op),
+            len(self.signatures) - 1,
+            flags & Flag.SUMMARISED,
+        )
+
+    def _damaged_call(self, warning: str) -> _Call:
+        self.warnings.append(warning)
+        return self._new_call(DAMAGED)
+
+    def _new_call(self, text: str) -> _Call:
+        self.signatures.append(Signature(text))
+        self.strings.append(text)
+        return _Call(len(self.strings) - 1, 0, len(self.signatures) - 1, 0)
 
 
 def is_payload_whole(data: bytes, at: int) -> bool:
@@ -271,7 +387,7 @@ def is_payload_whole(data: bytes, at: int) -> bool:
 
 
 def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
-    """Read the tail of an operation's payload, as `recorder.encode_signature` writes it.
+    """Read the tail of a signature, as `operations.encode_signature` writes it.
 
     Raises:
         ValueError: the lengths in it do not fit the bytes.

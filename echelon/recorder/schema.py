@@ -11,6 +11,11 @@ accept any minor of their own major. `docs/dump-format.md` says the same in word
 it front to back; a reader takes it only if both stamps agree, belong to this slot, and the CRC32 of
 the payload matches. Python offers no memory fences, so on weakly ordered machines the stamps alone
 could lie; the CRC cannot.
+
+[Note: two kinds of texts] What a program names once (groups, call sites, operations, spans) is
+stored once, in the string table, and stays. What may differ at every call (shapes and splits,
+details of spans, errors) goes into `recent`, a log that begins again at its end: a long job cannot
+fill it. Each entry repeats its own position, so a reader detects one that was overwritten.
 """
 
 from __future__ import annotations
@@ -23,8 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FORMAT_MAJOR = 1
-FORMAT_MINOR = 2
+FORMAT_MAJOR = 2
+FORMAT_MINOR = 0
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
@@ -32,7 +37,14 @@ DUMP_CRC_MARK = b"\xa5crc32\xc4\x04"
 
 PAGE_BYTES = 4096
 STRINGS_BYTES = 1 << 20
+# Names leave room for call sites, and both for groups: two groups must never read as one.
+NAMES_BYTES = STRINGS_BYTES * 3 // 4
+SITES_BYTES = STRINGS_BYTES * 15 // 16
 TABLE_FULL = "<table full>"
+RECENT_BYTES = 1 << 19
+RECENT_UNIT = 16  # bytes: entries begin at multiples of it, and references count in it
+IS_RECENT = 1 << 31  # bit of a reference to a text: it points into `recent`
+NUM_KEPT = 64
 MAX_TENSORS = 8  # inline in a slot; more are summarised
 MAX_DIMS = 8
 MAX_SPLITS = 64  # input and output splits together
@@ -75,7 +87,10 @@ class Live(IntEnum):
     INITIALISED = 10  # 1: the world group stands
     NUM_GC_PAUSES = 11  # collections of Python's garbage, short ones too
     GC_PAUSES_NS = 12  # what they took together
-    NUM_WORDS = 13
+    RECENT_UNITS = 13  # written to `recent` since the start
+    NUM_KEPT = 14  # places in use for operations that outlived their slots
+    KEPT_REFUSED = 15  # operations that ended unseen: no place was free
+    NUM_WORDS = 16
 
 
 # One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; the stamp counts all blobs written.
@@ -98,6 +113,24 @@ HEADER = np.dtype(
 
 STRING_HEAD = np.dtype([("length", "<u2"), ("crc", "<u4")])  # before each text of the table
 
+# Before each entry of `recent`. `position` counts units since the start, and never 0.
+RECENT_HEAD = np.dtype(
+    [("position", "<u4"), ("length", "<u4"), ("crc", "<u4"), ("reserved", "<u4")]
+)
+
+# A signature is an entry of `recent`: this, then ndims, dims and splits, packed.
+SIGNATURE_FIXED = np.dtype(
+    [
+        ("operation", "<u4"),  # these three point into the string table
+        ("dtype", "<u4"),
+        ("reduce_op", "<u4"),
+        ("num_tensors", "<u2"),
+        ("flags", "<u2"),  # SUMMARISED or 0
+    ]
+)
+MAX_TAIL_BYTES = 2 * 4 + MAX_TENSORS + 8 * MAX_TENSORS * MAX_DIMS + 8 * MAX_SPLITS
+MAX_SIGNATURE_BYTES = SIGNATURE_FIXED.itemsize + MAX_TAIL_BYTES
+
 OPERATION_FIXED = np.dtype(
     [
         ("record", "<u8"),  # running number in this process: not comparable between ranks
@@ -107,23 +140,18 @@ OPERATION_FIXED = np.dtype(
         ("step", "<i8"),  # -1: before the first `step()`
         ("num_bytes", "<i8"),
         ("timeout_ms", "<i8"),
-        ("group", "<u4"),  # these six point into the string table; 0 is ""
-        ("operation", "<u4"),
-        ("dtype", "<u4"),
-        ("reduce_op", "<u4"),
-        ("site", "<u4"),
-        ("stack", "<u4"),
+        ("group", "<u4"),  # text
+        ("signature", "<u4"),  # entry of `recent`
+        ("site", "<u4"),  # text
+        ("stack", "<u4"),  # text
         ("root", "<i4"),  # -1: none
         ("peer", "<i4"),  # -1: none
         ("tag", "<i4"),
         ("coalesced", "<i4"),  # number of the coalesced block; -1: none
         ("thread", "<u4"),  # native thread id
-        ("flags", "<u2"),
-        ("num_tensors", "<u2"),
+        ("flags", "<u4"),
     ]
 )
-# ndims, dims and splits follow the fixed part, packed; the slot reserves the largest case.
-TAIL_BYTES = 2 * 4 + MAX_TENSORS + 8 * MAX_TENSORS * MAX_DIMS + 8 * MAX_SPLITS
 
 OPERATION_STATE = np.dtype(
     [
@@ -138,16 +166,24 @@ OPERATION_STATE = np.dtype(
     ]
 )
 
+# Three cache lines: two that are written once, and one for the state.
 OPERATION_SLOT = np.dtype(
-    [
-        ("head", "<u8"),
-        ("length", "<u4"),
-        ("crc", "<u4"),
-        ("fixed", OPERATION_FIXED),
-        ("rest", f"V{TAIL_BYTES}"),
-        ("tail", "<u8"),
-        ("state", OPERATION_STATE),
-    ]
+    {
+        "names": ["head", "length", "crc", "fixed", "tail", "state"],
+        "formats": ["<u8", "<u4", "<u4", OPERATION_FIXED, "<u8", OPERATION_STATE],
+        "offsets": [0, 8, 12, 16, 120, 128],
+        "itemsize": 192,
+    }
+)
+
+# An operation that has not ended when its slot is needed again, with its signature.
+KEPT_OPERATION = np.dtype(
+    {
+        "names": ["slot", "length", "crc", "signature"],
+        "formats": [OPERATION_SLOT, "<u4", "<u4", f"V{MAX_SIGNATURE_BYTES}"],
+        "offsets": [0, 192, 196, 200],
+        "itemsize": 1344,
+    }
 )
 
 SPAN_FIXED = np.dtype(

@@ -10,9 +10,12 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+
+from echelon.recorder.schema import SITES_BYTES
+from echelon.recorder.texts import Texts
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 _LIBRARIES = tuple(
@@ -107,8 +110,8 @@ def stack(frame: FrameType) -> str:
 class Sites:
     """The call sites met so far, as references into a string table."""
 
-    def __init__(self, intern: Callable[[str], int]) -> None:
-        self._intern = intern
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
         self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
 
     def find(self, frame: FrameType | None) -> tuple[int, int]:
@@ -121,23 +124,34 @@ class Sites:
         if first is None:
             return 0, 0
         key: tuple[int, ...]
-        try:
-            second = first.f_back
-            third = second.f_back  # type: ignore[union-attr]
-            fourth = third.f_back  # type: ignore[union-attr]
+        second = first.f_back
+        if second is None:
+            key = (id(first.f_code), first.f_lasti)
+        elif (third := second.f_back) is None:
+            key = (id(first.f_code), first.f_lasti, id(second.f_code), second.f_lasti)
+        elif (fourth := third.f_back) is None:
             key = (
                 id(first.f_code), first.f_lasti,
-                id(second.f_code), second.f_lasti,  # type: ignore[union-attr]
-                id(third.f_code), third.f_lasti,  # type: ignore[union-attr]
-                id(fourth.f_code), fourth.f_lasti,  # type: ignore[union-attr]
+                id(second.f_code), second.f_lasti,
+                id(third.f_code), third.f_lasti,
             )  # fmt: skip
-        except AttributeError:  # fewer callers than that
-            key = tuple(n for one in _frames(first) for n in (id(one.f_code), one.f_lasti))
+        else:
+            key = (
+                id(first.f_code), first.f_lasti,
+                id(second.f_code), second.f_lasti,
+                id(third.f_code), third.f_lasti,
+                id(fourth.f_code), fourth.f_lasti,
+            )  # fmt: skip
         known = self._known.get(key)
         return known[0] if known is not None else self._add(key, first)
 
+    def add(self, frame: FrameType) -> tuple[int, int]:
+        """Store the description of a user's frame and of its stack; return their references."""
+        intern = self._texts.intern
+        return intern(describe(frame), SITES_BYTES), intern(stack(frame), SITES_BYTES)
+
     def _add(self, key: tuple[int, ...], frame: FrameType) -> tuple[int, int]:
-        refs = self._intern(describe(frame)), self._intern(stack(frame))
+        refs = self.add(frame)
         if len(self._known) < _MAX_SITES:
             self._known[key] = refs, [one.f_code for one in _frames(frame)]
         return refs

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from echelon.recorder import native
 from echelon.recorder.read import read_ring
 from echelon.recorder.recorder import Recorder
 from echelon.recorder.ring import Ring
@@ -34,9 +35,13 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
     ring.close()
 
 
-@pytest.fixture
-def recorder(ring: Ring) -> Recorder:
-    return Recorder(ring)
+@pytest.fixture(params=["c", "python"])
+def recorder(ring: Ring, request: pytest.FixtureRequest) -> Recorder:
+    """Record with each of the two writers of operations."""
+    in_c = request.param == "c"
+    if in_c and not native.available():
+        pytest.skip("the C core was not built")
+    return Recorder(ring, in_c=in_c)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def agrees(seen: Record, truth: Record) -> None:
         for text, true_text in zip(texts, true_texts, strict=True):
             # A state cell that was lost takes the error's text with it.
             assert text in (true_text, DAMAGED, "")
-        assert group == true_group or group.name == DAMAGED
+        assert group == true_group or group.name.split()[0] == DAMAGED
         assert signature == true_signature or signature.dtype == DAMAGED
         if row["state"] == State.CREATED:
             assert row["started_mono_ns"] == row["completed_mono_ns"] == 0
@@ -238,9 +238,9 @@ def test_a_truncated_ring_says_so(good, tmp_path):
 
 def test_a_ring_of_a_newer_major_is_refused(good, tmp_path):
     data = bytearray(good[0])
-    data[8:10] = (2).to_bytes(2, "little")
+    data[8:10] = (3).to_bytes(2, "little")
     (tmp_path / "ring").write_bytes(data)
-    with pytest.raises(DumpFormatError, match=r"format 2\.\d+, this fr-analyze reads 1\.x"):
+    with pytest.raises(DumpFormatError, match=r"format 3\.\d+, this fr-analyze reads 2\.x"):
         read(tmp_path / "ring")
 
 

@@ -14,6 +14,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "dump-format.md").read_text()
 DTYPES = (
     schema.HEADER,
     schema.OPERATION_FIXED,
+    schema.RECENT_HEAD,
+    schema.SIGNATURE_FIXED,
+    schema.KEPT_OPERATION,
     schema.OPERATION_STATE,
     schema.OPERATION,
     schema.SPAN_FIXED,

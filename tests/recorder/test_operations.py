@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from zlib import crc32
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 
 from echelon.recorder.read import LiveRing
+from echelon.recorder.recorder import Recorder
 from echelon.recorder.schema import (
     MAX_DIMS,
     MAX_SPLITS,
     MAX_TENSORS,
+    NUM_KEPT,
     Flag,
     Group,
     Live,
@@ -205,10 +208,15 @@ def test_threads_never_share_a_slot(recorder, look):
             recorder.completed(recorder.begin(0, "send", peer=peer, tag=peer))
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # else one thread is done before the next one runs
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
     record = look()
     assert record.live[Live.NUM_OPERATIONS] == 2000
     assert record.operations["record"].tolist() == list(range(2000 - NUM_OPERATIONS, 2000))
@@ -230,6 +238,97 @@ def test_a_live_ring_shows_the_oldest_pending_operation(recorder, ring):
         live.close()
 
 
+def test_a_pending_operation_outlives_its_slot(recorder, ring, look):
+    group = recorder.group("pp", (0, 3))
+    hung = recorder.begin(
+        group, "recv", p2p_sequence=7, peer=0, dtype="int8", shapes=((9,),), flags=Flag.P2P
+    )
+    recorder.started(hung)
+    for i in range(3 * NUM_OPERATIONS):
+        recorder.completed(recorder.begin(0, "barrier", sequence=i))
+    live = LiveRing(ring.path)
+    try:
+        record = look()
+        row = record.operations[0]
+        assert len(record.operations) == NUM_OPERATIONS + 1
+        assert (row["record"], row["state"], row["p2p_sequence"]) == (hung, State.STARTED, 7)
+        assert row["started_mono_ns"] > 0
+        assert record.strings[row["operation"]] == "recv"
+        assert record.signatures[row["signature"]] == Signature("int8", ((9,),))
+        assert record.groups[row["group"]] == Group("pp", (0, 3))
+        assert live.pending() == (row["created_mono_ns"], 1)
+        assert live.words()[Live.NUM_KEPT] == 1
+        ended = live.sight(3).num_ended
+        recorder.completed(hung)
+        assert live.pending() == (0, 0)
+        assert live.sight(3).num_ended == ended + 1
+        assert look().operations["record"].tolist() == list(
+            range(2 * NUM_OPERATIONS + 1, 3 * NUM_OPERATIONS + 1)
+        )
+        assert live.words()[Live.NUM_KEPT] == 0
+    finally:
+        live.close()
+
+
+def test_a_pending_operation_may_start_once_it_has_no_slot(recorder, look):
+    late = recorder.begin(0, "send", peer=1)
+    for _ in range(NUM_OPERATIONS):
+        recorder.completed(recorder.begin(0, "barrier"))
+    assert look().operations[0]["state"] == State.CREATED
+    recorder.started(late)
+    row = look().operations[0]
+    assert (row["record"], row["state"]) == (late, State.STARTED)
+    recorder.failed(late, OSError("gone"))
+    assert late not in look().operations["record"]
+
+
+def test_a_kept_operation_keeps_its_signature(recorder, ring, look):
+    recorder.begin(0, "all_gather", dtype="float16", shapes=((4, 4),))
+    for _ in range(NUM_OPERATIONS):
+        recorder.completed(recorder.begin(0, "barrier"))
+    for i in range(2000):
+        ring.texts.recent(f"{i} {'y' * 600}")
+    recorder.completed(recorder.begin(0, "barrier"))
+    record = look()
+    assert record.strings[record.operations[0]["operation"]] == "all_gather"
+    assert record.signatures[record.operations[0]["signature"]] == Signature("float16", ((4, 4),))
+
+
+def test_more_pending_operations_than_places_are_counted(recorder, look):
+    for i in range(NUM_KEPT + NUM_OPERATIONS + 5):
+        recorder.begin(0, "send", p2p_sequence=i, peer=1)
+    record = look()
+    assert record.live[Live.NUM_KEPT] == NUM_KEPT
+    assert record.live[Live.KEPT_REFUSED] == 5
+    assert len(record.operations) == NUM_KEPT + NUM_OPERATIONS
+
+
+def test_a_thread_that_slept_for_a_round_leaves_newer_operations(ring, look):
+    """Between taking a number and filling its slot, another thread goes round the whole ring."""
+    recorder = Recorder(ring, in_c=False)
+    others = threading.Event()
+
+    class Slow(int):
+        """A field that is converted late, and slowly."""
+
+        def __index__(self) -> int:
+            if not others.is_set():
+                others.set()
+                for i in range(NUM_OPERATIONS + 1):
+                    recorder.completed(recorder.begin(0, "barrier", sequence=i))
+            return 5
+
+    class Late:
+        def __index__(self) -> int:
+            return Slow(5).__index__()
+
+        __int__ = __index__
+
+    recorder.begin(0, "send", tag=Late())
+    rows = look().operations
+    assert rows["record"].tolist() == list(range(2, NUM_OPERATIONS + 2))
+
+
 def test_members_of_a_large_group_come_back(recorder, look):
     ranks = tuple(range(0, 16384, 8))
     recorder.begin(recorder.group("dp", ranks), "barrier")
@@ -245,3 +344,21 @@ def test_what_a_caller_gets_wrong_never_raises_into_training(recorder, look):
     rows = look().operations
     assert len(rows) == 3
     assert rows["state"].tolist()[-1] == State.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shapes": ((1 << 63,),)},
+        {"shapes": [[3], [4]]},
+        {"shapes": 5},
+        {"dtype": ["float32"]},
+        {"timeout_s": "soon"},
+        {"sequence": "x"},
+    ],
+    ids=str,
+)
+def test_what_is_no_argument_at_all_raises_nothing_either(recorder, look, wrong):
+    recorder.completed(recorder.begin(0, "all_reduce", **wrong))
+    recorder.completed(recorder.begin(0, "barrier"))
+    assert look().operations["state"].tolist()[-1] == State.COMPLETED

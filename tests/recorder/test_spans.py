@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from echelon.recorder.schema import NUM_OPEN_SPANS, Live
 from tests.recorder.conftest import NUM_SPANS
 
@@ -90,3 +92,24 @@ def test_steps_count_up_from_zero_or_as_told(recorder, look):
     assert record.operations["step"].tolist() == [-1, 0, 1, 100]
     assert record.live[Live.STEP] == 101
     assert record.live[Live.STEP_MONO_NS] > 0
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("number", [2.0, "7", None, 1 << 80, -5, [1], float("nan")])
+def test_a_step_raises_nothing(recorder, look, number):
+    recorder.step(number)
+    assert look().live[Live.STEP] >= 0
+
+
+def test_a_detail_without_text_raises_nothing_and_leaks_nothing(recorder, look):
+    for _ in range(NUM_OPEN_SPANS + 1):
+        recorder.close_span(recorder.open_span("compute", Unprintable(), 0))
+    span = recorder.open_span("compute", "", 10_000)
+    record = look()
+    assert record.live[Live.OPEN_SPANS_REFUSED] == 0
+    assert record.open_spans["depth"].tolist() == [0]
+    recorder.close_span(span)
