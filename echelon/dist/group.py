@@ -16,18 +16,12 @@ from typing import Any
 import echelon.recorder.current as black_box
 from echelon.dist import objects
 from echelon.dist.backends.interface import Engine, Members
-from echelon.dist.operation.arrays import View, view
-from echelon.dist.operation.checks import (
-    check_overlap,
-    check_pair,
-    check_rank,
-    check_reduce_op,
-    check_rows,
-    check_splits,
-    check_tag,
-    check_uneven,
-)
-from echelon.dist.operation.operation import Operation, encode_call
+from echelon.dist.calls.base import Timeout
+from echelon.dist.calls.collectives import Collectives
+from echelon.dist.calls.point_to_point import PointToPoint
+from echelon.dist.operation.arrays import View
+from echelon.dist.operation.checks import check_timeout
+from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
 from echelon.dist.progress.group_state import Evidence, GroupState
 from echelon.dist.progress.watcher import watcher
 from echelon.dist.work import Work
@@ -39,7 +33,7 @@ from echelon.recorder.schema import Flag
 MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives, PointToPoint):
     """Ranks that act together. Made by `init`, `new_group` and `split`, never directly.
 
     Every call is collective: all members make the same calls in the same order; `send` and `recv`
@@ -49,11 +43,14 @@ class ProcessGroup:
 
     * ValueError before anything is sent, if an argument cannot be carried;
     * CollectiveMismatchError on every rank, if members called different things;
-    * CollectiveTimeoutError, if members did not come within the group's timeout;
+    * CollectiveTimeoutError, if members did not call within the call's timeout: `timeout_s`, or
+      where it is None the group's;
     * PeerLostError, if a member died or left.
 
-    After the last three the group is of no further use, and says so. With `async_op=True` a call
-    returns a `Work` at once and raises from its `wait()`.
+    After the last three the group cannot be used any more: later calls raise, and name the first
+    error. Several threads may call at once; collectives of one group run in the order of the calls,
+    which must be the same on all ranks. With `async_op=True` a call returns a `Work` at once and
+    raises from its `wait()`.
     """
 
     def __init__(
@@ -78,26 +75,6 @@ class ProcessGroup:
     # ---- who we are ----
 
     @property
-    def rank(self) -> int:
-        """My rank within the group."""
-        return self._members.rank
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return self._members.size
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members' global ranks, in group order."""
-        return tuple(self._members.ranks)
-
-    @property
-    def name(self) -> str:
-        """The group's name, as verdicts show it."""
-        return self._members.name
-
-    @property
     def backend(self) -> str:
         """The backend's name."""
         return self._engine.name
@@ -109,9 +86,7 @@ class ProcessGroup:
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"timeout_s must be above 0, got {seconds!r}")
-        self._timeout_s = seconds
+        self._timeout_s = check_timeout(seconds)
 
     @property
     def num_collectives(self) -> int:
@@ -121,196 +96,65 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"ProcessGroup({self.name!r}, rank {self.rank} of {self.size}, {self.backend})"
 
-    # ---- collectives ----
-
-    def all_reduce(self, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Reduce `x` over all ranks, in place.
-
-        Args:
-            x: any shape, equal on all ranks.
-            op: sum, avg, min, max, prod; band, bor, bxor (integers and bool). The average of
-                integers is their sum, which wraps around in the array's own width, truncated toward
-                zero. On bool, sum is "or", prod is "and", and there is no avg.
-            async_op: return a `Work` at once instead of blocking.
-        """
-        data = view(x, "x", writable=True)
-        op = check_reduce_op(op, data.dtype)
-        return self._collective("all_reduce", data, data, reduce_op=op, async_op=async_op)
-
-    def reduce(self, x: Any, root: int, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Reduce `x` over all ranks into `root`'s `x`; the others' are left as they are."""
-        root = self._check_rank(root, "root")
-        data = view(x, "x", writable=root == self.rank)
-        op = check_reduce_op(op, data.dtype)
-        target = data if root == self.rank else None
-        return self._collective("reduce", data, target, reduce_op=op, root=root, async_op=async_op)
-
-    def all_gather(
-        self,
-        out: Any,
-        x: Any,
-        async_op: bool = False,
-        *,
-        output_splits: Sequence[int] | None = None,
-    ) -> Work | None:
-        """Collect every rank's `x` into `out`, in rank order.
-
-        Args:
-            out: [size * n, ...]; with `output_splits`: [sum(output_splits), ...].
-            x: [n, ...]; with `output_splits`: [output_splits[rank], ...]. May be exactly this
-                rank's part of `out`, and may not overlap it otherwise.
-            async_op: return a `Work` at once instead of blocking.
-            output_splits: rows (dim 0) that come from each rank, the same on all ranks; None: equal
-                parts.
-        """
-        source = view(x, "x", writable=False)
-        target = view(out, "out", writable=True)
-        if output_splits is None:
-            check_pair("all_gather", "out", target, "x", source, self.size, self.rank)
-            return self._collective("all_gather", source, target, async_op=async_op)
-        rows, counts = check_uneven(
-            "all_gather", ("out", target), ("x", source), ("output_splits", output_splits),
-            self.size, self.rank,
-        )  # fmt: skip
-        return self._collective(
-            "all_gather", source, target, output_splits=counts, splits=rows, async_op=async_op
-        )
-
-    def reduce_scatter(
-        self,
-        out: Any,
-        x: Any,
-        op: str = "sum",
-        async_op: bool = False,
-        *,
-        input_splits: Sequence[int] | None = None,
-    ) -> Work | None:
-        """Reduce `x` over all ranks and keep this rank's part in `out`.
-
-        Args:
-            out: [n, ...]; with `input_splits`: [input_splits[rank], ...]. May be exactly this
-                rank's part of `x`, and may not overlap it otherwise.
-            x: [size * n, ...]; with `input_splits`: [sum(input_splits), ...]. Equal on all ranks.
-            op: as for `all_reduce`.
-            async_op: return a `Work` at once instead of blocking.
-            input_splits: rows (dim 0) that go to each rank, the same on all ranks; None: equal
-                parts.
-        """
-        source = view(x, "x", writable=False)
-        target = view(out, "out", writable=True)
-        op = check_reduce_op(op, source.dtype)
-        rows: tuple[int, ...] = ()
-        counts: tuple[int, ...] = ()
-        if input_splits is None:
-            check_pair("reduce_scatter", "x", source, "out", target, self.size, self.rank)
-        else:
-            rows, counts = check_uneven(
-                "reduce_scatter", ("x", source), ("out", target), ("input_splits", input_splits),
-                self.size, self.rank,
-            )  # fmt: skip
-        return self._collective(
-            "reduce_scatter", source, target, reduce_op=op, input_splits=counts, splits=rows,
-            async_op=async_op,
-        )  # fmt: skip
-
-    def broadcast(self, x: Any, root: int, async_op: bool = False) -> Work | None:
-        """Copy `x` of `root` to every rank's `x`, of any shape."""
-        root = self._check_rank(root, "root")
-        data = view(x, "x", writable=root != self.rank)
-        source, target = (data, None) if root == self.rank else (None, data)
-        return self._collective("broadcast", source, target, root=root, async_op=async_op)
-
-    def all_to_all(
-        self,
-        out: Any,
-        x: Any,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Send rows of `x` to each rank and put the rows that each sends into `out`.
-
-        Args:
-            out, x: arrays of rows (dim 0) of equal size.
-            output_splits: rows that come from each rank; None: equal parts.
-            input_splits: rows that go to each rank; None: equal parts.
-            async_op: return a `Work` at once instead of blocking.
-        """
-        source = view(x, "x", writable=False)
-        target = view(out, "out", writable=True)
-        check_rows("all_to_all", target, source)
-        check_overlap("all_to_all", "out", target, "x", source)
-        return self._collective(
-            "all_to_all",
-            source,
-            target,
-            input_splits=check_splits("input_splits", input_splits, source, self.size),
-            output_splits=check_splits("output_splits", output_splits, target, self.size),
-            async_op=async_op,
-        )
-
-    def gather(self, out: Any | None, x: Any, root: int, async_op: bool = False) -> Work | None:
-        """Collect every rank's `x` into `root`'s `out`: [size * n, ...]; others pass None."""
-        root = self._check_rank(root, "root")
-        source = view(x, "x", writable=False)
-        target = self._rooted(out, "out", root, writable=True)
-        if target is not None:
-            check_pair("gather", "out", target, "x", source, self.size, self.rank)
-        return self._collective("gather", source, target, root=root, async_op=async_op)
-
-    def scatter(self, out: Any, x: Any | None, root: int, async_op: bool = False) -> Work | None:
-        """Give each rank its part of `root`'s `x`: [size * n, ...], in `out`: [n, ...]."""
-        root = self._check_rank(root, "root")
-        target = view(out, "out", writable=True)
-        source = self._rooted(x, "x", root, writable=False)
-        if source is not None:
-            check_pair("scatter", "x", source, "out", target, self.size, self.rank)
-        return self._collective("scatter", source, target, root=root, async_op=async_op)
-
-    def barrier(self, async_op: bool = False) -> Work | None:
-        """Block until every rank of the group has called it."""
-        return self._collective("barrier", None, None, async_op=async_op)
-
-    def monitored_barrier(self, timeout_s: float | None = None) -> None:
-        """Block until all have come; after `timeout_s` raise an error that names who has not."""
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
-        self._collective("barrier", None, None, timeout_s=timeout_s)
-
-    # ---- messages ----
-
-    def send(self, x: Any, to: int, tag: int = 0, async_op: bool = False) -> Work | None:
-        """Send `x` to a rank, which receives it with the same tag, dtype and size.
-
-        May return before the receiver came. Messages of one pair and tag arrive in order.
-        """
-        to = self._check_peer(to, "to")
-        source = view(x, "x", writable=False)
-        return self._message("send", to, source, check_tag(tag), async_op=async_op)
-
-    def recv(self, x: Any, source: int, tag: int = 0, async_op: bool = False) -> Work | None:
-        """Receive into `x` what a rank sends with this tag."""
-        peer = self._check_peer(source, "source")
-        target = view(x, "x", writable=True)
-        return self._message("recv", peer, target, check_tag(tag), async_op=async_op)
-
     # ---- objects ----
 
-    def broadcast_object(self, obj: Any, root: int) -> Any:
-        """Return `root`'s object on every rank: plain data that msgpack can hold.
+    def broadcast_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> Any:
+        """Return the object of `root` on every rank: plain data that msgpack can hold.
 
-        None, bool, numbers, text, bytes, lists and dicts; tuples come out as lists.
+        None, bool, numbers, text, bytes, lists and dicts; a tuple arrives as a list. Blocks until
+        the root has called it.
+
+        Args:
+            obj: the object on `root`; ignored elsewhere.
+            root: rank within this group.
+            timeout_s: limit of each of its two collectives; None: the group's.
 
         Raises:
             TypeError: the object holds something else.
+            ValueError: called inside `coalesce()`.
         """
-        root = self._check_rank(root, "root")
+        root = self._check_object_call("broadcast_object", root)
         data = objects.encode(obj) if self.rank == root else None
-        return objects.broadcast(self, data, root)
+        return objects.broadcast(self, data, root, timeout_s)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return every rank's object, in rank order; see `broadcast_object` for what may be one."""
-        return objects.all_gather(self, objects.encode(obj))
+    def all_gather_object(self, obj: Any, timeout_s: Timeout = None) -> list[Any]:
+        """Return every rank's object on every rank, in the order of the ranks.
+
+        See `broadcast_object` for the objects and for what is raised.
+        """
+        self._check_object_call("all_gather_object")
+        return objects.all_gather(self, objects.encode(obj), timeout_s)
+
+    def gather_object(self, obj: Any, root: int, timeout_s: Timeout = None) -> list[Any] | None:
+        """Return every rank's object on `root`, in the order of the ranks; None elsewhere.
+
+        See `broadcast_object` for the objects and for what is raised.
+        """
+        root = self._check_object_call("gather_object", root)
+        return objects.gather(self, objects.encode(obj), root, timeout_s)
+
+    def scatter_object(
+        self, objs: Sequence[Any] | None, root: int, timeout_s: Timeout = None
+    ) -> Any:
+        """Return this rank's object of the list that `root` passes.
+
+        See `broadcast_object` for the objects and for what is raised.
+
+        Args:
+            objs: on `root` one object per rank, in the order of the ranks; ignored elsewhere.
+            root: rank within this group.
+            timeout_s: limit of each of its two collectives; None: the group's.
+        """
+        root = self._check_object_call("scatter_object", root)
+        parts = None
+        if self.rank == root:
+            if objs is None or len(objs) != self.size:
+                raise ValueError(
+                    f"scatter_object: root {root} must pass a list of {self.size} object(s), got "
+                    f"{'None' if objs is None else len(objs)}"
+                )
+            parts = [objects.encode(obj) for obj in objs]
+        return objects.scatter(self, parts, root, timeout_s)
 
     # ---- several at once ----
 
@@ -336,6 +180,7 @@ class ProcessGroup:
 
         Every member calls it. Returns this rank's new ProcessGroup; None for color None.
         """
+        self._check_object_call("split")
         number = self._num_splits
         self._num_splits += 1
         chosen = self.all_gather_object([color, key])
@@ -385,7 +230,7 @@ class ProcessGroup:
         input_splits: tuple[int, ...] = (),
         output_splits: tuple[int, ...] = (),
         splits: tuple[int, ...] = (),
-        timeout_s: float | None = None,
+        timeout_s: Timeout = None,
         async_op: bool = False,
     ) -> Work | None:
         is_part = kind == "scatter" or (kind == "all_gather" and splits)
@@ -408,15 +253,17 @@ class ProcessGroup:
                 input_splits=input_splits,
                 output_splits=output_splits,
                 shape=shape,
-                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+                timeout_s=self._limit(timeout_s),
                 call=call,
             )
             return self._dispatch(operation, shown, async_op, is_nested=is_nested)
 
     def _message(
-        self, kind: str, peer: int, data: View, tag: int, *, async_op: bool
+        self, kind: str, peer: int, data: View, tag: int, *, timeout_s: Timeout, async_op: bool
     ) -> Work | None:
         self._check_use(kind, data, "")
+        if peer == ANY_SOURCE:
+            self._check_any_source(data, async_op)
         with self._state.messages:
             operation = Operation(
                 kind=kind,
@@ -428,23 +275,45 @@ class ProcessGroup:
                 source=data.data if kind == "send" else None,
                 target=data.data if kind == "recv" else None,
                 shape=data.shape,
-                timeout_s=self._timeout_s,
+                timeout_s=self._limit(timeout_s),
             )
-            if async_op or self._batch() is not None or operation.device != "cpu":
-                return self._dispatch(operation, data, async_op)
-            record = self._admit(operation, data, async_op)
-        with self._failing(record):
-            self._execute(operation, record)
-        return None
+            if not async_op and self._batch() is None and self._is_inline(operation):
+                record = self._admit(operation, data, async_op)
+            else:
+                work = self._dispatch(operation, data, async_op, waits=peer != ANY_SOURCE)
+                record = None
+        if record is not None:
+            with self._failing(record):
+                self._execute(operation, record)
+            return None
+        if (
+            work is not None and not async_op
+        ):  # from any rank; other threads may send while this one waits
+            work.wait()
+        return work
+
+    def _is_inline(self, operation: Operation) -> bool:
+        """Return whether a blocking operation runs on this thread: its result is all there is."""
+        return operation.device == "cpu" and operation.peer != ANY_SOURCE
 
     def _dispatch(
-        self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
+        self,
+        operation: Operation,
+        shown: View | None,
+        async_op: bool,
+        *,
+        is_nested: bool = False,
+        waits: bool = True,
     ) -> Work | None:
-        """Number, record and launch one operation; its turn is held."""
+        """Number, record and launch one operation; its turn is held.
+
+        With `waits` false the caller waits, and gets the work for that.
+        """
         batch = self._batch()
         record = self._admit(operation, shown, async_op, is_nested=is_nested)
         with self._failing(record):
-            if not async_op and batch is None and operation.device == "cpu" and not is_nested:
+            is_inline = not async_op and batch is None and not is_nested
+            if is_inline and self._is_inline(operation):
                 self._execute(operation, record)
                 return None
             recorder = None if record == NOT_RECORDED else black_box.current()
@@ -453,9 +322,9 @@ class ProcessGroup:
             work = self._state.launch(operation, record)
         if batch is not None:
             batch[1].append(work)
-        elif not async_op:
+        elif not async_op and waits:
             work.wait()  # on a device: once it is in order behind what the caller has queued there
-        return work if async_op else None
+        return work if async_op or not waits else None
 
     def _admit(
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
@@ -515,7 +384,7 @@ class ProcessGroup:
             num_bytes=0 if shown is None else shown.num_bytes,
             reduce_op=operation.reduce_op,
             root=-1 if root < 0 else self._members.ranks[root],
-            peer=self._members.ranks[operation.peer] if is_message else -1,
+            peer=self._members.ranks[operation.peer] if operation.peer >= 0 else -1,
             tag=operation.tag if is_message else -1,
             coalesced=-1 if batch is None else batch[0],
             timeout_s=operation.timeout_s,
@@ -543,18 +412,22 @@ class ProcessGroup:
         if reason:
             raise ValueError(f"{kind} of {shown}: backend {self.backend!r} {reason}")
 
-    def _check_rank(self, rank: Any, name: str) -> int:
-        return check_rank(rank, name, self.name, self.size)
+    def _limit(self, timeout_s: Timeout) -> float:
+        return self._timeout_s if timeout_s is None else check_timeout(timeout_s)
 
-    def _check_peer(self, rank: Any, name: str) -> int:
-        peer = self._check_rank(rank, name)
-        if peer == self.rank:
-            raise ValueError(f"{name} {rank}: a rank cannot send to itself")
-        return peer
+    def _check_any_source(self, data: View, async_op: bool) -> None:
+        if data.device != "cpu":
+            raise ValueError(f"recv of {data} from any rank: on {data.device} name the source")
+        if self._batch() is not None and not async_op:
+            raise ValueError(
+                "recv from any rank inside coalesce(): pass async_op=True; its work names the "
+                "source once the block has ended"
+            )
 
-    def _rooted(self, array: Any, name: str, root: int, *, writable: bool) -> View | None:
-        if root == self.rank:
-            return view(array, name, writable=writable)
-        if array is not None:
-            raise ValueError(f"{name} is given by root {root} alone; pass None on rank {self.rank}")
-        return None
+    def _check_object_call(self, call: str, root: int = 0) -> int:
+        if self._batch() is not None:
+            raise ValueError(
+                f"{call} cannot be called inside coalesce(): its second step needs the result of "
+                "its first"
+            )
+        return self._check_rank(root, "root")

@@ -1,4 +1,8 @@
-"""Objects between ranks: plain data as msgpack, never a pickle. Sizes go first, then the bytes."""
+"""Objects between ranks: plain data as msgpack, never a pickle.
+
+Sizes are exchanged first, then the bytes, padded to the longest. So each call is two collectives,
+of which the second needs the result of the first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from echelon.dist.group import ProcessGroup
+
+    Bytes = npt.NDArray[np.uint8]
 
 
 def encode(obj: Any) -> bytes:
@@ -34,25 +40,65 @@ def decode(data: bytes) -> Any:
     return msgpack.unpackb(data, raw=False, strict_map_key=False)
 
 
-def broadcast(group: ProcessGroup, data: bytes | None, root: int) -> Any:
+def broadcast(group: ProcessGroup, data: bytes | None, root: int, timeout_s: float | None) -> Any:
     """Return the root's object on every rank."""
     size = np.array([0 if data is None else len(data)], np.int64)
-    group.broadcast(size, root)
+    group.broadcast(size, root, timeout_s=timeout_s)
     content: npt.NDArray[np.uint8] = np.empty(int(size[0]), np.uint8)
     if data is not None:
         content[:] = np.frombuffer(data, np.uint8)
-    group.broadcast(content, root)
+    group.broadcast(content, root, timeout_s=timeout_s)
     return decode(content.tobytes())
 
 
-def all_gather(group: ProcessGroup, data: bytes) -> list[Any]:
+def all_gather(group: ProcessGroup, data: bytes, timeout_s: float | None) -> list[Any]:
     """Return every rank's object, in rank order."""
+    sizes = _sizes(group, data, timeout_s)
+    rows = _rows(group.size, sizes)
+    group.all_gather(rows, _row(data, sizes), timeout_s=timeout_s)
+    return _decoded(rows, sizes)
+
+
+def gather(
+    group: ProcessGroup, data: bytes, root: int, timeout_s: float | None
+) -> list[Any] | None:
+    """Return every rank's object on the root, in rank order; None elsewhere."""
+    sizes = _sizes(group, data, timeout_s)
+    rows = _rows(group.size, sizes) if group.rank == root else None
+    group.gather(rows, _row(data, sizes), root, timeout_s=timeout_s)
+    return None if rows is None else _decoded(rows, sizes)
+
+
+def scatter(
+    group: ProcessGroup, parts: list[bytes] | None, root: int, timeout_s: float | None
+) -> Any:
+    """Return this rank's object of the root's."""
+    sizes = np.array([len(part) for part in parts or [b""] * group.size], np.int64)
+    group.broadcast(sizes, root, timeout_s=timeout_s)
+    rows = None
+    if parts is not None:
+        rows = np.stack([_row(part, sizes) for part in parts])
+    own: Bytes = np.empty(int(sizes.max()), np.uint8)
+    group.scatter(own, rows, root, timeout_s=timeout_s)
+    return decode(own[: sizes[group.rank]].tobytes())
+
+
+def _sizes(group: ProcessGroup, data: bytes, timeout_s: float | None) -> npt.NDArray[np.int64]:
     sizes: npt.NDArray[np.int64] = np.empty(group.size, np.int64)
-    group.all_gather(sizes, np.array([len(data)], np.int64))
-    longest = int(sizes.max())
-    mine: npt.NDArray[np.uint8] = np.zeros(longest, np.uint8)
-    mine[: len(data)] = np.frombuffer(data, np.uint8)
-    contents: npt.NDArray[np.uint8] = np.empty((group.size, longest), np.uint8)
-    group.all_gather(contents, mine)
-    pairs = zip(contents, sizes.tolist(), strict=True)
-    return [decode(content[:length].tobytes()) for content, length in pairs]
+    group.all_gather(sizes, np.array([len(data)], np.int64), timeout_s=timeout_s)
+    return sizes
+
+
+def _rows(count: int, sizes: npt.NDArray[np.int64]) -> Bytes:
+    return np.empty((count, int(sizes.max())), np.uint8)
+
+
+def _row(data: bytes, sizes: npt.NDArray[np.int64]) -> Bytes:
+    row: Bytes = np.zeros(int(sizes.max()), np.uint8)
+    row[: len(data)] = np.frombuffer(data, np.uint8)
+    return row
+
+
+def _decoded(rows: Bytes, sizes: npt.NDArray[np.int64]) -> list[Any]:
+    pairs = zip(rows, sizes.tolist(), strict=True)
+    return [decode(row[:length].tobytes()) for row, length in pairs]

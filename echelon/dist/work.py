@@ -57,6 +57,22 @@ class Work:
         one = self.operation
         return (one.kind, one.peer, one.tag) if one.is_message else None
 
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended, with success or failure. Does not block."""
+        return self.done
+
+    def exception(self) -> BaseException | None:
+        """Return what the operation ended with; None if it succeeded or has not ended.
+
+        May take up to 2 s, as `error`.
+        """
+        return self.error
+
+    @property
+    def source(self) -> int:
+        """The group rank whose message a receive got; -1 while it has not got one."""
+        return int(getattr(self.pending, "source", -1))
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the operation has ended.
 

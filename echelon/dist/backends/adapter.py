@@ -88,5 +88,9 @@ class _AdaptedPending:
         self._engine.note(error)
         return error
 
+    @property
+    def source(self) -> int:
+        return int(getattr(self._pending, "source", -1))
+
     def wait(self, timeout_s: float | None) -> bool:
         return self._pending.wait(timeout_s)

@@ -213,6 +213,17 @@ def check_rank(rank: Any, name: str, group: str, size: int) -> int:
     return number
 
 
+def check_timeout(timeout_s: float) -> float:
+    """Return a limit in seconds.
+
+    Raises:
+        ValueError: it is not a number above 0.
+    """
+    if isinstance(timeout_s, (int, float)) and timeout_s > 0:
+        return float(timeout_s)
+    raise ValueError(f"timeout_s must be a number above 0, got {timeout_s!r}")
+
+
 def check_tag(tag: Any) -> int:
     """Return a message's tag.
 

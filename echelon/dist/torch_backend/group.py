@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from echelon.dist.torch_backend.create import Maker
 
 Tensor = Any
-Start = Callable[[bool], Work | None]
+Start = Callable[..., Work | None]  # called with async_op and timeout_s
 
 _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
@@ -61,14 +62,16 @@ class TorchGroup(Identity):
 
     # ---- one tensor a rank ----
 
-    def allreduce(self, tensor: Any, opts: Any = None, timeout: Any = None) -> TorchWork:  # noqa: ARG002
+    def allreduce(
+        self, tensor: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> TorchWork:
         """Reduce a tensor over all ranks, in place."""
         reduction, data = Reduction.of(opts), tensors.only(tensor, "allreduce")
         if data.layout == torch.sparse_coo:
             sparse.all_reduce(self._group, data, reduction)
             return self._done([data])
         start, finish = self._reducing(data, reduction)
-        return self._run(opts, start, [data], finish)
+        return self._run_all(opts, [(start, finish)], [data], _limit(timeout))
 
     def allreduce_coalesced(self, data: Sequence[Tensor], opts: Any = None) -> TorchWork:
         """Reduce several tensors, each over all ranks."""
@@ -77,13 +80,13 @@ class TorchGroup(Identity):
 
     def _reducing(self, tensor: Tensor, reduction: Reduction) -> tuple[Start, Finish | None]:
         group, (x, finish) = self._group, tensors.target(tensor)
-        op = reduction.on(x)
 
-        def start(is_async: bool) -> Work | None:
+        def start(**how: Any) -> Work | None:
             numbers = reduction.real(x)
             if reduction.factor is not None:
                 numbers.mul_(reduction.factor)
-            return group.all_reduce(numbers, op, async_op=is_async)
+            work: Work | None = group.all_reduce(numbers, reduction.name, **how)
+            return work
 
         return start, finish
 
@@ -96,19 +99,14 @@ class TorchGroup(Identity):
             finish = None
         if reduction.factor is not None:
             x = x * reduction.factor if root != self._maker.rank else x.mul_(reduction.factor)
-        numbers, op = reduction.real(x), reduction.on(x)
-        return self._run(
-            opts, lambda later: group.reduce(numbers, root, op, async_op=later), [data], finish
-        )
+        start = partial(group.reduce, reduction.real(x), root, reduction.name)
+        return self._run(opts, start, [data], finish)
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
         """Copy the root's tensor to every rank's, of any shape and as many elements."""
         data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
-        flat = x.reshape(-1)
-        return self._run(
-            opts, lambda later: group.broadcast(flat, root, async_op=later), [data], finish
-        )
+        return self._run(opts, partial(group.broadcast, x.reshape(-1), root), [data], finish)
 
     # ---- many tensors a rank ----
 
@@ -155,8 +153,7 @@ class TorchGroup(Identity):
         return self._run_all(opts, calls, [one for of_rank in outputs for one in of_rank])
 
     def _gathering(self, out: Tensor, data: Tensor) -> Start:
-        group, x = self._group, tensors.source(data)
-        return lambda later: group.all_gather(out, x, async_op=later)
+        return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Reduce lists of tensors over all ranks; keep this rank's part.
@@ -193,12 +190,12 @@ class TorchGroup(Identity):
     ) -> tuple[Start, Finish | None]:
         group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
-        op = reduction.on(x)
 
-        def start(is_async: bool) -> Work | None:
+        def start(**how: Any) -> Work | None:
             numbers = x if reduction.factor is None else x * reduction.factor
             numbers, result = reduction.real(numbers), reduction.real(out)
-            return group.reduce_scatter(result, numbers, op, async_op=is_async)
+            work: Work | None = group.reduce_scatter(result, numbers, reduction.name, **how)
+            return work
 
         return start, finish
 
@@ -213,9 +210,7 @@ class TorchGroup(Identity):
             outs = tensors.only_list(outputs, "gather")
             tensors.same_sizes([*outs, x], "gather")
             out, finish = tensors.flat_target(outs)
-        return self._run(
-            opts, lambda later: group.gather(out, x, root, async_op=later), list(outs), finish
-        )
+        return self._run(opts, partial(group.gather, out, x, root), list(outs), finish)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         """Give each rank its tensor of the root's list."""
@@ -226,9 +221,7 @@ class TorchGroup(Identity):
             parts = tensors.only_list(inputs, "scatter")
             tensors.same_sizes([*parts, out], "scatter")
             x = tensors.flat_source(parts)
-        return self._run(
-            opts, lambda later: group.scatter(out, x, root, async_op=later), [output], finish
-        )
+        return self._run(opts, partial(group.scatter, out, x, root), [output], finish)
 
     def all_to_all_single(
         self,
@@ -242,9 +235,7 @@ class TorchGroup(Identity):
         group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
         splits = list(output_splits) or None, list(input_splits) or None
-        return self._run(
-            opts, lambda later: group.all_to_all(out, x, *splits, async_op=later), [output], finish
-        )
+        return self._run(opts, partial(group.all_to_all, out, x, *splits), [output], finish)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -253,10 +244,7 @@ class TorchGroup(Identity):
         group, x = self._group, tensors.flat_source(inputs)
         out, finish = tensors.flat_target(outputs)
         splits = [one.numel() for one in outputs], [one.numel() for one in inputs]
-        return self._run(
-            opts, lambda later: group.all_to_all(out, x, *splits, async_op=later), list(outputs),
-            finish,
-        )  # fmt: skip
+        return self._run(opts, partial(group.all_to_all, out, x, *splits), list(outputs), finish)
 
     # The names by which older torch calls the same.
     _allgather_base = all_gather_single
@@ -268,42 +256,36 @@ class TorchGroup(Identity):
     # ---- messages and barriers ----
 
     def send(self, data: Sequence[Tensor], to: int, tag: int = 0) -> TorchWork:
-        """Send a tensor to a rank."""
+        """Send a tensor to a rank of the group."""
         tensor = tensors.only(data, "send")
-        group, x = self._group, tensors.source(tensor)
-        part = group.send(x, to, tag, async_op=True)
+        part = self._group.send(tensors.source(tensor), to, tag, async_op=True)
         return self._started([part], [tensor], None, f"send to {to}")
 
     def recv(self, data: Sequence[Tensor], source: int, tag: int = 0) -> TorchWork:
-        """Receive a tensor from a rank."""
+        """Receive a tensor from a rank of the group."""
+        return self._receive(data, source, tag)
+
+    def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
+        """Receive the first tensor that any rank of the group sends with this tag."""
+        return self._receive(data, None, tag)
+
+    def _receive(self, data: Sequence[Tensor], source: int | None, tag: int) -> TorchWork:
         tensor = tensors.only(data, "recv")
         group, (x, finish) = self._group, tensors.target(tensor)
         part = group.recv(x, source, tag, async_op=True)
-        return self._started([part], [tensor], finish, f"recv from {source}", source)
-
-    def recv_anysource(self, data: Sequence[Tensor], tag: int = 0) -> TorchWork:
-        """Refuse: a message's sender has to be named."""
-        raise ValueError(
-            f"recv of {list(tensors.only(data, 'recv').shape)} with tag {tag} from any rank: "
-            "backend 'echelon' receives from a named rank only; pass src"
-        )
+        return self._started([part], [tensor], finish, f"recv from {source}")
 
     def barrier(self, opts: Any = None) -> TorchWork:
-        """Block until every rank has come."""
-        group = self._group
-        limit_s = -1.0 if opts is None else opts.timeout.total_seconds()
-        if limit_s > 0:
-            group.monitored_barrier(limit_s)
-            return self._done([])
-        return self._run(opts, lambda later: group.barrier(async_op=later), [], None)
+        """Block until every rank of the group has called it."""
+        return self._run(opts, self._group.barrier, [], None)
 
     def monitored_barrier(
         self,
         timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,  # noqa: ARG002
+        wait_all_ranks: bool = False,  # noqa: ARG002 -- the error always names all of them
     ) -> None:
-        """Block until all have come; after `timeout` raise an error that names all who have not."""
-        self._group.monitored_barrier(None if timeout is None else timeout.total_seconds())
+        """Block until every rank has called it; a timeout names all ranks that have not."""
+        self._group.monitored_barrier(_limit(timeout))
 
     # ---- several at once ----
 
@@ -378,10 +360,15 @@ class TorchGroup(Identity):
         return self._run_all(opts, [(start, finish)], result)
 
     def _run_all(
-        self, opts: Any, calls: Sequence[tuple[Start, Finish | None]], result: list[Tensor]
+        self,
+        opts: Any,
+        calls: Sequence[tuple[Start, Finish | None]],
+        result: list[Tensor],
+        timeout_s: float | None = None,
     ) -> TorchWork:
         is_async = self._coalesced is not None or getattr(opts, "asyncOp", True)
-        parts = [start(is_async) for start, _ in calls]
+        limit_s = timeout_s or _limit(getattr(opts, "timeout", None))
+        parts = [start(async_op=is_async, timeout_s=limit_s) for start, _ in calls]
         finish = tensors.both([finish for _, finish in calls])
         if not is_async:
             if finish is not None:
@@ -395,16 +382,21 @@ class TorchGroup(Identity):
         result: list[Tensor],
         finish: Finish | None,
         lane: str,
-        source: int = -1,
     ) -> TorchWork:
         works = [part for part in parts if part is not None]
-        work = TorchWork(works, result, finish, lambda job: self._futures.submit(lane, job), source)
+        work = TorchWork(works, result, finish, lambda job: self._futures.submit(lane, job))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def _done(self, result: list[Tensor]) -> TorchWork:
         return TorchWork((), result, None, _now)
+
+
+def _limit(timeout: timedelta | None) -> float | None:
+    """Return torch's timeout of one call in seconds; its 0 and -1 ms stand for the group's."""
+    seconds = 0.0 if timeout is None else timeout.total_seconds()
+    return seconds if seconds > 0 else None
 
 
 def _now(job: Job) -> None:

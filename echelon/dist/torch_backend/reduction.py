@@ -17,9 +17,6 @@ _OPS: dict[Any, str] = {
     torch_dist.ReduceOp.BOR: "bor",
     torch_dist.ReduceOp.BXOR: "bxor",
 }
-# On booleans a sum is an or and a product an and, as in torch's other backends. Max and min of 0
-# and 1 give the same, and NCCL and oneCCL have no bitwise operations.
-_BOOL_OPS = {"sum": "max", "bor": "max", "prod": "min", "band": "min"}
 _LINEAR = ("sum", "avg")
 
 
@@ -52,10 +49,6 @@ class Reduction:
         if kind not in _PLAIN:
             raise ValueError(f"reduce operation {kind} is not known to backend 'echelon'")
         return _PLAIN[kind]
-
-    def on(self, tensor: Any) -> str:
-        """Return our name for the operation on such a tensor."""
-        return _BOOL_OPS.get(self.name, self.name) if tensor.dtype == torch.bool else self.name
 
     def real(self, tensor: Any) -> Any:
         """Return the tensor as real numbers, which a sum of complex ones may be done on."""

@@ -34,7 +34,6 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         finish: brings results from a buffer of ours into the caller's tensors; run once, by the
             first thread that sees the operation done.
         complete_later: hands a job to the thread that completes futures.
-        source: group rank that a received message came from.
     """
 
     def __init__(
@@ -43,14 +42,12 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         result: list[Any],
         finish: Finish | None,
         complete_later: CompleteLater,
-        source: int = -1,
     ) -> None:
         super().__init__()
         self._parts = parts
         self._tensors = result
         self._finish = finish
         self._complete_later = complete_later
-        self._source = source
         self._future: Any = None
         self._lock = threading.RLock()  # a future of what is done already is completed within
 
@@ -94,20 +91,20 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         self.wait()
 
     def is_completed(self) -> bool:
-        """Tell whether the operation has ended, well or badly."""
-        if not all(part.done for part in self._parts):
+        """Return whether the operation has ended, with success or failure."""
+        if not all(part.is_completed() for part in self._parts):
             return False
         if self.is_success():
-            self.wait()  # who polls reads the result without waiting
+            self.wait()  # a caller that polls reads the result without a wait
         return True
 
     def is_success(self) -> bool:
-        """Tell whether the operation has ended well."""
-        return self.exception() is None and all(part.done for part in self._parts)
+        """Return whether the operation has ended with success."""
+        return all(part.is_completed() for part in self._parts) and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what the operation ended with; None if well or not yet."""
-        errors = (part.error for part in self._parts if part.done)
+        """Return what the operation ended with; None if it succeeded or has not ended."""
+        errors = (part.exception() for part in self._parts)
         return next((error for error in errors if error is not None), None)
 
     def result(self) -> list[Any]:
@@ -115,8 +112,8 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the group rank that a received message came from."""
-        return self._source
+        """Return the group rank whose message a receive got."""
+        return self._parts[0].source if self._parts else -1
 
     _source_rank = source_rank
 

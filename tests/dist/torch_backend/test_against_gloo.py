@@ -60,6 +60,24 @@ def _isend_irecv(group: Any, me: int) -> Any:
     return list(got.values())
 
 
+def _from_any(group: Any, me: int) -> Any:
+    """A receive that names no source gets each message once, and says whose it was."""
+    if me:
+        dist.send(_filled(me), group=group, group_dst=0, tag=9)
+        dist.send(_filled(10 * me), group=group, group_dst=0, tag=8)
+        return None
+    got = []
+    for _ in range(1, _SIZE):
+        x = torch.zeros(3)
+        got.append((dist.recv(x, group=group, tag=9), x.tolist()))
+    late = [torch.zeros(3) for _ in range(1, _SIZE)]
+    works = [dist.irecv(x, group=group, tag=8) for x in late]
+    for work, x in zip(works, late, strict=True):
+        work.wait()
+        got.append((work._source_rank(), x.tolist()))
+    return sorted(got)
+
+
 def _batched(group: Any, me: int) -> Any:
     """Each rank exchanges several messages with every other; sends and receives mixed."""
     peers = [peer for peer in range(_SIZE) if peer != me]
@@ -192,8 +210,9 @@ def _numbers(group: Any, me: int) -> Any:
 
 
 _CASES = (
-    _send_recv, _isend_irecv, _batched, _broadcast, _reduce, _reductions, _gather_scatter,
-    _all_to_all, _gathers, _uneven_reduce_scatter, _objects, _works, _barriers, _numbers,
+    _send_recv, _isend_irecv, _from_any, _batched, _broadcast, _reduce, _reductions,
+    _gather_scatter, _all_to_all, _gathers, _uneven_reduce_scatter, _objects, _works, _barriers,
+    _numbers,
 )  # fmt: skip
 
 

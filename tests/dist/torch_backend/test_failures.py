@@ -131,8 +131,6 @@ def _monitored(rank: int, world_size: int) -> None:
         error = _raised(lambda: pair.monitored_barrier(timedelta(seconds=0.5)))
         assert isinstance(error, CollectiveTimeoutError)
         assert error.ranks == (1,)
-    with pytest.raises(ValueError, match="from any rank"):
-        dist.recv(torch.ones(1))
     dist.barrier()
 
 

@@ -1,0 +1,1 @@
+"""The calls of a group: checked arguments in, one operation out."""

@@ -1,0 +1,458 @@
+"""The collectives of a group: each checks its arguments and passes one operation on.
+
+Every call has two forms. Blocking, which is the default, it returns once the operation has ended on
+this rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` says
+what all calls share: who makes them, which arrays they take, what they raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from echelon.dist.calls.base import Calls, Splits, Timeout
+from echelon.dist.operation.arrays import view
+from echelon.dist.operation.checks import (
+    check_overlap,
+    check_pair,
+    check_reduce_op,
+    check_rows,
+    check_splits,
+    check_uneven,
+)
+from echelon.dist.work import Work
+
+
+class Collectives(Calls):
+    """Calls that all members make, in the same order."""
+
+    @overload
+    def all_reduce(
+        self, x: Any, op: str = ..., async_op: Literal[False] = ..., timeout_s: Timeout = ...
+    ) -> None: ...
+
+    @overload
+    def all_reduce(
+        self, x: Any, op: str = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
+    ) -> Work: ...
+
+    @overload
+    def all_reduce(
+        self, x: Any, op: str = ..., async_op: bool = ..., timeout_s: Timeout = ...
+    ) -> Work | None: ...
+
+    def all_reduce(
+        self, x: Any, op: str = "sum", async_op: bool = False, timeout_s: Timeout = None
+    ) -> Work | None:
+        """Reduce `x` over all ranks, in place.
+
+        Args:
+            x: any shape, the same on all ranks.
+            op: sum, avg, min, max, prod; band, bor, bxor (integers and bool). The average of
+                integers is their sum, which wraps around in the array's own width, truncated toward
+                zero. On bool, sum is "or", prod is "and", and there is no avg.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+
+        Returns:
+            None once every rank's `x` holds the result here; a `Work` if asynchronous.
+        """
+        data = view(x, "x", writable=True)
+        op = check_reduce_op(op, data.dtype)
+        return self._collective(
+            "all_reduce", data, data, reduce_op=op, timeout_s=timeout_s, async_op=async_op
+        )
+
+    @overload
+    def reduce(
+        self,
+        x: Any,
+        root: int,
+        op: str = ...,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+    ) -> None: ...
+
+    @overload
+    def reduce(
+        self, x: Any, root: int, op: str = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
+    ) -> Work: ...
+
+    @overload
+    def reduce(
+        self, x: Any, root: int, op: str = ..., async_op: bool = ..., timeout_s: Timeout = ...
+    ) -> Work | None: ...
+
+    def reduce(
+        self, x: Any, root: int, op: str = "sum", async_op: bool = False, timeout_s: Timeout = None
+    ) -> Work | None:
+        """Reduce `x` over all ranks into the `x` of `root`; the others' `x` keep their values.
+
+        Args:
+            x: any shape, the same on all ranks.
+            root: rank within this group that gets the result.
+            op: as for `all_reduce`.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        root = self._check_rank(root, "root")
+        data = view(x, "x", writable=root == self.rank)
+        op = check_reduce_op(op, data.dtype)
+        target = data if root == self.rank else None
+        return self._collective(
+            "reduce", data, target, reduce_op=op, root=root, timeout_s=timeout_s, async_op=async_op
+        )
+
+    @overload
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+        *,
+        output_splits: Splits = ...,
+    ) -> None: ...
+
+    @overload
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
+        *,
+        output_splits: Splits = ...,
+    ) -> Work: ...
+
+    @overload
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        async_op: bool = ...,
+        timeout_s: Timeout = ...,
+        *,
+        output_splits: Splits = ...,
+    ) -> Work | None: ...
+
+    def all_gather(
+        self,
+        out: Any,
+        x: Any,
+        async_op: bool = False,
+        timeout_s: Timeout = None,
+        *,
+        output_splits: Splits = None,
+    ) -> Work | None:
+        """Collect every rank's `x` into `out`, in the order of the ranks.
+
+        Args:
+            out: [size * n, ...], dtype of `x`; with `output_splits` [sum(output_splits), ...].
+            x: [n, ...], the same shape on all ranks; with `output_splits`
+                [output_splits[rank], ...]. May be exactly this rank's part of `out`, and may not
+                overlap it otherwise.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+            output_splits: rows (dim 0) of each rank, the same on all ranks; None: equal parts.
+        """
+        source = view(x, "x", writable=False)
+        target = view(out, "out", writable=True)
+        rows: tuple[int, ...] = ()
+        counts: tuple[int, ...] = ()
+        if output_splits is None:
+            check_pair("all_gather", "out", target, "x", source, self.size, self.rank)
+        else:
+            rows, counts = check_uneven(
+                "all_gather", ("out", target), ("x", source), ("output_splits", output_splits),
+                self.size, self.rank,
+            )  # fmt: skip
+        return self._collective(
+            "all_gather", source, target, output_splits=counts, splits=rows, timeout_s=timeout_s,
+            async_op=async_op,
+        )  # fmt: skip
+
+    @overload
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = ...,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+        *,
+        input_splits: Splits = ...,
+    ) -> None: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = ...,
+        *,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
+        input_splits: Splits = ...,
+    ) -> Work: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = ...,
+        async_op: bool = ...,
+        timeout_s: Timeout = ...,
+        *,
+        input_splits: Splits = ...,
+    ) -> Work | None: ...
+
+    def reduce_scatter(
+        self,
+        out: Any,
+        x: Any,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout_s: Timeout = None,
+        *,
+        input_splits: Splits = None,
+    ) -> Work | None:
+        """Reduce `x` over all ranks; this rank's part of the result goes into `out`.
+
+        Args:
+            out: [n, ...], dtype of `x`; with `input_splits` [input_splits[rank], ...]. May be
+                exactly this rank's part of `x`, and may not overlap it otherwise.
+            x: [size * n, ...], the same shape on all ranks; with `input_splits`
+                [sum(input_splits), ...].
+            op: as for `all_reduce`.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+            input_splits: rows (dim 0) that go to each rank, the same on all ranks; None: equal
+                parts.
+        """
+        source = view(x, "x", writable=False)
+        target = view(out, "out", writable=True)
+        op = check_reduce_op(op, source.dtype)
+        rows: tuple[int, ...] = ()
+        counts: tuple[int, ...] = ()
+        if input_splits is None:
+            check_pair("reduce_scatter", "x", source, "out", target, self.size, self.rank)
+        else:
+            rows, counts = check_uneven(
+                "reduce_scatter", ("x", source), ("out", target), ("input_splits", input_splits),
+                self.size, self.rank,
+            )  # fmt: skip
+        return self._collective(
+            "reduce_scatter", source, target, reduce_op=op, input_splits=counts, splits=rows,
+            timeout_s=timeout_s, async_op=async_op,
+        )  # fmt: skip
+
+    @overload
+    def broadcast(
+        self, x: Any, root: int, async_op: Literal[False] = ..., timeout_s: Timeout = ...
+    ) -> None: ...
+
+    @overload
+    def broadcast(
+        self, x: Any, root: int, async_op: Literal[True], timeout_s: Timeout = ...
+    ) -> Work: ...
+
+    @overload
+    def broadcast(
+        self, x: Any, root: int, async_op: bool = ..., timeout_s: Timeout = ...
+    ) -> Work | None: ...
+
+    def broadcast(
+        self, x: Any, root: int, async_op: bool = False, timeout_s: Timeout = None
+    ) -> Work | None:
+        """Copy the `x` of `root` into every rank's `x`.
+
+        Args:
+            x: any shape; the same dtype and number of elements on all ranks.
+            root: rank within this group whose array is copied.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        root = self._check_rank(root, "root")
+        data = view(x, "x", writable=root != self.rank)
+        source, target = (data, None) if root == self.rank else (None, data)
+        return self._collective(
+            "broadcast", source, target, root=root, timeout_s=timeout_s, async_op=async_op
+        )
+
+    @overload
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        output_splits: Splits = ...,
+        input_splits: Splits = ...,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+    ) -> None: ...
+
+    @overload
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        output_splits: Splits = ...,
+        input_splits: Splits = ...,
+        *,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
+    ) -> Work: ...
+
+    @overload
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        output_splits: Splits = ...,
+        input_splits: Splits = ...,
+        async_op: bool = ...,
+        timeout_s: Timeout = ...,
+    ) -> Work | None: ...
+
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        output_splits: Splits = None,
+        input_splits: Splits = None,
+        async_op: bool = False,
+        timeout_s: Timeout = None,
+    ) -> Work | None:
+        """Send rows of `x` to each rank, and put the rows that each rank sends into `out`.
+
+        Args:
+            out, x: arrays of rows (dim 0) of one dtype and row shape, without shared memory.
+            output_splits: rows that each rank sends here; None: equal parts.
+            input_splits: rows that go to each rank; None: equal parts.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        source = view(x, "x", writable=False)
+        target = view(out, "out", writable=True)
+        check_rows("all_to_all", target, source)
+        check_overlap("all_to_all", "out", target, "x", source)
+        return self._collective(
+            "all_to_all",
+            source,
+            target,
+            input_splits=check_splits("input_splits", input_splits, source, self.size),
+            output_splits=check_splits("output_splits", output_splits, target, self.size),
+            timeout_s=timeout_s,
+            async_op=async_op,
+        )
+
+    @overload
+    def gather(
+        self,
+        out: Any | None,
+        x: Any,
+        root: int,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+    ) -> None: ...
+
+    @overload
+    def gather(
+        self, out: Any | None, x: Any, root: int, async_op: Literal[True], timeout_s: Timeout = ...
+    ) -> Work: ...
+
+    @overload
+    def gather(
+        self, out: Any | None, x: Any, root: int, async_op: bool = ..., timeout_s: Timeout = ...
+    ) -> Work | None: ...
+
+    def gather(
+        self, out: Any | None, x: Any, root: int, async_op: bool = False, timeout_s: Timeout = None
+    ) -> Work | None:
+        """Collect every rank's `x` into the `out` of `root`, in the order of the ranks.
+
+        Args:
+            out: on `root` [size * n, ...], dtype of `x`; None on the others.
+            x: [n, ...], the same shape on all ranks.
+            root: rank within this group that gets the arrays.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        root = self._check_rank(root, "root")
+        source = view(x, "x", writable=False)
+        target = self._rooted(out, "out", root, writable=True)
+        if target is not None:
+            check_pair("gather", "out", target, "x", source, self.size, self.rank)
+        return self._collective(
+            "gather", source, target, root=root, timeout_s=timeout_s, async_op=async_op
+        )
+
+    @overload
+    def scatter(
+        self,
+        out: Any,
+        x: Any | None,
+        root: int,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+    ) -> None: ...
+
+    @overload
+    def scatter(
+        self, out: Any, x: Any | None, root: int, async_op: Literal[True], timeout_s: Timeout = ...
+    ) -> Work: ...
+
+    @overload
+    def scatter(
+        self, out: Any, x: Any | None, root: int, async_op: bool = ..., timeout_s: Timeout = ...
+    ) -> Work | None: ...
+
+    def scatter(
+        self, out: Any, x: Any | None, root: int, async_op: bool = False, timeout_s: Timeout = None
+    ) -> Work | None:
+        """Send each rank its part of the `x` of `root`, which goes into `out`.
+
+        Args:
+            out: [n, ...], the same shape on all ranks.
+            x: on `root` [size * n, ...], dtype of `out`; None on the others.
+            root: rank within this group that has the parts.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        root = self._check_rank(root, "root")
+        target = view(out, "out", writable=True)
+        source = self._rooted(x, "x", root, writable=False)
+        if source is not None:
+            check_pair("scatter", "x", source, "out", target, self.size, self.rank)
+        return self._collective(
+            "scatter", source, target, root=root, timeout_s=timeout_s, async_op=async_op
+        )
+
+    @overload
+    def barrier(self, async_op: Literal[False] = ..., timeout_s: Timeout = ...) -> None: ...
+
+    @overload
+    def barrier(self, async_op: Literal[True], timeout_s: Timeout = ...) -> Work: ...
+
+    @overload
+    def barrier(self, async_op: bool = ..., timeout_s: Timeout = ...) -> Work | None: ...
+
+    def barrier(self, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+        """Block until every rank of the group has called it.
+
+        Args:
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        return self._collective("barrier", None, None, timeout_s=timeout_s, async_op=async_op)
+
+    def monitored_barrier(self, timeout_s: Timeout = None) -> None:
+        """Block until every rank has called it; a timeout names all ranks that have not.
+
+        Args:
+            timeout_s: limit of this call; None: the group's.
+
+        Raises:
+            CollectiveTimeoutError: its `ranks` are the global ranks that did not arrive.
+        """
+        self._collective("barrier", None, None, timeout_s=timeout_s)

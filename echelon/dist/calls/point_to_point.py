@@ -1,0 +1,116 @@
+"""Send and receive: each checks its arguments and passes one operation on."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from echelon.dist.calls.base import Calls, Timeout
+from echelon.dist.operation.arrays import view
+from echelon.dist.operation.checks import check_tag
+from echelon.dist.operation.operation import ANY_SOURCE
+from echelon.dist.work import Work
+
+
+class PointToPoint(Calls):
+    """Calls that concern two members only."""
+
+    @overload
+    def send(
+        self,
+        x: Any,
+        to: int,
+        tag: int = ...,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+    ) -> None: ...
+
+    @overload
+    def send(
+        self, x: Any, to: int, tag: int = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
+    ) -> Work: ...
+
+    @overload
+    def send(
+        self, x: Any, to: int, tag: int = ..., async_op: bool = ..., timeout_s: Timeout = ...
+    ) -> Work | None: ...
+
+    def send(
+        self, x: Any, to: int, tag: int = 0, async_op: bool = False, timeout_s: Timeout = None
+    ) -> Work | None:
+        """Send `x` to a rank, which receives it with the same tag, dtype and size.
+
+        May return before the receiver has called `recv`; `x` may be changed then. Messages of one
+        pair and tag arrive in order.
+
+        Args:
+            x: any shape.
+            to: rank within this group; not this rank.
+            tag: a number from 0 to 2^31 - 3 that the receiver names too.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        to = self._check_peer(to, "to")
+        source = view(x, "x", writable=False)
+        return self._message(
+            "send", to, source, check_tag(tag), timeout_s=timeout_s, async_op=async_op
+        )
+
+    @overload
+    def recv(
+        self,
+        x: Any,
+        source: int | None = ...,
+        tag: int = ...,
+        async_op: Literal[False] = ...,
+        timeout_s: Timeout = ...,
+    ) -> int: ...
+
+    @overload
+    def recv(
+        self,
+        x: Any,
+        source: int | None = ...,
+        tag: int = ...,
+        *,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
+    ) -> Work: ...
+
+    @overload
+    def recv(
+        self,
+        x: Any,
+        source: int | None = ...,
+        tag: int = ...,
+        async_op: bool = ...,
+        timeout_s: Timeout = ...,
+    ) -> Work | int: ...
+
+    def recv(
+        self,
+        x: Any,
+        source: int | None = None,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout_s: Timeout = None,
+    ) -> Work | int:
+        """Receive into `x` what a rank sends with this tag.
+
+        Args:
+            x: any shape; dtype and number of elements are the sender's.
+            source: rank within this group; None: the first message of the tag from any rank.
+            tag: the sender's.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+
+        Returns:
+            The sender's rank within this group; a `Work`, whose `source` it is, if asynchronous.
+        """
+        peer = ANY_SOURCE if source is None else self._check_peer(source, "source")
+        target = view(x, "x", writable=True)
+        work = self._message(
+            "recv", peer, target, check_tag(tag), timeout_s=timeout_s, async_op=async_op
+        )
+        if work is None:
+            return peer
+        return work if async_op else work.source
