@@ -111,21 +111,13 @@ class TorchGroup(Identity):
     # ---- many tensors a rank ----
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into a list of tensors, which may differ in size.
-
-        Tensors of different sizes travel padded to the largest.
-        """
+        """Collect every rank's tensor into a list of tensors, which may differ in size."""
         outs, x = tensors.only_list(outputs, "allgather"), tensors.only(inputs, "allgather")
-        self._check_list(outs, "all_gather")
-        length = tensors.longest(outs, x, self._maker.rank, "all_gather")
-        if tensors.is_even(outs):
-            out, finish = tensors.flat_target(outs)
-        else:
-            x, (out, finish) = (
-                tensors.padded_source([x], length),
-                tensors.padded_target(outs, length),
-            )
-        return self._run(opts, self._gathering(out, x), list(outs), finish)
+        self._check_list(outs, x, "all_gather")
+        out, finish = tensors.flat_target(outs)
+        flat, splits = tensors.source(x).reshape(-1), tensors.splits(outs)
+        start = partial(self._group.all_gather, out, flat, output_splits=splits)
+        return self._run(opts, start, list(outs), finish)
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
         """Collect every rank's tensor into one."""
@@ -156,20 +148,13 @@ class TorchGroup(Identity):
         return partial(self._group.all_gather, out, tensors.source(data))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Reduce lists of tensors over all ranks; keep this rank's part.
-
-        Tensors of different sizes travel padded to the largest.
-        """
-        reduction, name = Reduction.of(opts), "reduce_scatter"
+        """Reduce lists of tensors, which may differ in size; this rank's part is kept."""
+        name = "reduce_scatter"
         output, parts = tensors.only(outputs, name), tensors.only_list(inputs, name)
-        self._check_list(parts, name)
-        length = tensors.longest(parts, output, self._maker.rank, name)
-        if tensors.is_even(parts):
-            start, finish = self._scattering(output, tensors.flat_source(parts), reduction)
-            return self._run(opts, start, [output], finish)
-        part, into_output = tensors.padded_target([output], length)
-        start, _ = self._scattering(part, tensors.padded_source(parts, length), reduction)
-        return self._run(opts, start, [output], into_output)
+        self._check_list(parts, output, name)
+        data, splits = tensors.flat_source(parts), tensors.splits(parts)
+        start, finish = self._scattering(output, data, Reduction.of(opts), splits)
+        return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
         """Reduce a tensor over all ranks; keep my part."""
@@ -186,15 +171,23 @@ class TorchGroup(Identity):
         return self._run_all(opts, calls, list(outputs))
 
     def _scattering(
-        self, output: Tensor, data: Tensor, reduction: Reduction
+        self,
+        output: Tensor,
+        data: Tensor,
+        reduction: Reduction,
+        splits: Sequence[int] | None = None,
     ) -> tuple[Start, Finish | None]:
         group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
+        if splits is not None:
+            out = out.reshape(-1)
 
         def start(**how: Any) -> Work | None:
             numbers = x if reduction.factor is None else x * reduction.factor
             numbers, result = reduction.real(numbers), reduction.real(out)
-            work: Work | None = group.reduce_scatter(result, numbers, reduction.name, **how)
+            work: Work | None = group.reduce_scatter(
+                result, numbers, reduction.name, input_splits=splits, **how
+            )
             return work
 
         return start, finish
@@ -296,12 +289,13 @@ class TorchGroup(Identity):
         works, self._coalesced = self._coalesced or [], None
         return joined(works, lambda job: self._futures.submit("coalesced", job))
 
-    def _check_list(self, listed: Sequence[Tensor], call: str) -> None:
+    def _check_list(self, listed: Sequence[Tensor], own: Tensor, call: str) -> None:
         if len(listed) != self._maker.size:
             raise ValueError(
                 f"{call}: a list of {self._maker.size} tensors is needed, one per rank of the "
                 f"group, got {len(listed)}"
             )
+        tensors.check_own(listed, own, self._maker.rank, call)
 
     # ---- settings and the end ----
 

@@ -82,45 +82,23 @@ def both(finishes: Sequence[Finish | None]) -> Finish | None:
     return finish
 
 
-def padded_source(tensors: Sequence[Tensor], length: int) -> Tensor:
-    """Return a copy of several tensors as one, each padded with zeros to `length` elements."""
-    first = tensors[0]
-    rows = torch.zeros((len(tensors), length), dtype=first.dtype, device=first.device)
-    for row, tensor in zip(rows, tensors, strict=True):
-        row[: tensor.numel()] = tensor.detach().reshape(-1)
-    return rows.view(-1)
-
-
-def padded_target(tensors: Sequence[Tensor], length: int) -> tuple[Tensor, Finish]:
-    """Return a buffer of `length` elements per tensor, and what fills the tensors from it."""
-    first = tensors[0]
-    rows = torch.empty((len(tensors), length), dtype=first.dtype, device=first.device)
-
-    def finish() -> None:
-        pieces = [row[: one.numel()] for row, one in zip(rows, tensors, strict=True)]
-        _copy_all(tensors, pieces)
-
-    return rows.view(-1), finish
-
-
-def longest(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> int:
-    """Return the largest number of elements in a list that holds one tensor per rank.
+def check_own(tensors: Sequence[Tensor], own: Tensor, rank: int, what: str) -> None:
+    """Check that a list with one tensor per rank gives this rank's own tensor its size.
 
     Raises:
-        ValueError: this rank's own tensor does not have the size that the list gives it.
+        ValueError: it does not.
     """
-    numels: list[int] = [tensor.numel() for tensor in tensors]
-    if numels[rank] != own.numel():
+    if tensors[rank].numel() != own.numel():
         raise ValueError(
-            f"{what}: the list has {numels[rank]} elements for rank {rank} of the group, "
+            f"{what}: the list has {tensors[rank].numel()} elements for rank {rank} of the group, "
             f"whose own tensor has {own.numel()}"
         )
-    return max(numels)
 
 
-def is_even(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors of a list hold equally many elements."""
-    return all(tensor.numel() == tensors[0].numel() for tensor in tensors)
+def splits(tensors: Sequence[Tensor]) -> list[int] | None:
+    """Return how many elements each tensor of a list holds; None if all hold equally many."""
+    numels = [tensor.numel() for tensor in tensors]
+    return numels if len(set(numels)) > 1 else None
 
 
 def same_sizes(tensors: Sequence[Tensor], what: str) -> None:

@@ -33,6 +33,12 @@ def _reductions(rank: int) -> None:
     x = torch.full((4,), rank + 1.0)
     dist.all_reduce(x, ops.AVG)
     _same(x, [2.0] * 4)
+    counts = torch.tensor([rank, 10 * rank, -rank, 7])
+    dist.all_reduce(counts, ops.AVG)  # as with NCCL: the sum, divided, toward zero
+    _same(counts, [1, 10, -1, 7])
+    part = torch.empty(1, dtype=torch.int32)
+    dist.reduce_scatter_tensor(part, torch.full((_N,), rank, dtype=torch.int32), ops.AVG)
+    _same(part, [1])
     x = torch.full((4,), rank + 1.0)
     dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
     _same(x, [3.0] * 4)
@@ -43,6 +49,14 @@ def _reductions(rank: int) -> None:
     flags = torch.tensor([rank == 0, True, False])
     dist.all_reduce(flags)  # on booleans a sum is an or, as with NCCL
     _same(flags, [True, True, False])
+    for op, expected in (
+        (ops.BOR, [True, True]),
+        (ops.BAND, [False, True]),
+        (ops.BXOR, [True] * 2),
+    ):
+        flags = torch.tensor([rank == 0, True])
+        dist.all_reduce(flags, op)
+        _same(flags, expected)
     z = torch.full((2,), complex(rank, 1))
     dist.all_reduce(z)
     _same(z, [complex(3, 3)] * 2)
@@ -96,6 +110,10 @@ def _gathers(rank: int) -> None:
     works = [dist.all_gather(uneven, torch.full((rank, 2), 3.0 + k), async_op=True) for k in (0, 1)]
     works[1].wait()
     _same(torch.cat(uneven), torch.full((3, 2), 4.0))
+    part = torch.empty(rank, dtype=torch.complex64)
+    parts = [torch.full((n,), complex(n, rank)) for n in range(_N)]
+    dist.reduce_scatter(part, parts)
+    _same(part, torch.full((rank,), complex(3 * rank, 3)))
     with pytest.raises(ValueError, match="own tensor has 7"):
         dist.all_gather(uneven, torch.empty(7))
     with pytest.raises(ValueError, match="a list of 3 tensors is needed"):

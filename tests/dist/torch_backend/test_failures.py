@@ -138,6 +138,30 @@ def test_monitored_barrier_names_who_did_not_come():
     run_ranks(_monitored, 2)
 
 
+def _limited(rank: int, world_size: int) -> None:
+    """A timeout in torch's options bounds that call alone."""
+    _begin(timeout=timedelta(seconds=60))
+    groups = [dist.new_group() for _ in range(3)]
+    if rank == 0:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=0.3)
+        x = torch.ones(2)
+        begun = time.monotonic()
+        for error in (
+            _raised(lambda: groups[0].allreduce([x], options).wait()),
+            _raised(lambda: groups[1].allreduce([x], None, timedelta(seconds=0.3)).wait()),
+            _raised(lambda: dist.barrier(groups[2], timeout=timedelta(seconds=0.3))),
+        ):
+            assert isinstance(error, CollectiveTimeoutError), error
+            assert error.ranks == (1,)
+        assert time.monotonic() - begun < 30
+    dist.barrier()
+
+
+def test_a_call_may_have_a_timeout_of_its_own():
+    run_ranks(_limited, 2)
+
+
 def _abort(rank: int, world_size: int) -> None:
     _begin()
     group = dist.new_group()
