@@ -264,6 +264,7 @@ class ProcessGroup(Collectives, PointToPoint):
         self._check_use(kind, data, "")
         if peer == ANY_SOURCE:
             self._check_any_source(data, async_op)
+        is_blocking = not async_op and self._batch() is None
         with self._state.messages:
             operation = Operation(
                 kind=kind,
@@ -276,21 +277,20 @@ class ProcessGroup(Collectives, PointToPoint):
                 target=data.data if kind == "recv" else None,
                 shape=data.shape,
                 timeout_s=self._limit(timeout_s),
+                is_detached=kind == "send" and is_blocking and data.device != "cpu",
             )
-            if not async_op and self._batch() is None and self._is_inline(operation):
+            if is_blocking and self._is_inline(operation):
                 record = self._admit(operation, data, async_op)
             else:
-                work = self._dispatch(operation, data, async_op, waits=peer != ANY_SOURCE)
+                work = self._dispatch(operation, data, async_op, waits=False)
                 record = None
         if record is not None:
             with self._failing(record):
                 self._execute(operation, record)
             return None
-        if (
-            work is not None and not async_op
-        ):  # from any rank; other threads may send while this one waits
+        if is_blocking and work is not None:  # other threads may send while this one waits
             work.wait()
-        return work
+        return work if async_op or peer == ANY_SOURCE else None
 
     def _is_inline(self, operation: Operation) -> bool:
         """Return whether a blocking operation runs on this thread: its result is all there is."""

@@ -77,7 +77,7 @@ class GroupMaker:
         if engine.refuses("send", "float32", ""):
             messages = _host_engine(members, store, deadline_s)
             return Router(members, store, engine, messages=messages)
-        return engine
+        return Router(members, store, engine)
 
 
 def _host_engine(members: Members, store: PrefixStore, deadline_s: float) -> Engine:

@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -88,32 +87,3 @@ def test_a_bad_engine_name_is_one_clear_error(monkeypatch, value):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="use 'python' or 'native'"):
         dist.init("shm")
-
-
-def test_calls_for_intel_gpus_have_as_many_arguments_as_the_library_takes():
-    """All that can be held without such a GPU: the calls' names, and their arguments' number."""
-    torch = pytest.importorskip("torch")
-    library = importlib.import_module("echelon.dist.backends.xccl.library")
-    if library.folder() is None:
-        pytest.skip("oneCCL is not in this environment")
-    device = importlib.import_module("echelon.dist.backends.xccl.device")
-    loaded, called = library.load(), []
-
-    class Communicator:
-        def call(self, name, *arguments, stream):
-            function = getattr(loaded, f"oneccl{name}")
-            assert len(arguments) + 2 == len(function.argtypes), name
-            called.append(name)
-            assert stream == 7
-
-    backend = device.XpuBackend.__new__(device.XpuBackend)
-    backend._communicator = Communicator()
-    backend.stream = types.SimpleNamespace(sycl_queue=7)
-    x = torch.zeros(4)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        backend._launch(kind, x, x, "avg" if kind != "all_gather" else "", 0)
-    backend._launch("reduce", x, None, "sum", 1)
-    backend._launch("broadcast", None, x, "", 1)
-    backend._launch("send", x, None, "", 1)
-    backend._launch("recv", None, x, "", 1)
-    assert len(called) == 7

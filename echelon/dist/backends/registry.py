@@ -8,6 +8,7 @@ create`, with optional attributes: `not_ready`, a function that says why it cann
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +86,23 @@ def for_device(device: str) -> tuple[str, str]:
             return name, ""
         reason = f"backend {name!r} is not ready: {lack}"
     return "", reason
+
+
+def needs_own_device(name: str) -> bool:
+    """Tell whether a backend refuses ranks that share a device."""
+    asks = getattr(_find(name)[0], "needs_own_device", None)
+    return asks is not None and bool(asks())
+
+
+def runtime(device: str) -> Callable[[str], Any] | None:
+    """Return what a plug-in uses in place of torch's runtime of a kind of device, if one does."""
+    for name in sorted(_plugins()):
+        with contextlib.suppress(Exception):  # a broken plug-in is not in the way
+            made = _find(name)[0]
+            if getattr(made, "device", "cpu") == device:
+                found: Callable[[str], Any] | None = getattr(made, "runtime", None)
+                return found
+    return None
 
 
 def statuses() -> list[Status]:

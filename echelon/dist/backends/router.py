@@ -2,9 +2,11 @@
 
 Three cases need more than one engine:
 
-* `init(None)`: the host's engine from the start, a device's when the first array on it arrives, in
-  a collective, which all ranks take part in. That operation is compared over the host's engine
-  first, device included: a rank that passes another array is named before anything is made.
+* a host's engine from the start, a device's when the first array on it arrives, in a collective,
+  which all ranks take part in: the device's library in groups of `init(None)` (see
+  `device/choose.py`), else the host's engine with copies. That operation is compared over the
+  host's engine first, device included: a rank that passes another array is named before anything is
+  made.
 * a device's backend asked for by name ("nccl"): its engine from the start, and the host's beside it
   for objects, barriers and arrays of the host.
 * a backend without messages: another engine of the host carries them. (oneCCL's CPU plug-in crashes
@@ -16,10 +18,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import Iterator
 
-from echelon.dist.backends import registry
+from echelon.dist.backends.device import choose
 from echelon.dist.backends.interface import Engine, Members, Pending, Refused, Watch
 from echelon.dist.errors import build
 from echelon.dist.operation.arrays import DeviceFlat
@@ -35,7 +36,8 @@ class Router:
         host: the engine of the host's arrays.
         messages: the engine of the host's messages; None: `host`.
         device: an engine of a device, made already.
-        makes_engines: whether an engine is made for a device that none serves.
+        makes_engines: whether a device's own library may be used for a device that none serves;
+            else its arrays go through the host's engine.
     """
 
     def __init__(
@@ -86,10 +88,10 @@ class Router:
             _check(engine, operation, ValueError)
             engine.prepare(operation)
             return
-        name, reason = registry.for_device(operation.device) if self._makes_engines else ("", "")
-        if not name:
-            reason = reason or f"backend {self.name!r} carries arrays on {self._devices()}"
-        elif operation.is_message:
+        reason = choose.refusal(operation.device, is_staged=not self._makes_engines)
+        if reason and not self._makes_engines:
+            reason = f"backend {self.name!r} carries arrays on {self._devices()}; {reason}"
+        if not reason and operation.is_message:
             reason = (
                 f"the first operation on {operation.device} must be a collective, in which all "
                 "ranks take part"
@@ -101,7 +103,12 @@ class Router:
             )
 
     def execute(self, operation: Operation, watch: Watch) -> None:
-        """Carry out one operation; block until it is done on this rank."""
+        """Carry out one operation; block until it is done on this rank.
+
+        A barrier first waits for what the devices of the group still do on this rank.
+        """
+        if operation.kind == "barrier":
+            self._drain(watch)
         self._engine(operation, watch).execute(operation, watch)
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
@@ -127,6 +134,12 @@ class Router:
         for engine in reversed(self._all()):
             engine.close()
 
+    def _drain(self, watch: Watch) -> None:
+        for engine in self._engines.values():
+            drain = getattr(engine, "drain", None)
+            if drain is not None:
+                drain(watch.check)
+
     def _all(self) -> list[Engine]:
         engines = list(self._engines.values())
         return engines if self._messages is self._host else [*engines, self._messages]
@@ -151,9 +164,6 @@ class Router:
 
     def _make(self, operation: Operation, watch: Watch) -> Engine:
         """Make a device's engine, in an operation that all members take part in."""
-        name, reason = registry.for_device(operation.device)
-        if not name:
-            raise Refused(reason)
         self._compare(operation, watch)
         data = operation.source if operation.source is not None else operation.target
         members = dataclasses.replace(
@@ -162,11 +172,12 @@ class Router:
             device_index=data.index if isinstance(data, DeviceFlat) else 0,
             check=watch.check,
         )
-        engine = registry.create(
-            name,
+        engine = choose.create(
             members,
             PrefixStore(f"device/{operation.device}", self._store),
-            max(0.001, watch.deadline_s - time.monotonic()),
+            self._host.name,
+            watch.deadline_s,
+            is_staged=not self._makes_engines,
         )
         self._engines = {**self._engines, operation.device: engine}
         if self._cut_for:  # the group ended while the engine was being made

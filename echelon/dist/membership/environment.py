@@ -69,6 +69,15 @@ def num_ranks_here(at_least: int) -> int:
     return max(at_least, _number("LOCAL_WORLD_SIZE", at_least))
 
 
+def local_rank() -> int:
+    """Return this rank's number within its node; its rank where the launcher does not say.
+
+    Raises:
+        ValueError: the variable is not a number.
+    """
+    return _number("LOCAL_RANK", _number("RANK", 0))
+
+
 def wants_python_engine() -> bool:
     """Tell whether the user asked for the shm backend's pure-Python engine.
 

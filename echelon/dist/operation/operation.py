@@ -65,6 +65,8 @@ class Operation:
             ranks; () where all parts are equal.
         shape: what the caller passed, for messages.
         call: what must be equal on all ranks; b"" for a send or receive.
+        is_detached: a device's send that the caller does not wait for: its array may be written as
+            soon as the call returns.
     """
 
     kind: str
@@ -82,6 +84,7 @@ class Operation:
     shape: tuple[int, ...] = ()
     timeout_s: float = 0.0
     call: bytes = b""
+    is_detached: bool = False
 
     @property
     def is_message(self) -> bool:

@@ -1,27 +1,36 @@
-"""The nccl backend: real NCCL through nccl4py, on CUDA arrays. See `streams` for how it works.
+"""The nccl backend: real NCCL through nccl4py, on CUDA arrays. See `stream.py` for how it works.
 
-Written against nccl4py 0.6.0. Its signatures, ids and groups were checked with the real library
-(NCCL 2.32), but an operation has never run, since no machine with an NVIDIA GPU was at hand. What
-is tested is everything above the driver, with a made-up driver (`tests/dist/test_streams.py`);
-the tests of NCCL itself are marked `gpu`.
+Written against nccl4py 0.6.0, whose signatures and ids were checked with the real library (NCCL
+2.32). No operation has run yet, since no machine with an NVIDIA GPU was at hand. What is tested is
+everything above the library, on the tests' made-up device; the tests of NCCL itself are marked
+`gpu`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
+import os
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-from echelon.dist.backends.device.stream import StreamBackend
+from echelon.dist.backends.device.library import DeviceLibrary
+from echelon.dist.backends.device.own_device import with_own_device
+from echelon.dist.backends.device.stream import StreamEngine
 from echelon.dist.backends.interface import Members
 from echelon.store import PrefixStore
 
 _SUCCESS, _IN_PROGRESS = 0, 7
+# A kernel of a lane occupies the device while it waits for its peer: a small one leaves room for
+# those of other lanes, and for the caller's own. Chosen without measurements.
+_LANE_CTAS = 8
+_PACKAGES = ("nccl4py", "cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def not_ready() -> str:
-    """Say why this machine cannot run the backend; "" if it can."""
+    """Return why this machine cannot run the backend; "" if it can."""
     for name in ("nccl", "torch"):
         if importlib.util.find_spec(name) is None:
             return f"needs {name}: pip install '.[nccl,torch]'"
@@ -33,66 +42,123 @@ def not_ready() -> str:
     return "" if torch.cuda.is_available() else "no CUDA device is usable here"
 
 
-def create(members: Members, store: PrefixStore, timeout_s: float) -> NcclBackend:
+def versions() -> str:
+    """Return the versions of the installed packages that the backend depends on.
+
+    torch loads the NCCL that it was built with. Of two NCCL libraries in a process the one that is
+    loaded first serves both.
+    """
+    found = []
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
     """Make the engine of a group; every member calls this.
 
+    Where the members' device is not known from an array, it is the one that the program made
+    current, or else the GPU of LOCAL_RANK.
+
     Raises:
-        CollectiveTimeoutError: members did not come within `timeout_s`.
+        CollectiveTimeoutError: members did not call it within `timeout_s`.
+        nccl.core.NCCLError: what NCCL raises.
     """
-    return NcclBackend(members, store, timeout_s)
+    library = NcclLibrary()
+    return StreamEngine(library, with_own_device(members, library.accelerator), store, timeout_s)
 
 
-class NcclBackend(StreamBackend):
-    """Carries out operations on CUDA arrays."""
+def _needs_own_device() -> bool:
+    """Several ranks on one GPU are an experiment of NCCL's (2.30), by this variable."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
+
+
+create.needs_own_device = _needs_own_device  # type: ignore[attr-defined]
+
+
+class NcclLibrary(DeviceLibrary):
+    """NCCL through nccl4py."""
 
     name = "nccl"
     device = "cuda"
-    own_dtypes = frozenset({
+    dtypes = frozenset({
         "float16", "bfloat16", "float32", "float64",
         "int8", "int32", "int64", "uint8", "uint32", "uint64",
     })  # fmt: skip
-    own_ops = frozenset({"sum", "avg", "min", "max", "prod"})
+    reduce_ops = frozenset({"sum", "avg", "min", "max", "prod"})
 
-    def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self._nccl: Any = importlib.import_module("nccl.core")
-        self._communicator: Any = None
-        super().__init__(members, store, timeout_s)
 
-    def _draw_id(self) -> bytes:
+    def unique_id(self) -> bytes:
+        """Draw the id of a communicator."""
         return bytes(self._nccl.get_unique_id())
 
-    def _open(self, unique_id: bytes) -> None:
+    def open(
+        self, size: int, rank: int, unique_id: bytes, index: int, *, is_lane: bool
+    ) -> NcclCommunicator:
+        """Make a communicator on the current device; blocks until all members do."""
+        del index  # NCCL takes the current device
         drawn = self._nccl.UniqueId.from_bytes(unique_id)
-        self._communicator = self._nccl.Communicator.init(self._size, self._members.rank, drawn)
+        config = self._nccl.NCCLConfig(max_ctas=_LANE_CTAS) if is_lane else None
+        made = self._nccl.Communicator.init(size, rank, drawn, config)
+        return NcclCommunicator(self._nccl, made)
 
-    def _launch(self, kind: str, source: Any, target: Any, reduce_op: str, peer: int) -> None:
-        nccl, on = self._communicator, {"stream": int(self.stream.cuda_stream)}
+    def group(self) -> AbstractContextManager[object]:
+        """Launch what this thread calls inside as one."""
+        return cast("AbstractContextManager[object]", self._nccl.group())
+
+
+class NcclCommunicator:
+    """One communicator of NCCL."""
+
+    def __init__(self, nccl: Any, communicator: Any) -> None:
+        self._nccl = nccl
+        self._communicator = communicator
+
+    def launch(
+        self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
+    ) -> None:
+        """Queue one of NCCL's operations on a stream."""
+        nccl, on = self._communicator, {"stream": int(stream.cuda_stream)}
         op = getattr(self._nccl, reduce_op.upper()) if reduce_op else None
         if kind == "all_reduce":
             nccl.allreduce(source, target, op, **on)
         elif kind == "reduce":
-            nccl.reduce(source, target, op, peer, **on)
+            nccl.reduce(source, target, op, root=peer, **on)
         elif kind == "all_gather":
             nccl.allgather(source, target, **on)
         elif kind == "reduce_scatter":
             nccl.reduce_scatter(source, target, op, **on)
         elif kind == "broadcast":
-            nccl.broadcast(source, source if target is None else target, peer, **on)
+            nccl.broadcast(source, target, peer, **on)
         elif kind == "send":
             nccl.send(source, peer, **on)
         else:
             nccl.recv(target, peer, **on)
 
-    def _together(self) -> AbstractContextManager[object]:
-        return cast("AbstractContextManager[object]", self._nccl.group())
-
-    def _failure(self) -> str:
+    def failure(self) -> str:
+        """Return the error that NCCL has found since; "" if none."""
         result = self._communicator.get_async_error()
-        return "" if int(result) in (_SUCCESS, _IN_PROGRESS) else str(result)
+        if int(result) in (_SUCCESS, _IN_PROGRESS):
+            return ""
+        said = str(self._communicator.get_last_error()).strip()
+        return f"{result!s}: {said}" if said else str(result)
 
-    def _abort(self) -> None:
-        if self._communicator is not None:
-            self._communicator.abort()
+    def revoke(self) -> bool:
+        """End what runs and what blocks inside; NCCL has this from 2.29 on."""
+        revoke = getattr(self._communicator, "revoke", None)
+        if revoke is None:
+            return False
+        revoke()
+        return True
 
-    def _close(self) -> None:
+    def abort(self) -> None:
+        """End what runs and free the communicator."""
+        self._communicator.abort()
+
+    def destroy(self) -> None:
+        """Free the communicator; may block until the members of this host do so too."""
         self._communicator.destroy()

@@ -1,412 +1,446 @@
-"""Base of backends whose library works on a device's streams: NCCL on CUDA's, oneCCL on SYCL's.
+"""StreamEngine: carries out a group's operations on the streams of a device.
 
-An operation is put on a stream of the group that first waits for the caller's current stream, and
-the current stream then waits for it: the host never blocks on the device, and work that the caller
-queues afterwards sees the result. So a blocking call returns when the operation is *ordered*, as in
-torch; `Work.wait()` does the same, and `Work.done` asks the event. A small thread watches
-unfinished operations: one that outlives its timeout, a member's death, or an error that the library
-reports later ends the group.
+An operation is put on a stream of the engine that first waits for the caller's streams; `wait`
+orders the caller's streams behind it. So the host never waits for the device: a blocking call
+returns when the operation is *ordered*, as in torch, and `Work.done` asks the event behind it. What
+may block the host inside the library is done on a thread of its own (`launcher.py`), and every
+operation is registered before it is launched, so its timeout holds even there.
 
-Nothing is compared between ranks here: a mismatch shows as a timeout, and the black box names it.
+Collectives share one communicator and one stream. Messages have lanes (`pairs.py`). Inside the
+capture of a graph an operation goes straight onto the captured stream, and has no event and no end
+of its own.
+
+Ranks are not compared: a mismatch shows as a timeout, and the black box names it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from echelon.dist.backends.interface import Members
+from echelon.dist.backends.device.clock import DeviceClock
+from echelon.dist.backends.device.collectives import Collectives, refuses
+from echelon.dist.backends.device.handle import Handle
+from echelon.dist.backends.device.launcher import Launcher
+from echelon.dist.backends.device.library import DeviceLibrary
+from echelon.dist.backends.device.pairs import MAX_LANES, Lane, Way
+from echelon.dist.backends.device.pending import CapturedPending, DevicePending
+from echelon.dist.backends.device.streams import callers, tensor_of
+from echelon.dist.backends.interface import Members, Pending, Watch
 from echelon.dist.errors import build
 from echelon.dist.membership.survivors import Survivors
-from echelon.dist.operation.arrays import DeviceFlat
-from echelon.dist.operation.operation import REDUCING, Operation
-from echelon.dist.progress.executor import LanePending
-from echelon.errors import CollectiveError, StoreTimeoutError
+from echelon.dist.operation.operation import Operation
+from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
-_WATCH_S = 0.1
-_CLOSE_S = 5.0
-_LOOK_S = 0.0005
-_WIDE = ("float16", "bfloat16")
+_LOOK_S = 0.1
+_END_S = 0.8  # how long `cut` and `close` wait for the library
+
+_kept: list[Any] = []  # arrays on which a device may work until the process ends
 
 
-class StreamPending:
-    """An operation on the device."""
+class StreamEngine:
+    """Carries out operations on one device of this rank."""
 
-    def __init__(self, backend: StreamBackend, operation: Operation, event: Any) -> None:
-        self._backend = backend
-        self.operation = operation
-        self.event = event
-        self.is_recorded = False  # before that, the event knows nothing of the operation
-        self.deadline_s = time.monotonic() + operation.timeout_s
-        self.error: CollectiveError | None = None
-        self.ended_mono_ns = 0
+    nests = False
 
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        if not self.ended_mono_ns and (
-            self.error is not None or (self.is_recorded and self.event.query())
-        ):
-            self.ended_mono_ns = time.monotonic_ns()
-        return bool(self.ended_mono_ns)
+    def __init__(
+        self, library: DeviceLibrary, members: Members, store: PrefixStore, timeout_s: float
+    ) -> None:
+        """Make the group's communicator; every member calls this.
 
-    def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002 -- orders streams, at once
-        """Order the current stream behind it."""
-        if not self.done:
-            self._backend.order_behind(self.event)
-        return True
-
-
-class StreamBackend(ABC):
-    """Carries out operations on a device's arrays; what the library does is the subclass's."""
-
-    name = ""
-    device = ""
-    own_dtypes: frozenset[str] = frozenset()  # what the library can reduce, beside bool as uint8
-    own_ops: frozenset[str] = frozenset()
-
-    def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
-        self.torch: Any = importlib.import_module("torch")
-        self.accelerator: Any = self._find_accelerator()
+        Raises:
+            CollectiveTimeoutError: members did not call it within `timeout_s`.
+            RuntimeError: what the library raises.
+        """
+        self.name = library.name
+        self.device = library.device
+        self._library = library
         self._members = members
-        self._size = members.size
-        self._ordered = members.options.reduction == "rank_ordered"
-        self._index: int = (
-            members.device_index if members.device else self.accelerator.current_device()
+        self._store = store
+        self._index = members.device_index
+        self._is_rank_ordered = members.options.reduction == "rank_ordered"
+        self._collectives = Collectives(
+            library, members.size, members.rank, is_rank_ordered=self._is_rank_ordered
         )
-        self._lost: CollectiveError | None = None
-        self._closed = threading.Event()
+        self._launcher = Launcher(f"echelon-{self.name}")
+        self._lanes: dict[Way, Lane] = {}
         self._lock = threading.Lock()
-        self._ending = threading.Lock()
-        self._flying: list[StreamPending] = []
-        self._batched: list[StreamPending] | None = None
+        self._flying: deque[DevicePending] = deque()
+        self._here = threading.local()
+        self._reason: BaseException | None = None
+        self._is_cut = False
+        self._is_closed = False
+        self._looked_s = 0.0
         deadline_s = time.monotonic() + timeout_s
         self._survivors = Survivors(members, store, store, deadline_s)
-        with self.accelerator.device(self._index):
-            self.stream = self.accelerator.Stream()
-        self._join(store, deadline_s, timeout_s)
-        self._watcher = threading.Thread(
-            target=self._watch, name=f"echelon-{self.name}", daemon=True
-        )
-        self._watcher.start()
+        self._handle = self._join(deadline_s, timeout_s)
 
-    # ---- what a library is ----
+    # ---- what can be carried ----
 
-    @abstractmethod
-    def _draw_id(self) -> bytes:
-        """Draw the id by which the members of a new communicator find each other."""
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:
+        """Return why the library cannot carry such operations; "" if it can."""
+        return refuses(self._library, kind, dtype, reduce_op)
 
-    @abstractmethod
-    def _open(self, unique_id: bytes) -> None:
-        """Make the communicator on the current device; blocks until all members do."""
+    def prepare(self, operation: Operation) -> None:
+        """Check on which device the arrays are, and what a capture cannot do.
 
-    @abstractmethod
-    def _launch(self, kind: str, source: Any, target: Any, reduce_op: str, peer: int) -> None:
-        """Put one of the library's operations on `stream`.
-
-        all_reduce, reduce, all_gather, reduce_scatter, broadcast, send, recv, on flat tensors;
-        `peer`: the root or the other end.
+        Raises:
+            ValueError: an array is on another device than the group's; a capture needs a connection
+                that no earlier operation has made; a receive is from any rank; there are too many
+                lanes.
         """
+        arrays: list[Any] = [operation.source, operation.target]
+        for data in arrays:
+            if data is not None and data.index != self._index:
+                raise ValueError(
+                    f"an array on {self.device}:{data.index}; this group of backend {self.name!r} "
+                    f"works on {self.device}:{self._index}"
+                )
+        if operation.is_message:
+            if operation.peer < 0:
+                raise ValueError(f"a receive on {self.device} names the rank that sends")
+            self._prepare_lane(self._way(operation))
+        with self._library.accelerator.device(self._index):
+            is_capturing = self._library.is_capturing()
+        if is_capturing and not self._is_connected(operation):
+            raise ValueError(
+                f"{operation.kind} of {operation.dtype}{list(operation.shape)} inside a graph: the "
+                "library connects in the first such operation; run it once before the capture"
+            )
 
-    @abstractmethod
-    def _together(self) -> AbstractContextManager[object]:
-        """Launch what is called inside as one."""
+    # ---- carrying out ----
 
-    @abstractmethod
-    def _failure(self) -> str:
-        """Return the error that the library has found since; "" if none."""
-
-    @abstractmethod
-    def _abort(self) -> None:
-        """End what runs, if the library can; the communicator is of no further use."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Give the communicator back; may block until the members of this host do so too."""
-
-    def _find_accelerator(self) -> Any:
-        return getattr(self.torch, self.device)
-
-    def _as_tensor(self, owner: Any) -> Any:
-        """View an array of another library as a tensor."""
-        return self.torch.as_tensor(owner, device=f"{self.device}:{self._index}")
-
-    # ---- the way of an operation ----
-
-    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Say what the library lacks: only reductions; bytes can always be moved."""
-        if reduce_op and reduce_op not in self.own_ops:
-            return f"has no {reduce_op}"
-        if reduce_op and dtype not in self.own_dtypes and dtype != "bool":
-            return f"has no sums of {dtype}"
-        return ""
-
-    def execute(self, operation: Operation) -> None:
-        """Put one operation on the stream; a barrier's host waits until it has ended."""
-        pending = self.submit(operation)
+    def execute(self, operation: Operation, watch: Watch) -> None:
+        """Put one operation in order with the caller's stream."""
+        pending = self.submit(operation, watch)
         pending.wait(None)
-        while operation.kind == "barrier" and not pending.done:
-            time.sleep(_LOOK_S)
         if pending.error is not None:
             raise pending.error
 
-    def submit(self, operation: Operation) -> StreamPending:
-        """Put one operation on the stream.
+    def submit(self, operation: Operation, watch: Watch) -> Pending:
+        """Start one operation; never blocks.
 
-        Raises:
-            ValueError: an array is on another device than the group's.
+        A detached one is made from a copy, so that the caller's stream does not wait for the
+        receiver: ranks may all send first and receive then.
         """
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
-        source, target = self._tensor(operation.source), self._tensor(operation.target)
-        with self.accelerator.device(self._index):
-            self.stream.wait_stream(self.accelerator.current_stream())
-            with self.accelerator.stream(self.stream):
-                for tensor in (source, target):
-                    if tensor is not None:
-                        tensor.record_stream(self.stream)
-                try:
-                    self._carry_out(operation, source, target)
-                except Exception as err:  # the libraries' errors have no common base
-                    raise self._give_up(operation, False) from err
-                pending = StreamPending(self, operation, self.accelerator.Event())
-                self._note(pending)
+        if self._reason is not None:
+            raise self._reason
+        library = self._library
+        with library.accelerator.device(self._index):
+            tensors = tensor_of(library, operation.source), tensor_of(library, operation.target)
+            if library.is_capturing():
+                return self._capture(operation, tensors)
+            streams = callers(library, operation)
+            if operation.is_detached:
+                tensors = (library.copy(tensors[0], streams), None)
+            pending = DevicePending(
+                library, operation, tensors, self._index, streams, self._failure
+            )
+        self._fly()
         with self._lock:
-            pending.error = self._lost  # the group may have ended since this call began
             self._flying.append(pending)
+        reason = self._ended_with()
+        if reason is not None:  # cut since, and this one was not seen there
+            pending.fail(reason)
+        elif self._batch is not None:
+            self._batch.append(_Call(operation, pending, watch.check))
+        elif operation.is_message:
+            self._lane(self._way(operation)).launch(pending, watch.check)
+        else:
+            self._launch([_Call(operation, pending, watch.check)])
         return pending
-
-    def order_behind(self, event: Any) -> None:
-        """Let the current stream wait for an event."""
-        with self.accelerator.device(self._index):
-            self.accelerator.current_stream().wait_event(event)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Launch what is submitted inside as one; sums in rank order need theirs at once."""
-        if self._ordered:
-            yield
-            return
-        batched: list[StreamPending] = []
-        self._batched = batched
-        try:
-            with self._together():
-                yield
-        finally:
-            self._batched = None
-            for pending in batched:
-                self._note(pending)
+        """Launch what this thread submits inside when the block ends, collectives as one.
 
-    def abort(self) -> None:
-        """End the group on this rank: kernels that wait for peers end."""
-        self._survivors.leave()
-        with self._ending:
-            if self._lost is None:
-                self._lost = build.aborted(self._members, Operation("abort", 0))
-            self._fail_flying(self._lost)
-            self._abort()
+        Nothing is launched if the block raises.
+        """
+        batch: list[_Call] = []
+        self._here.batch = batch
+        try:
+            yield
+        except BaseException as err:
+            for call in batch:
+                call.pending.fail(RuntimeError(f"not launched: its coalesce() raised {err!r}"))
+            raise
+        finally:
+            self._here.batch = None
+        collectives = [call for call in batch if not call.operation.is_message]
+        one_by_one = [[call] for call in collectives]
+        for part in one_by_one if self._is_rank_ordered else _apart(collectives):
+            self._launch(part)
+        for call in batch:
+            if call.operation.is_message:
+                self._lane(self._way(call.operation)).launch(call.pending, call.check)
+
+    def drain(self, check: Callable[[], None]) -> None:
+        """Block until the device has done what the caller's stream holds, and this group's work.
+
+        Raises:
+            Exception: what `check` raises, or the device.
+        """
+        if self._library.is_capturing():
+            return
+        accelerator = self._library.accelerator
+        with accelerator.device(self._index):
+            event = accelerator.Event()
+            event.record(accelerator.current_stream())
+        while not (self._library.has_happened(event) and not self._fly()):
+            check()
+            time.sleep(0.0005)
+
+    def open_channel(self, peer: int, name: str, watch: Watch) -> None:
+        """Make the lanes to and from a rank; blocks until it does so too.
+
+        Both ends make them in one order, the lower rank's first.
+
+        Raises:
+            ValueError: there are too many lanes.
+            Exception: what the watch or the library raises.
+        """
+        low, high = sorted((peer, self._members.rank))
+        for way in (Way(low, high, name), Way(high, low, name)):
+            self._prepare_lane(way)
+            lane = self._lane(way)
+            opening = _Aside(lambda lane=lane: lane.open(watch.check))  # type: ignore[misc]
+            while not opening.wait(_LOOK_S):
+                watch.check()
+
+    def cut(self, reason: CollectiveError | None) -> None:
+        """End all local progress: no call is let into the library, and what runs there ends."""
+        self._reason = reason or build.closed(self._members, Operation("close", 0))
+        flying = list(self._flying)  # without the lock: a signal handler may have interrupted it
+        self._is_cut = reason is not None or not all(one.is_at_rest for one in flying)
+        for pending in flying:
+            pending.fail(self._reason)
+        if self._is_cut:
+            self._free(time.monotonic() + _END_S)
+        if reason is not None:
+            self._survivors.tell(reason)
 
     def close(self) -> None:
-        """Give the communicator back; safe to call twice."""
-        if self._closed.is_set():
+        """Release the communicators. Local work only; takes at most 1 s."""
+        if self._is_closed:
             return
-        self._closed.set()
-        self._watcher.join(2 * _WATCH_S)
-        with self._lock:
-            is_idle = all(pending.done for pending in self._flying)
-        if not is_idle:
-            self.abort()
-        self._survivors.leave()
-        if self._lost is None and not self._run_aside(self._close).wait(_CLOSE_S):
-            self._abort()
+        self._is_closed = True
+        limit_s = time.monotonic() + _END_S
+        self._free(limit_s)
         self._survivors.close()
+        stuck = [one for one in self._flying if not one.is_at_rest]
+        if stuck:  # their memory must not be used for anything else
+            _kept.extend(stuck)
 
     # ---- one operation ----
 
-    def _tensor(self, data: Any) -> Any:
-        if data is None:
-            return None
-        assert isinstance(data, DeviceFlat)
-        if data.index != self._index:
-            raise ValueError(
-                f"an array on {self.device}:{data.index}; this group of backend {self.name!r} "
-                f"works on {self.device}:{self._index}"
-            )
-        is_torch = isinstance(data.owner, self.torch.Tensor)
-        return (data.owner if is_torch else self._as_tensor(data.owner)).reshape(-1)
+    def _ended_with(self) -> BaseException | None:
+        return self._reason
 
-    def _carry_out(self, operation: Operation, source: Any, target: Any) -> None:
-        if operation.kind == "barrier":
-            one = self.torch.ones(1, device=f"{self.device}:{self._index}")
-            self._launch("all_reduce", one, one, "max", 0)
-        elif max(0 if one is None else one.numel() for one in (source, target)) == 0:
-            return  # all members know, since their shapes are equal
-        elif operation.kind in REDUCING and self._ordered:
-            self._reduce_in_order(operation, source, target)
-        elif operation.kind in REDUCING:
-            if operation.dtype == "bool":
-                source, target = self._bytes(source), self._bytes(target)
-            self._launch(operation.kind, source, target, operation.reduce_op, operation.root)
-        else:
-            self._move(operation, self._bytes(source), self._bytes(target))
+    @property
+    def _batch(self) -> list[_Call] | None:
+        batch: list[_Call] | None = getattr(self._here, "batch", None)
+        return batch
 
-    def _move(self, operation: Operation, source: Any, target: Any) -> None:
-        """Move bytes, whatever they mean."""
-        if operation.kind == "all_to_all":
-            width = _item_bytes(operation)
-            self._exchange(
-                source.split([count * width for count in operation.input_splits]),
-                target.split([count * width for count in operation.output_splits]),
-            )
-        elif operation.kind == "gather":
-            parts = None if target is None else target.chunk(self._size)
-            self._to_root(operation.root, source, parts)
-        elif operation.kind == "scatter":
-            parts = None if source is None else source.chunk(self._size)
-            self._from_root(operation.root, parts, target)
-        else:
-            peer = operation.peer if operation.is_message else operation.root
-            self._launch(operation.kind, source, target, "", peer)
+    def _launch(self, batch: Sequence[_Call]) -> None:
+        """Launch collectives as one."""
 
-    def _exchange(self, outgoing: Any, incoming: Any) -> None:
-        mine = self._members.rank
-        with self._together():
-            for rank in range(self._size):
-                if rank == mine:
-                    continue
-                if outgoing[rank].numel():
-                    self._launch("send", outgoing[rank], None, "", rank)
-                if incoming[rank].numel():
-                    self._launch("recv", None, incoming[rank], "", rank)
-        incoming[mine].copy_(outgoing[mine])
-
-    def _to_root(self, root: int, source: Any, parts: Any) -> None:
-        if parts is None:
-            self._launch("send", source, None, "", root)
-            return
-        with self._together():
-            for rank in range(self._size):
-                if rank != root:
-                    self._launch("recv", None, parts[rank], "", rank)
-        parts[root].copy_(source)
-
-    def _from_root(self, root: int, parts: Any, target: Any) -> None:
-        if parts is None:
-            self._launch("recv", None, target, "", root)
-            return
-        with self._together():
-            for rank in range(self._size):
-                if rank != root:
-                    self._launch("send", parts[rank], None, "", rank)
-        target.copy_(parts[root])
-
-    def _reduce_in_order(self, operation: Operation, source: Any, target: Any) -> None:
-        """Exchange everybody's data and reduce it in rank order, 16-bit floats in float32."""
-        if operation.kind == "reduce_scatter":
-            parts = self.torch.empty_like(source)
-            mine = self._bytes(source).chunk(self._size)
-            self._exchange(mine, self._bytes(parts).chunk(self._size))
-        else:
-            parts = source.new_empty(self._size * source.numel())
-            self._launch("all_gather", self._bytes(source), self._bytes(parts), "", 0)
-        if target is not None:
-            rows = parts.view(self._size, -1)
-            target.copy_(self._reduced(rows, operation))
-
-    def _reduced(self, rows: Any, operation: Operation) -> Any:
-        total = rows[0].float() if operation.dtype in _WIDE else rows[0].clone()
-        combine = {
-            "sum": self.torch.add, "avg": self.torch.add, "prod": self.torch.mul,
-            "min": self.torch.minimum, "max": self.torch.maximum,
-        }[operation.reduce_op]  # fmt: skip
-        for row in rows[1:]:
-            combine(total, row.to(total.dtype), out=total)
-        if operation.reduce_op == "avg":  # by an array: CUDA multiplies with a number's inverse
-            total.div_(total.new_full((1,), self._size))
-        return total
-
-    def _bytes(self, tensor: Any) -> Any:
-        return None if tensor is None else tensor.view(self.torch.uint8)
-
-    def _note(self, pending: StreamPending) -> None:
-        """Record its event behind it; inside a batch nothing is on the stream yet."""
-        if self._batched is not None:
-            self._batched.append(pending)
-            return
-        pending.event.record(self.stream)
-        pending.is_recorded = True
-
-    # ---- joining, watching, ending ----
-
-    def _join(self, store: PrefixStore, deadline_s: float, timeout_s: float) -> None:
-        init = Operation("init", 0, timeout_s=timeout_s)
-        if self._members.rank == 0:
-            store.set("unique_id", self._draw_id())
-        try:
-            drawn = store.get("unique_id", timeout=max(0.001, deadline_s - time.monotonic()))
-        except StoreTimeoutError as err:
-            raise build.timed_out(self._members, init, [0]) from err
-        joining = self._run_aside(lambda: self._open(drawn))
-        while not joining.wait(_WATCH_S):
-            self._survivors.look(init)
-            if time.monotonic() >= deadline_s:
-                raise self._survivors.find(init, True)
-        if joining.error is not None:
-            raise joining.error
-
-    def _run_aside(self, job: Any) -> LanePending:
-        """Run what may block in C on a thread of its own: it may be left behind there."""
-        pending = LanePending()
-
-        def on_device() -> None:
-            with self.accelerator.device(self._index):
-                job()
-
-        threading.Thread(target=pending.run, args=(on_device,), daemon=True).start()
-        return pending
-
-    def _watch(self) -> None:
-        while not self._closed.wait(_WATCH_S):
-            with self._lock:
-                self._flying = [pending for pending in self._flying if not pending.done]
-                flying = list(self._flying)
-            if not flying or self._lost is not None:
-                continue
-            late = [one for one in flying if time.monotonic() >= one.deadline_s]
-            if late or self._has_failed(flying[0].operation):
-                self._give_up((late or flying)[0].operation, bool(late))
-
-    def _has_failed(self, operation: Operation) -> bool:
-        try:
-            self._survivors.look(operation)
-        except CollectiveError:
+        def job() -> bool:
+            try:
+                with (
+                    self._library.accelerator.device(self._index),
+                    self._handle.entered() as communicator,
+                ):
+                    for call in batch:
+                        call.pending.begin(self.stream, self._clock)
+                    self._put(communicator, batch)
+                    for call in batch:
+                        call.pending.launched(self.stream)
+            except Exception as err:  # noqa: BLE001 -- the group decides what it means
+                for call in batch:
+                    call.pending.fail(self._reason or err)
+                return False
             return True
-        return bool(self._failure())
 
-    def _give_up(self, operation: Operation, timed_out: bool) -> CollectiveError:
-        with self._ending:
-            if self._lost is None:
-                self._lost = self._survivors.find(operation, timed_out)
-                self._survivors.tell(self._lost)
-                self._fail_flying(self._lost)
-                self._abort()
-            return self._lost
+        keys = tuple(_key(call.operation) for call in batch)
+        self._launcher.launch(job, keys[0] if len(keys) == 1 else keys)
 
-    def _fail_flying(self, error: CollectiveError) -> None:
+    def _put(self, communicator: Any, batch: Sequence[_Call]) -> None:
+        launch = self._collectives.launch
+        with self._library.group() if len(batch) > 1 else contextlib.nullcontext():
+            for call in batch:
+                launch(communicator, call.operation, *call.pending.tensors, self.stream)
+
+    def _capture(self, operation: Operation, tensors: tuple[Any, Any]) -> CapturedPending:
+        stream = self._library.accelerator.current_stream()
+        if operation.is_message:
+            lane = self._lane(self._way(operation))
+            assert lane.handle is not None, "a lane that is not connected passed prepare"
+            with lane.handle.entered() as communicator:
+                lane.put(communicator, *tensors, stream)
+        else:
+            with self._handle.entered() as communicator:
+                self._collectives.launch(communicator, operation, *tensors, stream)
+        return CapturedPending()
+
+    def _is_connected(self, operation: Operation) -> bool:
+        if operation.is_message:
+            return self._lane(self._way(operation)).is_connected
+        return self._launcher.knows(_key(operation))
+
+    # ---- lanes ----
+
+    def _way(self, operation: Operation) -> Way:
+        mine, peer = self._members.rank, operation.peer
+        ends = (mine, peer) if operation.kind == "send" else (peer, mine)
+        return Way(*ends, f"tag/{operation.tag}")
+
+    def _prepare_lane(self, way: Way) -> None:
+        if way not in self._lanes and len(self._lanes) >= MAX_LANES:
+            raise ValueError(
+                f"more than {MAX_LANES} tags and channels on {self.device} in group "
+                f"{self._members.name!r}: each has a communicator; use fewer"
+            )
+
+    def _lane(self, way: Way) -> Lane:
         with self._lock:
-            for pending in self._flying:
-                if not pending.done:
-                    pending.error = error
+            lane = self._lanes.get(way)
+            if lane is None:
+                lane = self._lanes[way] = Lane(
+                    self._library, way, self._members.rank, self._index, self._store, self._clock
+                )
+            return lane
+
+    # ---- joining and ending ----
+
+    def _join(self, deadline_s: float, timeout_s: float) -> Handle:
+        members, made = self._members, []
+        init = Operation("init", 0, timeout_s=timeout_s)
+        if members.rank == 0:
+            self._store.set("unique_id", self._library.unique_id())
+        drawn = self._drawn(deadline_s, init)
+
+        def join() -> None:
+            with self._library.accelerator.device(self._index):
+                self._clock = DeviceClock(self._library)
+                self.stream = self._library.accelerator.Stream()
+                made.append(
+                    self._library.open(
+                        members.size, members.rank, drawn, self._index, is_lane=False
+                    )
+                )
+
+        joining = _Aside(join)
+        while not joining.wait(_LOOK_S):
+            members.check()
+            if time.monotonic() >= deadline_s:
+                raise build.timed_out(members, init, [])
+        return Handle(made[0])
+
+    def _drawn(self, deadline_s: float, init: Operation) -> bytes:
+        while not self._store.check(["unique_id"]):
+            self._members.check()
+            if time.monotonic() >= deadline_s:
+                raise build.timed_out(self._members, init, [0])
+            time.sleep(_LOOK_S / 10)
+        return self._store.get("unique_id")
+
+    def _fly(self) -> bool:
+        """Forget the oldest that have ended; return whether any has not."""
+        with self._lock:
+            while self._flying and self._flying[0].is_over:
+                self._flying.popleft()
+            return bool(self._flying)
+
+    def _free(self, limit_s: float) -> None:
+        """Release all communicators, at the same time; `limit_s`: when to leave them to it."""
+        owners: list[Handle | Lane] = [self._handle, *list(self._lanes.values())]
+        for wait_s in (0.0, None):
+            for one in owners:
+                left_s = max(0.0, limit_s - time.monotonic()) if wait_s is None else wait_s
+                (one.abort if self._is_cut else one.destroy)(left_s)
+
+    def _failure(self) -> str:
+        """Return what the library has found since; asks it at most every `_LOOK_S`."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_S:
+            return ""
+        self._looked_s = now_s
+        self._survivors.look(Operation("init", 0))
+        handles = [self._handle, *(lane.handle for lane in list(self._lanes.values()))]
+        return next((said for one in handles if one is not None and (said := one.failure())), "")
 
 
-def _item_bytes(operation: Operation) -> int:
-    data: Any = operation.source
-    assert isinstance(data, DeviceFlat)
-    return data.itemsize
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operation that waits for its launch."""
+
+    operation: Operation
+    pending: DevicePending
+    check: Callable[[], None]
+
+
+class _Aside:
+    """A job on a thread of its own: it may be left behind where it blocks in a library."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._error: BaseException | None = None
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._run, name="echelon-device-aside", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for it; return whether it has ended.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        if not self._has_ended.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._job()
+        except BaseException as err:  # noqa: BLE001 -- raised by `wait`
+            self._error = err
+        self._has_ended.set()
+
+
+def _key(operation: Operation) -> tuple[object, ...]:
+    """Return what decides how a library connects for an operation."""
+    sizes = tuple(
+        None if data is None else data.nbytes for data in (operation.source, operation.target)
+    )
+    splits = (operation.input_splits, operation.output_splits)
+    return operation.kind, operation.reduce_op, operation.dtype, operation.root, sizes, splits
+
+
+def _apart(batch: Sequence[_Call]) -> list[list[_Call]]:
+    """Divide a batch so that no two operations of a part use the same memory.
+
+    A library may run the operations of a group at the same time.
+    """
+    parts: list[list[_Call]] = []
+    used: list[tuple[int, int]] = []
+    for call in batch:
+        mine = _spans(call.operation)
+        is_free = all(end <= low or high <= start for low, high in mine for start, end in used)
+        if not parts or not is_free:
+            parts.append([])
+            used = []
+        parts[-1].append(call)
+        used += mine
+    return parts
+
+
+def _spans(operation: Operation) -> list[tuple[int, int]]:
+    arrays: list[Any] = [data for data in (operation.source, operation.target) if data is not None]
+    return [(data.pointer, data.pointer + data.nbytes) for data in arrays]

@@ -53,13 +53,7 @@ _BYTE = library.DTYPES["uint8"]
 
 def not_ready() -> str:
     """Say why this machine cannot run the backend; "" if it can."""
-    if library.folder() is None:
-        return "oneCCL is not in this environment: pip install '.[xccl]' (Linux, x86-64)"
-    try:
-        library.load("xpu" if _has_gpu() else "cpu")
-    except OSError as err:
-        return f"oneCCL cannot be loaded: {err}"
-    return ""
+    return library.check("xpu" if _has_gpu() else "cpu")
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
@@ -76,9 +70,9 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
         raise ValueError(f"backend 'xccl': {err}") from err
     if device == "cpu":
         return XcclBackend(members, store, timeout_s)
-    from echelon.dist.backends.xccl.device import XpuBackend
+    from echelon.dist.backends.xccl import device as gpus
 
-    return XpuBackend(members, store, timeout_s)
+    return gpus.create(members, store, timeout_s)
 
 
 def _has_gpu() -> bool:

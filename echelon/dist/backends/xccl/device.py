@@ -1,8 +1,8 @@
-"""oneCCL on Intel GPUs: arrays on "xpu", on torch.xpu's streams. See `streams` for how it works.
+"""oneCCL on Intel GPUs: arrays on "xpu", on torch.xpu's streams. See `device/stream.py`.
 
-Written against the library's symbols and its likeness to NCCL's interface. It has never run, since
-no machine with an Intel GPU was at hand: what is tested is everything above the driver
-(`tests/dist/test_streams.py`) and that each call has as many arguments as the library's own.
+Written against the library's header. It has never run, since no machine with an Intel GPU was at
+hand: what is tested is everything above the library, on the tests' made-up device, and that each
+call is declared as the header does.
 
 oneCCL cannot abort: an operation that never ends keeps its stream, its arrays are kept with it, and
 the process ends without the library's destructors, which would wait for it.
@@ -15,34 +15,65 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from echelon.dist.backends.device.stream import StreamBackend
+from echelon.dist.backends.device.library import DeviceLibrary
+from echelon.dist.backends.device.own_device import with_own_device
+from echelon.dist.backends.device.stream import StreamEngine
 from echelon.dist.backends.interface import Members
 from echelon.dist.backends.xccl import library
 from echelon.dist.backends.xccl.ending import keep_for_ever
 from echelon.store import PrefixStore
 
 
-class XpuBackend(StreamBackend):
-    """Carries out operations on an Intel GPU's arrays."""
+def create(members: Members, store: PrefixStore, timeout_s: float) -> StreamEngine:
+    """Make the engine of a group; every member calls this.
+
+    Raises:
+        CollectiveTimeoutError: members did not call it within `timeout_s`.
+        RuntimeError: what oneCCL raises.
+    """
+    made = XpuLibrary()
+    return StreamEngine(made, with_own_device(members, made.accelerator), store, timeout_s)
+
+
+class XpuLibrary(DeviceLibrary):
+    """oneCCL with its plugin for GPUs."""
 
     name = "xccl"
     device = "xpu"
-    own_dtypes = frozenset(library.DTYPES)
-    own_ops = frozenset({*library.REDUCE_OPS, "avg"})
+    dtypes = frozenset(library.DTYPES)
+    reduce_ops = frozenset({*library.REDUCE_OPS, "avg"})
 
-    def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
-        self._communicator: Any = None
-        super().__init__(members, store, timeout_s)
-
-    def _draw_id(self) -> bytes:
+    def unique_id(self) -> bytes:
+        """Draw the id of a communicator."""
         return library.unique_id(self.device)
 
-    def _open(self, unique_id: bytes) -> None:
-        self._communicator = library.Communicator(
-            self._size, self._members.rank, unique_id, self.device, self._index
-        )
+    def open(
+        self,
+        size: int,
+        rank: int,
+        unique_id: bytes,
+        index: int,
+        *,
+        is_lane: bool,  # noqa: ARG002
+    ) -> XpuCommunicator:
+        """Make a communicator; blocks until all members do."""
+        return XpuCommunicator(library.Communicator(size, rank, unique_id, self.device, index))
 
-    def _launch(self, kind: str, source: Any, target: Any, reduce_op: str, peer: int) -> None:
+    def group(self) -> AbstractContextManager[object]:
+        """Launch what this thread calls inside as one."""
+        return _group(library.load(self.device))
+
+
+class XpuCommunicator:
+    """One communicator of oneCCL."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def launch(
+        self, kind: str, source: Any, target: Any, reduce_op: str, peer: int, stream: Any
+    ) -> None:
+        """Queue one of the library's operations on a stream."""
         given = source if source is not None else target
         dtype = library.DTYPES[str(given.dtype).removeprefix("torch.")]
         number = {**library.REDUCE_OPS, "avg": library.AVERAGE}.get(reduce_op, 0)
@@ -57,24 +88,39 @@ class XpuBackend(StreamBackend):
             "send": ("Send", ends[0], count, dtype, peer),
             "recv": ("Recv", ends[1], count, dtype, peer),
         }
-        self._communicator.call(*calls[kind], stream=int(self.stream.sycl_queue))
+        self._communicator.call(*calls[kind], stream=int(stream.sycl_queue))
 
-    def _together(self) -> AbstractContextManager[object]:
-        return self._group()
+    def failure(self) -> str:
+        """Return "": the library has no call that tells."""
+        return ""
 
-    @contextlib.contextmanager
-    def _group(self) -> Iterator[None]:
-        self._communicator.group("GroupStart")
-        try:
-            yield
-        finally:
-            self._communicator.group("GroupEnd")
+    def revoke(self) -> bool:
+        """Return False: the library cannot."""
+        return False
 
-    def _failure(self) -> str:
-        return ""  # the library has no call that tells
+    def abort(self) -> None:
+        """Keep the communicator: the library can neither end what runs nor free it then."""
+        keep_for_ever(self._communicator)
 
-    def _abort(self) -> None:
-        keep_for_ever(self._communicator, self._flying)
-
-    def _close(self) -> None:
+    def destroy(self) -> None:
+        """Free the communicator."""
         self._communicator.close()
+
+
+@contextlib.contextmanager
+def _group(loaded: Any) -> Iterator[None]:
+    """Group calls; an error inside the block is what is raised, not that of ending the group."""
+    _check("GroupStart", loaded)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            _check("GroupEnd", loaded)
+        raise
+    _check("GroupEnd", loaded)
+
+
+def _check(name: str, loaded: Any) -> None:
+    result = getattr(loaded, f"oneccl{name}")()
+    if result:
+        raise RuntimeError(f"oneccl{name} failed ({result})")

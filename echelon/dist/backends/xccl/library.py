@@ -1,9 +1,10 @@
-"""oneCCL's C library: found inside the environment, loaded with what it needs, called by ctypes.
+"""oneCCL's C library: found, loaded with what it needs, and called by ctypes.
 
 The wheel (`oneccl`, and the runtime packages it depends on) puts its libraries into the
-environment's `lib` folder, where the loader does not look. So each library that the loader misses
-is loaded from there first, by its full path; after that it is found by its name. The settings that
-choose the CPU plugin are made here too, unless the user has made them; a process has one plugin.
+environment's `lib` folder, a oneAPI installation into folders of its own; the loader looks into
+neither. So each library that the loader misses is loaded from there first, by its full path; after
+that it is found by its name. The settings that choose the CPU plugin are made here too, unless the
+user has made them; a process has one plugin.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import ctypes
 import functools
 import os
 import re
+import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,28 @@ _NAME = "libccl.so.2"
 _CPU_PLUGIN = "libccl_legacy_cpu.so"
 _MISSING = re.compile(r"(\S+): cannot open shared object file")
 _MAX_DEPENDENCIES = 64
+_CHECK_S = 60.0
 _serves = ""  # the device for which this process has loaded it
+_here = threading.local()  # the device that oneCCL has for this thread
+
+# The calls, as `oneapi/ccl.h` declares them. All return an int, 0 for success. p: a pointer or a
+# handle, z: size_t, i: int or an enum, u: uint32_t, id: the unique id, by value.
+DECLARATIONS = {
+    "GetUniqueId": "p",
+    "CommInitRank": "p z id i",
+    "CommDestroy": "p",
+    "SetDevice": "u",
+    "GroupStart": "",
+    "GroupEnd": "",
+    "AllReduce": "p p z i i p p",
+    "ReduceScatter": "p p z i i p p",
+    "AllGather": "p p z i p p",
+    "Broadcast": "p p z i i p p",
+    "AllToAll": "p p z i p p",
+    "Reduce": "p p z i i i p p",
+    "Send": "p z i i p p",
+    "Recv": "p z i i p p",
+}
 
 
 class UniqueId(ctypes.Structure):
@@ -46,12 +71,46 @@ class UniqueId(ctypes.Structure):
 
 
 def folder() -> Path | None:
-    """Return the folder of the environment that holds the library, None if none does."""
+    """Return the folder that holds the library: the environment's, else oneAPI's, else None.
+
+    A oneAPI installation says where it is by CCL_ROOT, or by ONEAPI_ROOT.
+    """
+    return next((path for path in _folders() if (path / _NAME).exists()), None)
+
+
+def _folders() -> Iterator[Path]:
     for root in dict.fromkeys((sys.prefix, sys.exec_prefix, sys.base_prefix)):
-        path = Path(root, "lib")
-        if (path / _NAME).exists():
-            return path
-    return None
+        yield Path(root, "lib")
+    if ccl := os.environ.get("CCL_ROOT"):
+        yield Path(ccl, "lib")
+    if oneapi := os.environ.get("ONEAPI_ROOT"):
+        yield Path(oneapi, "ccl", "latest", "lib")
+
+
+@functools.cache
+def check(device: str) -> str:
+    """Return why the library cannot be loaded for a kind of device; "" if it can.
+
+    It is loaded in a process of its own, so this one stays as it is: neither bound to a kind of
+    device, nor with oneCCL's settings in its environment.
+    """
+    if folder() is None:
+        return (
+            "oneCCL is not in this environment nor in CCL_ROOT or ONEAPI_ROOT: "
+            "pip install '.[xccl]' (Linux, x86-64)"
+        )
+    program = f"from {__name__} import load; load({device!r})"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True, text=True, timeout=_CHECK_S, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as err:
+        return f"oneCCL cannot be loaded: {err}"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines()
+    return f"oneCCL cannot be loaded: {said[-1] if said else f'exit code {done.returncode}'}"
 
 
 @functools.cache
@@ -67,17 +126,25 @@ def load(device: str = "cpu") -> Any:
         raise OSError(f"{_NAME} is not in this environment")
     if _serves not in ("", device):
         raise OSError(f"oneCCL serves arrays on {_serves} in this process, and only those")
+    before = dict(os.environ)
+    try:
+        for name, value in _settings(path, device).items():
+            os.environ.setdefault(name, value)
+        library = _load(path / _NAME)
+        if device == "cpu":
+            _load(path / _CPU_PLUGIN)
+    except OSError:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        raise
     _serves = device
-    settings = {"CCL_LOG_LEVEL": "error", "FI_PROVIDER_PATH": str(path)}
-    if device == "cpu":
-        settings |= _CPU_SETTINGS
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-    library = _load(path / _NAME)
-    if device == "cpu":
-        _load(path / _CPU_PLUGIN)
     _declare(library)
     return library
+
+
+def _settings(path: Path, device: str) -> dict[str, str]:
+    common = {"CCL_LOG_LEVEL": "error", "FI_PROVIDER_PATH": str(path)}
+    return common | _CPU_SETTINGS if device == "cpu" else common
 
 
 def _load(path: Path) -> Any:
@@ -94,26 +161,15 @@ def _load(path: Path) -> Any:
 
 
 def _declare(library: Any) -> None:
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    for name, arguments in {
-        "onecclGetUniqueId": (ctypes.POINTER(UniqueId),),
-        "onecclCommInitRank": (ctypes.POINTER(pointer), number, UniqueId, number),
-        "onecclCommDestroy": (pointer,),
-        "onecclAllReduce": (pointer, pointer, size, number, number, pointer, pointer),
-        "onecclReduceScatter": (pointer, pointer, size, number, number, pointer, pointer),
-        "onecclAllGather": (pointer, pointer, size, number, pointer, pointer),
-        "onecclBroadcast": (pointer, pointer, size, number, number, pointer, pointer),
-        "onecclAllToAll": (pointer, pointer, size, number, pointer, pointer),
-        "onecclReduce": (pointer, pointer, size, number, number, number, pointer, pointer),
-        "onecclSend": (pointer, size, number, number, pointer, pointer),
-        "onecclRecv": (pointer, size, number, number, pointer, pointer),
-        "onecclGroupStart": (),
-        "onecclGroupEnd": (),
-        "onecclSetDevice": (number,),
-    }.items():
-        getattr(library, name).argtypes = arguments
-        getattr(library, name).restype = number
-    library.onecclGetErrorString.argtypes = (number,)
+    kinds: dict[str, Any] = {
+        "p": ctypes.c_void_p, "z": ctypes.c_size_t, "i": ctypes.c_int, "u": ctypes.c_uint32,
+        "id": UniqueId,
+    }  # fmt: skip
+    for name, kind in DECLARATIONS.items():
+        function = getattr(library, f"oneccl{name}")
+        function.argtypes = [kinds[one] for one in kind.split()]
+        function.restype = ctypes.c_int
+    library.onecclGetErrorString.argtypes = (ctypes.c_int,)
     library.onecclGetErrorString.restype = ctypes.c_char_p
 
 
@@ -128,8 +184,8 @@ class Communicator:
     ) -> None:
         self._library = load(device)
         self._handle = ctypes.c_void_p()
-        if device != "cpu":
-            self._check("SetDevice", self._library.onecclSetDevice(index))
+        self._index = None if device == "cpu" else index
+        self._set_device()
         joined = UniqueId()
         ctypes.memmove(ctypes.byref(joined), unique_id, ID_BYTES)
         self._check(
@@ -141,8 +197,9 @@ class Communicator:
         """Call `oneccl<name>(*arguments, communicator, stream)`; no stream on host memory.
 
         Raises:
-            RuntimeError: the library says that it failed.
+            RuntimeError: the library reports a failure.
         """
+        self._set_device()
         function = getattr(self._library, f"oneccl{name}")
         self._check(name, function(*arguments, self._handle, stream))
 
@@ -152,7 +209,14 @@ class Communicator:
 
     def close(self) -> None:
         """Destroy the communicator."""
+        self._set_device()
         self._check("CommDestroy", self._library.onecclCommDestroy(self._handle))
+
+    def _set_device(self) -> None:
+        """Choose the communicator's device for this thread: the library keeps one for each."""
+        if self._index is not None and getattr(_here, "index", None) != self._index:
+            self._check("SetDevice", self._library.onecclSetDevice(self._index))
+            _here.index = self._index
 
     def _check(self, name: str, result: int) -> None:
         if result:

@@ -1,0 +1,83 @@
+"""Which engine carries a group's arrays on a device: its library's, or the host's with copies.
+
+The library's (NCCL, oneCCL, a plug-in's), where it is ready on all ranks and each has a device of
+its own. Else, and in groups that were asked for by a host backend's name, arrays go through pinned
+memory of the host (`staged.py`). All ranks exchange what they know, so all choose alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from echelon.dist.backends import registry
+from echelon.dist.backends.device.runtime import DeviceRuntime
+from echelon.dist.backends.device.staged import StagedEngine
+from echelon.dist.backends.interface import Engine, Members
+from echelon.dist.membership.meet import gather
+from echelon.store import PrefixStore
+
+
+def refusal(device: str, *, is_staged: bool) -> str:
+    """Return why this rank can carry no arrays on a kind of device; "" if it can. Local.
+
+    Args:
+        device: "cuda", "xpu", ...
+        is_staged: whether only the way over the host is open.
+    """
+    name, reason = ("", "") if is_staged else registry.for_device(device)
+    if name:
+        return ""
+    lack = _lack(device)
+    return f"{reason}; {lack}" if lack and reason else lack
+
+
+def create(
+    members: Members,
+    store: PrefixStore,
+    host: str,
+    deadline_s: float,
+    *,
+    is_staged: bool,
+) -> Engine:
+    """Make the engine of a group's arrays on a device; every member calls this.
+
+    Args:
+        members: with this rank's device.
+        store: a part of the store that is the engine's own.
+        host: name of the backend that carries the group's arrays on the host.
+        deadline_s: on the monotonic clock.
+        is_staged: whether only the way over the host is open.
+
+    Raises:
+        ValueError: this rank or another can carry no such arrays.
+        CollectiveTimeoutError: members did not call it by `deadline_s`.
+    """
+    name = "" if is_staged else registry.for_device(members.device)[0]
+    is_own = bool(name) and registry.needs_own_device(name)
+    index = members.device_index
+    mine = {"name": name, "device": _runtime(members.device).identity(index) if is_own else ""}
+    facts = gather(members, store, "devices", mine, deadline_s)
+    is_shared = max(Counter(fact["device"] for fact in facts).values()) > 1
+    is_alike = len({fact["name"] for fact in facts}) == 1
+    if name and is_alike and not (is_own and is_shared):
+        return registry.create(name, members, store, _left_s(deadline_s))
+    below = registry.create(host, members, PrefixStore("host", store), _left_s(deadline_s))
+    return StagedEngine(_runtime(members.device), members, below)
+
+
+def _lack(device: str) -> str:
+    try:
+        is_there = bool(_runtime(device).accelerator.is_available())
+    except Exception as err:  # noqa: BLE001 -- without a driver it fails in many ways
+        return f"no {device} device can be used through torch ({type(err).__name__}: {err})"
+    return "" if is_there else f"no {device} device is usable here"
+
+
+def _runtime(device: str) -> DeviceRuntime:
+    made = registry.runtime(device)
+    return DeviceRuntime(device) if made is None else made(device)
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.001, deadline_s - time.monotonic())

@@ -1,0 +1,49 @@
+"""DeviceClock: when work on a device began and ended, on the host's monotonic clock.
+
+Timing events know when the device passed them, relative to each other. An event that was recorded
+on an idle stream and seen to happen at once ties them to the host's clock. Their difference is a
+float32 of milliseconds, so the tie is made again from time to time, to keep its resolution.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from echelon.dist.backends.device.runtime import DeviceRuntime
+
+_TIE_AGAIN_NS = 10_000_000_000  # float32 resolves 1 us over 10 s
+
+Tie = tuple[Any, int]  # an event and the monotonic time at which it happened
+
+
+class DeviceClock:
+    """The clock of one device."""
+
+    def __init__(self, runtime: DeviceRuntime) -> None:
+        """Make the clock of the current device."""
+        self._runtime = runtime
+        self._stream = runtime.accelerator.Stream()
+        self._tie = self._make_tie()
+
+    def tie(self) -> Tie:
+        """Return a young tie; take it before an event is recorded."""
+        if time.monotonic_ns() - self._tie[1] > _TIE_AGAIN_NS:
+            self._tie = self._make_tie()
+        return self._tie
+
+    @staticmethod
+    def mono_ns(tie: Tie, event: Any) -> int:
+        """Return when an event happened that was recorded after the tie; 0 if it has no time."""
+        happened, at_ns = tie
+        try:
+            return at_ns + int(1e6 * happened.elapsed_time(event))
+        except (RuntimeError, NotImplementedError):  # not every build of a device's torch has it
+            return 0
+
+    def _make_tie(self) -> Tie:
+        event = self._runtime.accelerator.Event(enable_timing=True)
+        with self._runtime.relaxed():
+            event.record(self._stream)
+            event.synchronize()
+        return event, time.monotonic_ns()

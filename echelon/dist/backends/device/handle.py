@@ -1,0 +1,105 @@
+"""Handle: the one owner of a communicator.
+
+A library frees a communicator in `abort` and `destroy`, and then every later use, and a second end,
+is a use of freed memory. So all calls go through one lock, and the end happens exactly once: a flag
+turns away new calls, a thread of its own waits until the last one has left, and only then frees. A
+call that does not leave, since it waits for a rank that is missing, is revoked first, which
+libraries allow beside a call. Where a library cannot revoke (NCCL before 2.29, oneCCL), the
+communicator and the threads that are inside stay until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from echelon.dist.backends.device.library import Communicator
+
+_QUIET_S = 0.1  # how long a call may take before the end revokes it
+
+
+class HandleEnded(Exception):  # noqa: N818 -- the group's own error is what users see
+    """The communicator is ending or has ended."""
+
+
+class Handle:
+    """A communicator with a lock and one end."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._inside = threading.Lock()
+        # The end; by `setdefault`, since a signal handler may end what its thread is ending.
+        self._ends: dict[str, threading.Thread] = {}
+        self._error: BaseException | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether no call is let in any more."""
+        return bool(self._ends)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the library raised when it was to free the communicator."""
+        return self._error
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Communicator]:
+        """Use the communicator; one thread at a time.
+
+        Raises:
+            HandleEnded: it is ending.
+        """
+        with self._inside:
+            if self._ends:
+                raise HandleEnded
+            yield self._communicator
+
+    def failure(self) -> str:
+        """Return what the library reports; "" while another thread is inside. Never blocks."""
+        if self._ends or not self._inside.acquire(blocking=False):
+            return ""
+        try:
+            return "" if self._ends else self._communicator.failure()
+        finally:
+            self._inside.release()
+
+    def abort(self, wait_s: float) -> bool:
+        """End what runs, and free the communicator; return whether it is free after `wait_s`."""
+        return self._end(self._abort, wait_s)
+
+    def destroy(self, wait_s: float) -> bool:
+        """Free the communicator, on which nothing runs; return whether it is free after `wait_s`.
+
+        A library may wait for the other members there; it is not interrupted, since an abort after
+        a destroy would free the communicator twice.
+        """
+        return self._end(self._destroy, wait_s)
+
+    def _end(self, free: Callable[[], None], wait_s: float) -> bool:
+        mine = threading.Thread(target=free, name="echelon-device-end", daemon=True)
+        ending = self._ends.setdefault("end", mine)
+        if ending is mine:
+            mine.start()
+        with contextlib.suppress(RuntimeError):  # the thread that began the end has yet to start it
+            ending.join(wait_s)
+        return not ending.is_alive()
+
+    def _abort(self) -> None:
+        if not self._inside.acquire(timeout=_QUIET_S):
+            with contextlib.suppress(Exception):  # the wait below is all that is left
+                self._communicator.revoke()
+            self._inside.acquire()
+        try:
+            self._communicator.abort()
+        except Exception as err:  # noqa: BLE001 -- no one waits for it; `error` shows it
+            self._error = err
+        finally:
+            self._inside.release()
+
+    def _destroy(self) -> None:
+        with self._inside:
+            try:
+                self._communicator.destroy()
+            except Exception as err:  # noqa: BLE001 -- no one waits for it; `error` shows it
+                self._error = err

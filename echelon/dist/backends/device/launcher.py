@@ -1,0 +1,75 @@
+"""Launcher: makes the calls of one communicator, in order, so that the caller never blocks in them.
+
+A library may block the host inside a call that uses a connection for the first time, until all
+members make the same call. Such calls are made on a thread of their own; calls of a kind that has
+run before are made on the caller's thread, if nothing is queued before them. The thread ends when
+its queue is empty.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+
+Job = Callable[[], bool]  # makes a call; returns whether it succeeded; does not raise
+
+
+class Launcher:
+    """Runs jobs one at a time, in the order in which they are handed over."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[tuple[Job, Hashable]] = deque()
+        self._changed = threading.Condition(threading.Lock())
+        self._is_busy = False
+        self._has_thread = False
+        self._known: set[Hashable] = set()
+
+    def knows(self, key: Hashable) -> bool:
+        """Tell whether a job of this key has succeeded, so that the next one does not block."""
+        return key in self._known
+
+    def launch(self, job: Job, key: Hashable) -> None:
+        """Run a job, here or on the launcher's thread.
+
+        Args:
+            key: equal for jobs that use the same connections; None: the job may always block.
+        """
+        with self._changed:
+            is_free = not self._is_busy and not self._jobs
+            if is_free and key in self._known:
+                self._is_busy = True
+            else:
+                self._jobs.append((job, key))
+                self._start()
+                return
+        try:
+            job()
+        finally:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _start(self) -> None:
+        if not self._has_thread:
+            self._has_thread = True
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while self._is_busy:
+                    self._changed.wait()
+                if not self._jobs:
+                    self._has_thread = False
+                    return
+                job, key = self._jobs.popleft()
+                self._is_busy = True
+            succeeded = job()
+            del job
+            with self._changed:
+                if succeeded and key is not None:
+                    self._known.add(key)
+                self._is_busy = False
+                self._changed.notify_all()

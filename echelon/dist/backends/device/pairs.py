@@ -1,0 +1,176 @@
+"""Lanes: how messages travel between two ranks on a device.
+
+A send holds its stream on the device until the receive runs there, and a library runs the calls of
+one communicator one after the other. So a message that shared either with anything else could hold
+up what its own receiver waits for. A lane shares nothing: it leads from one rank to another, under
+one name (a tag, or a channel's name), and has a communicator of two ranks and a stream of its own.
+Within a lane messages are in order; two lanes never wait for each other.
+
+A lane is made by its first message, or by `open_channel` in both directions. Making it blocks until
+both ends do it, on the lane's own thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.dist.backends.device.clock import DeviceClock
+from echelon.dist.backends.device.handle import Handle, HandleEnded
+from echelon.dist.backends.device.launcher import Launcher
+from echelon.dist.backends.device.library import DeviceLibrary
+from echelon.dist.backends.device.pending import DevicePending
+from echelon.store import PrefixStore
+
+_ASK_STORE_S = 0.01
+_SENDER, _RECEIVER = 0, 1
+_MESSAGE = "message"  # all messages of a lane use one connection
+MAX_LANES = 256  # of a group on a rank: each has a communicator, with buffers on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From which group rank to which a lane leads, and under which name."""
+
+    sender: int
+    receiver: int
+    name: str
+
+    @property
+    def path(self) -> str:
+        """Where its ends meet in the store."""
+        return f"lane/{self.sender}/{self.receiver}/{self.name}"
+
+
+class Lane:
+    """One end of a lane.
+
+    Args:
+        library: whose communicators carry the messages.
+        way: from where to where.
+        rank: this one's rank in the group.
+        index: this rank's device.
+        store: where the two ends meet.
+        clock: of the device.
+    """
+
+    def __init__(
+        self,
+        library: DeviceLibrary,
+        way: Way,
+        rank: int,
+        index: int,
+        store: PrefixStore,
+        clock: DeviceClock,
+    ) -> None:
+        self.way = way
+        self._library = library
+        self._role = _SENDER if rank == way.sender else _RECEIVER
+        self._index = index
+        self._store = store
+        self._clock = clock
+        self._launcher = Launcher(f"echelon-lane-{way.sender}-{way.receiver}")
+        self._handle: Handle | None = None
+        self._is_over = False
+        with library.accelerator.device(index):
+            self.stream = library.accelerator.Stream()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a message has been launched, so that the next does not block the host."""
+        return self._launcher.knows(_MESSAGE)
+
+    @property
+    def handle(self) -> Handle | None:
+        """The communicator; None while the lane is not open."""
+        return self._handle
+
+    def launch(self, pending: DevicePending, check: Callable[[], None]) -> None:
+        """Queue one message; never blocks.
+
+        Args:
+            pending: a send on the sender, a receive on the receiver.
+            check: raises when the operation or the group has ended.
+        """
+
+        def job() -> bool:
+            try:
+                with self._library.accelerator.device(self._index):
+                    handle = self._open(check)
+                    with handle.entered() as communicator:
+                        pending.begin(self.stream, self._clock)
+                        self.put(communicator, *pending.tensors)
+                        pending.launched(self.stream)
+            except Exception as err:  # noqa: BLE001 -- the group decides what it means
+                pending.fail(err)
+                return False
+            return True
+
+        self._launcher.launch(job, _MESSAGE)
+
+    def put(self, communicator: Any, source: Any, target: Any, stream: Any = None) -> None:
+        """Queue a message's bytes on a stream; None: on the lane's own."""
+        as_bytes = self._library.torch.uint8
+        source = None if source is None else source.view(as_bytes)
+        target = None if target is None else target.view(as_bytes)
+        if (target if source is None else source).numel() == 0:
+            return  # both ends know, since their sizes are equal
+        kind, peer = ("send", _RECEIVER) if self._role == _SENDER else ("recv", _SENDER)
+        on = self.stream if stream is None else stream
+        communicator.launch(kind, source, target, "", peer, on)
+
+    def open(self, check: Callable[[], None]) -> None:
+        """Make the lane and connect it; blocks until the other end does so too.
+
+        Raises:
+            Exception: what `check` or the library raises.
+        """
+        with self._library.accelerator.device(self._index):
+            one = self._library.torch.zeros(1, dtype=self._library.torch.uint8)
+            handle = self._open(check)
+            tensor = self._library.on_device(one, self._index)
+            pair = (tensor, None) if self._role == _SENDER else (None, tensor)
+            with handle.entered() as communicator:
+                self.put(communicator, *pair)
+
+    def abort(self, wait_s: float) -> bool:
+        """End what runs; return whether the communicator is free after `wait_s`."""
+        self._is_over = True
+        return self._handle is None or self._handle.abort(wait_s)
+
+    def destroy(self, wait_s: float) -> bool:
+        """Release the communicator of a lane on which nothing runs."""
+        self._is_over = True
+        return self._handle is None or self._handle.destroy(wait_s)
+
+    def _open(self, check: Callable[[], None]) -> Handle:
+        if self._handle is None:
+            drawn = self._meet(check)
+            made = self._library.open(2, self._role, drawn, self._index, is_lane=True)
+            self._handle = Handle(made)
+            if self._is_over:  # the end came while the library connected
+                self._handle.abort(0.0)
+                raise HandleEnded
+        return self._handle
+
+    def _meet(self, check: Callable[[], None]) -> bytes:
+        """Exchange the communicator's id; both ends stand ready before the library blocks."""
+        path, drawn = self.way.path, b""
+        if self._role == _SENDER:
+            drawn = self._library.unique_id()
+            self._store.set(f"{path}/id", drawn)
+            self._wait_for(f"{path}/ready", check)
+            return drawn
+        self._wait_for(f"{path}/id", check)
+        drawn = self._store.get(f"{path}/id")
+        self._store.set(f"{path}/ready", b"1")
+        return drawn
+
+    def _wait_for(self, key: str, check: Callable[[], None]) -> None:
+        while not self._store.check([key]):
+            if self._is_over:
+                raise HandleEnded
+            check()
+            time.sleep(_ASK_STORE_S)

@@ -1,0 +1,110 @@
+"""What the engines on a device need of the device's runtime: torch's, but for the tests' own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from echelon.dist.membership.host import host_identity
+
+
+class DeviceRuntime:
+    """Streams, events and memory of one kind of device, through torch.
+
+    Attributes:
+        device: kind of device: "cuda", "xpu".
+        accelerator: torch's module of it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.torch: Any = importlib.import_module("torch")
+        self.accelerator: Any = self.find_accelerator()
+        self._modes = _capture_modes() if device == "cuda" else None
+
+    def find_accelerator(self) -> Any:
+        """Return torch's module of the device."""
+        return getattr(self.torch, self.device)
+
+    def identity(self, index: int) -> str:
+        """Return what tells a device from all others, whatever the process calls it."""
+        host = host_identity()["boot"]
+        properties = self.accelerator.get_device_properties(index)
+        number = getattr(properties, "uuid", None) or index
+        return f"{host}/{self.device}/{number}"
+
+    def as_tensor(self, owner: Any, index: int) -> Any:
+        """View an array of another library as a tensor."""
+        return self.torch.as_tensor(owner, device=f"{self.device}:{index}")
+
+    def run(self, stream: Any, job: Callable[[], object]) -> None:
+        """Queue torch's own kernels on a stream."""
+        with self.accelerator.stream(stream):
+            job()
+
+    def empty_like(self, tensor: Any, length: int, stream: Any) -> Any:
+        """Return an uninitialised tensor for use on a stream, of another tensor's dtype."""
+        with self.accelerator.stream(stream):
+            return tensor.new_empty(length)
+
+    def copy(self, tensor: Any, callers: Sequence[Any]) -> Any:
+        """Queue a copy of a tensor on the current stream, behind its callers'; return the copy."""
+        for stream in callers[1:]:
+            callers[0].wait_stream(stream)
+        return tensor.clone()
+
+    def on_device(self, tensor: Any, index: int) -> Any:
+        """Return a tensor of the host on a device."""
+        return tensor.to(f"{self.device}:{index}")
+
+    def foreign_stream(self, pointer: int, index: int) -> Any:
+        """Return a stream of another library as torch's."""
+        return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
+
+    def is_capturing(self) -> bool:
+        """Tell whether this thread's current stream records a graph: then no event may be asked."""
+        ask = getattr(self.accelerator, "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """Let this thread ask events while another records a graph, as torch's watchdog does."""
+        if self._modes is None:
+            yield
+            return
+        exchange, relaxed = self._modes
+        _, before = exchange(relaxed)
+        try:
+            yield
+        finally:
+            exchange(before)
+
+    def has_happened(self, event: Any) -> bool:
+        """Ask an event, unless this thread records a graph, which the question would break."""
+        if self.is_capturing():
+            return False
+        with self.relaxed():
+            return bool(event.query())
+
+    # ---- memory of the host that the device can copy to and from while others compute ----
+
+    def pinned(self, num_bytes: int) -> Any:
+        """Return a tensor of bytes in pinned memory of the host."""
+        return self.torch.empty(num_bytes, dtype=self.torch.uint8, pin_memory=True)
+
+    def copy_over(self, target: Any, source: Any, stream: Any) -> None:
+        """Queue a copy of bytes between device and pinned memory on a stream."""
+        with self.accelerator.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+
+def _capture_modes() -> tuple[Any, Any] | None:
+    """Return CUDA's call that exchanges a thread's capture mode, and the relaxed mode."""
+    try:
+        runtime: Any = importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return None
+    mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+    return runtime.cudaThreadExchangeStreamCaptureMode, mode

@@ -1,0 +1,35 @@
+"""Views of the caller's arrays as tensors, and the streams on which the caller uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.dist.backends.device.runtime import DeviceRuntime
+from echelon.dist.operation.arrays import DeviceFlat
+from echelon.dist.operation.operation import Operation
+
+
+def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
+    """Return a flat tensor over an operation's array; None for None."""
+    if data is None:
+        return None
+    assert isinstance(data, DeviceFlat)
+    is_torch = isinstance(data.owner, runtime.torch.Tensor)
+    return (data.owner if is_torch else runtime.as_tensor(data.owner, data.index)).reshape(-1)
+
+
+def callers(runtime: DeviceRuntime, operation: Operation) -> list[Any]:
+    """Return torch's current stream, and those on which other libraries use the arrays.
+
+    CuPy and Numba say by `__cuda_array_interface__` on which stream an array is used: by number, 1
+    and 2 for the two default streams.
+    """
+    streams = [runtime.accelerator.current_stream()]
+    arrays: list[Any] = [operation.source, operation.target]
+    for data in arrays:
+        if data is None or isinstance(data.owner, runtime.torch.Tensor):
+            continue
+        pointer = getattr(data.owner, "__cuda_array_interface__", {}).get("stream")
+        if pointer is not None:
+            streams.append(runtime.foreign_stream(int(pointer), data.index))
+    return streams

@@ -1,0 +1,130 @@
+"""Messages between devices: lanes of two ranks that never wait for each other."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from echelon.errors import CollectiveTimeoutError
+from tests.dist import made_up
+from tests.ranks import run_ranks
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.ranks
+
+
+def _send_around(rank: int, world_size: int, reduction: str) -> None:
+    """Each rank sends first and receives then: no stream waits in a send."""
+    world, array = made_up.init("made-up", timeout_s=20, reduction=reduction)
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    for turn in range(3):
+        x, y = array(torch.full((3,), rank + 10.0 * turn)), array(torch.zeros(3))
+        work = world.send(x, after, async_op=True)
+        world.recv(y, before)
+        work.wait()
+        assert y.read().tolist() == [before + 10.0 * turn] * 3
+    for turn in range(3):  # blocking as well: the array may be written once the call returns
+        x, y = array(torch.full((3,), rank + 10.0 * turn)), array(torch.zeros(3))
+        world.send(x, after)
+        x.compute(lambda t: t.fill_(-1))
+        world.recv(y, before)
+        assert y.read().tolist() == [before + 10.0 * turn] * 3
+    with world.coalesce():
+        world.send(x, after)
+        world.recv(y, before)
+    assert y.read().tolist() == [-1] * 3
+    made_up.shutdown()
+
+
+@pytest.mark.parametrize("reduction", ["fast", "rank_ordered"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_may_send_before_they_receive(world_size, reduction):
+    run_ranks(_send_around, world_size, reduction, timeout_s=60)
+
+
+def _choose_by_tag(rank: int, world_size: int) -> None:
+    world, array = made_up.init("made-up", timeout_s=20)
+    if rank == 0:
+        works = [
+            world.send(array(torch.full((2,), value)), 1, tag=tag, async_op=True)
+            for tag, value in ((7, 1.0), (8, 2.0), (7, 3.0))
+        ]
+    else:
+        arrays = [array(torch.zeros(2)) for _ in range(3)]
+        works = [
+            world.recv(one, 0, tag=tag, async_op=True)
+            for tag, one in zip((8, 7, 7), arrays, strict=True)
+        ]
+    for work in works:
+        work.wait()
+    if rank == 1:
+        assert [one.read()[0].item() for one in arrays] == [2, 1, 3]
+    world.barrier()
+    made_up.shutdown()
+
+
+def test_a_tag_chooses_its_message_and_keeps_their_order():
+    run_ranks(_choose_by_tag, 2, timeout_s=60)
+
+
+def _post_early(rank: int, world_size: int) -> None:
+    """What 1F1B does: receives posted long before, in both directions, with collectives between."""
+    world, array = made_up.init("made-up", timeout_s=20)
+    got = [array(torch.zeros(2)) for _ in range(4)]
+    works = [world.recv(one, 1 - rank, tag=n % 2, async_op=True) for n, one in enumerate(got)]
+    x = array(torch.ones(2))
+    for _ in range(3):
+        world.all_reduce(x)  # a receive that cannot be answered yet holds up no collective
+    assert x.read().tolist() == [8, 8]
+    assert not any(work.done for work in works)
+    for number in range(4):
+        value = array(torch.full((2,), 100.0 * rank + number))
+        works.append(world.send(value, 1 - rank, tag=number % 2, async_op=True))
+    for work in works:
+        work.wait()
+    assert [one.read()[0].item() for one in got] == [100.0 * (1 - rank) + n for n in range(4)]
+    made_up.shutdown()
+
+
+def test_receives_posted_early_hold_up_nothing():
+    run_ranks(_post_early, 2, timeout_s=60)
+
+
+def _wait_for_no_send(rank: int, world_size: int) -> None:
+    world, array = made_up.init("made-up", timeout_s=1.5)
+    if rank == 1:
+        began_s = time.monotonic()
+        work = world.recv(array(torch.zeros(2)), 0, tag=3, async_op=True)
+        assert time.monotonic() - began_s < 1
+        made_up.wait_until(lambda: work.done)
+        with pytest.raises(CollectiveTimeoutError, match=r"recv #0 from rank 0 .* after 1.5 s"):
+            work.wait()
+        made_up.store().set("gave-up", "1")
+    else:
+        made_up.store().get("gave-up", timeout=20)
+    made_up.shutdown()
+
+
+def test_a_receive_that_is_never_answered_ends_at_its_timeout():
+    run_ranks(_wait_for_no_send, 2, timeout_s=60)
+
+
+def _use_too_many_tags(rank: int, world_size: int) -> None:
+    pairs = __import__("importlib").import_module("echelon.dist.backends.device.stream")
+    pairs.MAX_LANES = 3
+    world, array = made_up.init("made-up", timeout_s=20)
+    other, x = 1 - rank, array(torch.ones(2))
+    for tag in range(3):
+        (world.send if rank == 0 else world.recv)(x, other, tag=tag)
+    with pytest.raises(ValueError, match="more than 3 tags and channels on cuda"):
+        world.send(x, other, tag=3)
+    (world.send if rank == 0 else world.recv)(x, other, tag=2)
+    x.read()
+    world.barrier()
+    made_up.shutdown()
+
+
+def test_more_lanes_than_the_device_should_hold_are_refused_by_name():
+    run_ranks(_use_too_many_tags, 2, timeout_s=60)
