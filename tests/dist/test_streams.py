@@ -567,11 +567,12 @@ def _take_times(rank: int, world_size: int) -> None:
     work.wait()
     x.read()
     ended_ns = time.monotonic_ns()
-    time.sleep(0.3)  # the question comes late
+    time.sleep(1)  # the question comes late
     made_up.wait_until(lambda: work.done)
     pending = work.pending
-    assert called_ns + 300_000_000 <= computed[0] <= pending.started_mono_ns + 1_000_000
-    assert pending.started_mono_ns < pending.ended_mono_ns <= ended_ns + 1_000_000
+    slack_ns = 250_000_000  # a busy host ties the clocks late
+    assert called_ns + 300_000_000 <= computed[0] <= pending.started_mono_ns + slack_ns
+    assert pending.started_mono_ns < pending.ended_mono_ns <= ended_ns + slack_ns
     made_up.shutdown()
 
 
