@@ -53,12 +53,12 @@ def wrap(contender: str, model: Any, precision: str) -> Any:
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     if contender == "echelon":
         import echelon.dist as dist
-        from echelon.dist.fsdp import MixedPrecision, fully_shard
+        from echelon.dist.fsdp import MixedPrecisionPolicy, fully_shard
 
         dist.init()
         for block in model.blocks:
-            fully_shard(block, mixed_precision=MixedPrecision(**dtypes))
-        return fully_shard(model, mixed_precision=MixedPrecision(**dtypes))
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes))
+        return fully_shard(model, mp_policy=MixedPrecisionPolicy(**dtypes))
     if contender == "alone":
         return model
     import torch.distributed as torch_dist

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from echelon.dist.fsdp import MixedPrecision, clip_grad_norm, full_state_dict, fully_shard
+from echelon.dist.fsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, fully_shard
 from gpt.gradients import GradientBuckets
 from gpt.model import GPT
 
@@ -58,10 +58,10 @@ class Shards:
         self.model = model
         precision = None
         if bf16:
-            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, group=world, mixed_precision=precision)
-        fully_shard(model, group=world, mixed_precision=precision)
+            fully_shard(block, group=world, mp_policy=precision)
+        fully_shard(model, group=world, mp_policy=precision)
 
     def zero(self) -> None:
         """Forget the gradients."""
@@ -70,7 +70,7 @@ class Shards:
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients so that their joint norm is at most `max_norm`. Collective."""
-        clip_grad_norm(self.model, max_norm)
+        clip_grad_norm_(self.model, max_norm)
 
     def whole(self) -> GPT:
         """Return a whole model, in the host's memory. Collective."""

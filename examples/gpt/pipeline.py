@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor, nn
 
-from echelon.dist.fsdp import MixedPrecision, full_state_dict, fully_shard
+from echelon.dist.fsdp import MixedPrecisionPolicy, full_state_dict, fully_shard
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage
 from gpt.data import BatchSource, share
@@ -106,10 +106,10 @@ class Stages:
             return
         precision = None
         if settings.bf16:
-            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.blocks.values():
-            fully_shard(block, group=self.data, mixed_precision=precision)
-        fully_shard(self.model, group=self.data, mixed_precision=precision)
+            fully_shard(block, group=self.data, mp_policy=precision)
+        fully_shard(self.model, group=self.data, mp_policy=precision)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's loss."""

@@ -1,16 +1,26 @@
 """fully_shard: parameters, gradients and the optimizer's state divided among ranks."""
 
-from echelon.dist.fsdp.clipping import clip_grad_norm
-from echelon.dist.fsdp.control import gradient_sync, reduce_gradients, reshard, unshard
-from echelon.dist.fsdp.settings import MixedPrecision
+from echelon.dist.fsdp.clipping import clip_grad_norm_
+from echelon.dist.fsdp.control import (
+    gradient_sync,
+    reduce_gradients,
+    reshard,
+    set_requires_gradient_sync,
+    unshard,
+)
+from echelon.dist.fsdp.hooks import register_forward_method
+from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
 from echelon.dist.fsdp.sharding import fully_shard
 from echelon.dist.fsdp.states import Shard, full_state_dict, is_part, optimizer_state, shards
 
 __all__ = [
     "fully_shard",
-    "MixedPrecision",
-    "clip_grad_norm",
+    "MixedPrecisionPolicy",
+    "CPUOffloadPolicy",
+    "register_forward_method",
+    "clip_grad_norm_",
     "gradient_sync",
+    "set_requires_gradient_sync",
     "unshard",
     "reshard",
     "reduce_gradients",

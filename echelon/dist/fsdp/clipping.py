@@ -1,96 +1,177 @@
-"""Clipping gradients by the norm of all of them, wherever they lie."""
+"""Clipping gradients by the norm of all of them, on whichever ranks they are.
+
+Each element of each gradient is counted once. A shard is counted by the rank that has it; equal
+copies of it (HSDP) share the count. A parameter that is not sharded is counted by one rank of the
+largest group among which parameters of the model are divided. Units on several groups (experts) are
+counted over the one group that has all their ranks; ranks that hold other parameters (stages of a
+pipeline) are added by `over`.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.flat import member_of
+from echelon.dist.fsdp.flat import Member, member_of
 from echelon.dist.fsdp.unit import units_of
 from echelon.dist.group import ProcessGroup
 
 
-def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
-    """Scale all gradients so that their common norm is at most `max_norm`; return what it was.
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    over: ProcessGroup | None = None,
+    aliases: Iterable[torch.Tensor] = (),
+) -> float:
+    """Scale all gradients in place so that their common norm is at most `max_norm`.
 
-    The norm is summed in float64, in rank order, from one number of each rank: the same bits
-    everywhere. A parameter that is not sharded counts once, as group rank 0 sees it. Collective;
-    blocks until the gradients are there.
+    The norm is summed in float64 and in rank order, so it has the same bits on every rank.
+    Collective among the ranks of `over`; blocks until the gradients are reduced.
 
     Args:
-        module: the sharded model.
+        parameters: the sharded model, or parameters of it.
         max_norm: upper bound; infinite: nothing is scaled.
         norm_type: 2.0, another positive number, or infinity.
+        over: a group that has every rank among which the parameters are divided, and the ranks that
+            hold other parameters of the same model: the stages of a pipeline, other experts. None:
+            the largest group that parameters are divided among.
+        aliases: parameters that another rank of `over` counts, such as the copy of a tied embedding
+            in another stage; they are scaled, not counted.
+
+    Returns:
+        The norm before scaling, equal on all ranks of `over`.
 
     Raises:
-        ValueError: a bad argument.
-        CollectiveError: a rank is lost or did not come.
+        ValueError: a bad argument, or parameters divided among several groups of which none has all
+            the ranks.
+        CollectiveError: a rank is lost or did not join.
+
+    Example:
+        >>> norm = clip_grad_norm_(model, 1.0)
+        >>> norm = clip_grad_norm_(stage.module, 1.0, over=dist.world())
     """
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"max_norm {max_norm!r} must be >= 0 and norm_type {norm_type!r} > 0")
-    plain, sharded = _gradients(module)
-    total = 0.0
-    for number, (group, gradients) in enumerate(sharded.items()):
-        mine = gradients + (plain if number == 0 and group.rank == 0 else [])
-        total = _join([total, *_everyones(group, _measure(mine, norm_type), module)], norm_type)
-    if not sharded:
-        total = _measure(plain, norm_type)
+    owners = _owners(parameters)
+    skipped = {id(_owner(parameter)) for parameter in aliases}
+    groups = _groups(parameters, owners)
+    over = _over(groups) if over is None else over
+    _check_over(over, groups)
+    counted = [
+        (one.grad, _share(one, over, groups))
+        for one in owners
+        if id(one) not in skipped and one.grad is not None
+    ]
+    mine = _measure([(grad, share) for grad, share in counted if share and grad.numel()], norm_type)
+    total = _total(over, mine, norm_type)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     scale = max_norm / (norm + 1e-6)
-    if not scale >= 1.0:  # NaN too: the gradients show it then, as with torch's
-        for gradient in itertools.chain(plain, *sharded.values()):
-            gradient.mul_(scale)
+    gradients = [one.grad for one in owners if one.grad is not None]
+    if gradients and not scale >= 1.0:  # NaN too: the gradients show it then, as with torch's
+        torch._foreach_mul_(gradients, scale)
     return norm
 
 
-def _gradients(
-    module: nn.Module,
-) -> tuple[list[torch.Tensor], dict[ProcessGroup, list[torch.Tensor]]]:
-    """Return the gradients of what is not sharded, and of the shards by their group."""
-    plain: list[torch.Tensor] = []
-    sharded: dict[ProcessGroup, list[torch.Tensor]] = {
-        unit.driver.group: [] for unit in units_of(module) if unit.trains
-    }
-    seen: set[int] = set()
-    for parameter in module.parameters():
-        member = member_of(parameter)
-        owner = parameter if member is None else member.shard
-        if owner.grad is None or id(owner) in seen:
+def _owner(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose `.grad` an optimizer uses: the shard of a leaf."""
+    member = member_of(parameter)
+    return parameter if member is None else member.shard
+
+
+def _owners(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    owners = {id(owner): owner for owner in map(_owner, parameters)}
+    return list(owners.values())
+
+
+def _groups(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], owners: list[torch.Tensor]
+) -> list[ProcessGroup]:
+    """Return the groups among which parameters are divided, the largest first; equal on all ranks.
+
+    A module's units count even if they have no gradient on this rank.
+    """
+    found: dict[ProcessGroup, None] = {}
+    if isinstance(parameters, nn.Module):
+        found.update(
+            (unit.driver.group, None) for unit in units_of(parameters) if unit.flats and unit.trains
+        )
+    for member in map(member_of, owners):
+        if member is not None:
+            found.setdefault(member.flat.group)
+    return sorted(found, key=lambda group: -group.size)
+
+
+def _over(groups: list[ProcessGroup]) -> ProcessGroup | None:
+    if len(groups) < 2:
+        return groups[0] if groups else None
+    largest = groups[0]
+    for group in groups[1:]:
+        if not set(group.ranks) <= set(largest.ranks):
+            raise ValueError(
+                f"the parameters are divided among groups {largest.name!r} and {group.name!r}, "
+                "neither of which has all their ranks: pass over=, a group that has"
+            )
+    return largest
+
+
+def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:
+    for group in groups:
+        if over is None or not set(group.ranks) <= set(over.ranks):
+            raise ValueError(
+                f"over={over!r} must have all ranks of group {group.name!r}, among which "
+                f"parameters are divided: {list(group.ranks)}"
+            )
+
+
+def _share(owner: torch.Tensor, over: ProcessGroup | None, groups: list[ProcessGroup]) -> float:
+    """Return for how much this rank's part of a gradient counts in the sum over `over`."""
+    member: Member | None = member_of(owner)
+    if member is not None:
+        replicas = member.flat.unit.driver.replicas
+        if replicas is None or over is None:
+            return 1.0
+        return 1.0 / len(set(replicas.ranks) & set(over.ranks))
+    return 1.0 if not groups or groups[0].rank == 0 else 0.0
+
+
+def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> torch.Tensor:
+    """Return the greatest absolute value, or the weighted sum of powers: [1], float64."""
+    by_device: dict[torch.device, list[tuple[torch.Tensor, float]]] = {}
+    for grad, share in counted:
+        by_device.setdefault(grad.device, []).append((grad, share))
+    sums = []
+    for device, here in by_device.items():
+        grads = [grad for grad, _ in here]
+        norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=torch.float64))
+        if math.isinf(norm_type):
+            sums.append(norms.max())
             continue
-        seen.add(id(owner))
-        if member is None:
-            plain.append(owner.grad)
-        else:
-            sharded[member.flat.group].append(owner.grad)
-    return plain, sharded
+        shares = torch.tensor([share for _, share in here], dtype=torch.float64, device=device)
+        sums.append((norms.pow(norm_type) * shares).sum())
+    if not sums:
+        return torch.zeros(1, dtype=torch.float64)
+    first = sums[0].device
+    together = torch.stack([one.to(first) for one in sums])
+    total = together.max() if math.isinf(norm_type) else together.sum()
+    return total.reshape(1)
 
 
-def _measure(gradients: list[torch.Tensor], norm_type: float) -> float:
-    """Return the greatest absolute value, or the sum of powers."""
-    norms = [
-        float(torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64))
-        for gradient in gradients
-        if gradient.numel()
-    ]
-    if math.isinf(norm_type):
-        return _join(norms, norm_type)
-    return _join([norm**norm_type for norm in norms], norm_type)
-
-
-def _join(values: list[float], norm_type: float) -> float:
-    if any(math.isnan(value) for value in values):
+def _total(over: ProcessGroup | None, mine: torch.Tensor, norm_type: float) -> float:
+    """Return the sum, or the greatest, of all ranks' numbers; one wait for the device."""
+    values = mine
+    if over is not None and over.size > 1:
+        values = mine.new_empty(over.size)
+        over.all_gather(values, mine)
+    numbers: list[float] = values.tolist()
+    if any(math.isnan(value) for value in numbers):
         return math.nan
-    return max(values, default=0.0) if math.isinf(norm_type) else math.fsum(values)
-
-
-def _everyones(group: ProcessGroup, value: float, module: nn.Module) -> list[float]:
-    """Return every rank's number, in rank order."""
-    device = next(unit.flats[0].device for unit in units_of(module) if unit.flats)
-    mine = torch.tensor([value], dtype=torch.float64, device=device)
-    everyones = mine.new_empty(group.size)
-    group.all_gather(everyones, mine)
-    result: list[float] = everyones.tolist()
-    return result
+    return max(numbers) if math.isinf(norm_type) else math.fsum(numbers)

@@ -30,6 +30,12 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
             unit.sync = was
 
 
+def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
+    """Say whether backwards reduce gradients from now on; see `gradient_sync`."""
+    for unit in units_of(module):
+        unit.sync = requires_gradient_sync
+
+
 def unshard(module: nn.Module) -> None:
     """Gather all units in a module and hold them: nothing is released or reduced until told.
 

@@ -90,8 +90,12 @@ class Driver:
 
     # ---- forward ----
 
-    def before_forward(self, unit: Unit) -> None:
-        """Have a unit's parameters there."""
+    def is_nested(self, unit: Unit) -> bool:
+        """Return whether a unit's forward is running inside an outer unit's."""
+        return not self._failed and unit in self._open and self._open[0] is not unit
+
+    def before_forward(self, unit: Unit, *, trains: bool) -> None:
+        """Gather a unit's parameters; `trains`: a backward may follow."""
         backward = self.running()
         if backward is not None:  # activations are computed again
             for one in (*unit.borrowed, unit):
@@ -100,7 +104,9 @@ class Driver:
         if self._failed or self._backward is not None or unit in self._open:
             self.start_over()
         self._open.append(unit)
-        if torch.is_grad_enabled() and unit not in self._begun:
+        # A reentrant checkpoint runs forwards without gradients inside an outer unit's.
+        trains = torch.is_grad_enabled() or (trains and self._open[0] in self._begun)
+        if trains and unit not in self._begun:
             self._place[unit] = len(self._begun)
             self._begun[unit] = None
         for one in (*unit.borrowed, unit):
@@ -147,7 +153,8 @@ class Driver:
         self._ahead.discard(unit)
         for due in following[: unit.depth]:
             lent = sum(one.full_bytes for one in self._ahead)
-            if due.state in (State.SHARDED, State.NEAR) and lent + due.full_bytes <= AHEAD_BYTES:
+            fits = not lent or lent + due.full_bytes <= AHEAD_BYTES
+            if due.state in (State.SHARDED, State.NEAR) and fits:
                 self._ahead.add(due)
                 self.start_gather(due)
 

@@ -34,6 +34,7 @@ from torch import nn
 from echelon.dist import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
 from echelon.dist.fsdp.pages import Pages
+from echelon.dist.fsdp.settings import CPUOffloadPolicy
 from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
@@ -132,6 +133,17 @@ def member_of(parameter: Any) -> Member | None:
     return getattr(parameter, "_echelon_member", None)
 
 
+def mark(gradient: torch.Tensor) -> torch.Tensor:
+    """Mark a gradient as a shard's, for functions that see gradients only."""
+    gradient._echelon_of_shard = True  # type: ignore[attr-defined]
+    return gradient
+
+
+def is_of_shard(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the gradient of a shard."""
+    return getattr(tensor, "_echelon_of_shard", False)
+
+
 class Flat:
     """See the note above. Does what it is told; when is the driver's business.
 
@@ -157,7 +169,7 @@ class Flat:
         number: int,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
-        offload: bool,
+        offload: CPUOffloadPolicy | None,
         replicas: ProcessGroup | None,
         pages: Pages,
     ) -> None:
@@ -172,8 +184,8 @@ class Flat:
         self.layout = self._plan(sources)
         self.full = make_storage(self.layout.numel, self.compute_dtype, self.device, pages)
         self.full.take()
-        self._offloaded = offload and self.device.type != "cpu"
-        self._alike = self.compute_dtype == self.dtype and not self._offloaded
+        self._offload = offload if self.device.type != "cpu" else None
+        self._alike = self.compute_dtype == self.dtype and self._offload is None
         self.chunk = self._resident()
         self._fill(sources, replicas)
         self.members = [
@@ -268,8 +280,8 @@ class Flat:
         numel = self.layout.chunk_numel
         if self.device.type == "cpu":
             return HostStorage(numel, self.dtype).tensor
-        if self._offloaded:
-            return torch.zeros(numel, dtype=self.dtype, pin_memory=True)
+        if self._offload is not None:
+            return torch.zeros(numel, dtype=self.dtype, pin_memory=self._offload.pin_memory)
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _fill(self, sources: Sequence[Source], replicas: ProcessGroup | None) -> None:

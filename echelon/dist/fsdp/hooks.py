@@ -7,7 +7,9 @@ tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,21 +19,52 @@ from torch import nn
 from echelon.dist.fsdp.backward import check_whole
 from echelon.dist.fsdp.flat import Member
 from echelon.dist.fsdp.nested import map_tensors, tensors_in
-from echelon.dist.fsdp.unit import Unit
+from echelon.dist.fsdp.unit import State, Unit, unit_of
 
 _numbers = itertools.count()
+_hooks: weakref.WeakKeyDictionary[Unit, _ModuleHooks] = weakref.WeakKeyDictionary()
 
 
 def install(unit: Unit) -> None:
     """Hook a unit's modules and parameters."""
     hooks = _ModuleHooks(unit)
+    _hooks[unit] = hooks
     before = _uncompiled(hooks.before)
     after = _uncompiled(hooks.after)
     for module in unit.modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
+    for part in {module for member in unit.members for module, _ in member.slots}:
+        if part not in unit.modules:
+            part.register_forward_pre_hook(_PartHook(unit), prepend=True)
     for member in unit.members:
         _hook_gradient(unit, member)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of a sharded module gather its parameters, as `forward` does.
+
+    Args:
+        module: a module that was given to `fully_shard`.
+        name: of a method that computes with the module's parameters, such as "encode".
+
+    Raises:
+        ValueError: the module is not sharded, or has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        raise ValueError(f"this {type(module).__name__} was not given to fully_shard")
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {name!r}")
+    hooks = _hooks[unit]
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks.before(module, args, kwargs)
+        return hooks.after(module, args, method(*args, **kwargs))
+
+    module.__dict__[name] = call
 
 
 def _hook_gradient(unit: Unit, member: Member) -> None:
@@ -47,6 +80,23 @@ def _hook_gradient(unit: Unit, member: Member) -> None:
         member.leaf.requires_grad_(wanted)
 
 
+class _PartHook:
+    """Before the forward of a module inside a unit: its parameters must be there."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
+        if torch.compiler.is_compiling() or self._unit.state is State.WHOLE:
+            return
+        raise RuntimeError(
+            f"a {type(module).__name__} inside {self._unit} was called outside of the unit's "
+            "forward, where this rank has a shard of its parameters only. Call the unit, make this "
+            "module a unit of its own, or name the method that you call by "
+            "register_forward_method(module, name)"
+        )
+
+
 class _ModuleHooks:
     """Before and after the forward of a unit's modules."""
 
@@ -55,12 +105,13 @@ class _ModuleHooks:
         self._ran: set[nn.Module] = set()
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if module in self._ran:  # an earlier forward never came to its end
-            self._ran.clear()
+        driver = self._unit.driver
+        if module in self._ran and not driver.is_nested(self._unit):
+            self._ran.clear()  # an earlier forward of the unit raised before its end
         first = not self._ran
         if first:
             with _failing(self._unit):
-                self._unit.driver.before_forward(self._unit)
+                driver.before_forward(self._unit, trains=_trains(args, kwargs))
         self._ran.add(module)
         args, kwargs = self._prepare((args, kwargs), watched=first)
         return args, kwargs
@@ -89,6 +140,13 @@ class _ModuleHooks:
         else:
             unit.is_unwatched = True
         return inputs
+
+
+def _trains(args: Any, kwargs: Any) -> bool:
+    """Return whether a backward may follow; one does under reentrant checkpointing too."""
+    return torch.is_grad_enabled() or any(
+        tensor.requires_grad for tensor in tensors_in((args, kwargs))
+    )
 
 
 def _needed(unit: Unit) -> None:

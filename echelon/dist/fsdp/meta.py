@@ -15,7 +15,10 @@ def make_real(
     device: torch.device | str | None,
     init: Callable[[nn.Module], Any] | None,
 ) -> None:
-    """Replace what is on the meta device by real parameters and buffers with initial values.
+    """Give real memory and first values to what a unit has on the meta device.
+
+    A parameter remains the same Python object, so ties to modules of other units, an optimizer made
+    earlier and the parameter's own attributes hold.
 
     Args:
         parts: the unit's modules with their paths; those of inner units are real already.
@@ -24,39 +27,65 @@ def make_real(
         init: called with each of these modules after its `reset_parameters()`, if it has that.
 
     Raises:
-        ValueError: a module can give its parameters no values.
+        ValueError: a module cannot give values to its parameters or buffers.
     """
     target = torch.device("cpu") if device is None else torch.device(device)
-    made: dict[int, nn.Parameter] = {}
-    touched = [(path, module) for path, module in parts if _replace(module, made, ignored, target)]
+    touched = [(path, module) for path, module in parts if _is_on_meta(module, ignored)]
+    for _, module in touched:
+        _materialize(module, ignored, target)
+    buffers = {
+        f"{path}.{name}" if path else name: (module, name, buffer, buffer._version)
+        for path, module in touched
+        for name, buffer in module._buffers.items()
+        if buffer is not None and getattr(buffer, _FRESH, False)
+    }
     with torch.no_grad():
         for path, module in touched:
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-            elif init is None:
-                raise ValueError(
-                    f"{path or 'the module'} ({type(module).__name__}) has parameters on the meta "
-                    "device and no reset_parameters(); pass init=, which is called with it"
-                )
-            if init is not None:
-                init(module)
+            _initialize(path, module, init)
+    for title, (module, name, buffer, version) in buffers.items():
+        if module._buffers[name] is buffer and buffer._version == version:
+            raise ValueError(
+                f"buffer {title!r} is on the meta device, and neither reset_parameters() of "
+                f"{type(module).__name__} nor init= gave it a value; compute it there, or make "
+                "the module on a real device"
+            )
 
 
-def _replace(
-    module: nn.Module, made: dict[int, nn.Parameter], ignored: set[int], device: torch.device
-) -> bool:
-    """Make a module's own parameters and buffers real, zero; return whether there were any."""
-    found = False
-    for name, parameter in module._parameters.items():
+_swap: Any = torch.utils.swap_tensors  # untyped there
+_FRESH = "_echelon_fresh"
+
+
+def _is_on_meta(module: nn.Module, ignored: set[int]) -> bool:
+    return any(
+        tensor is not None and tensor.is_meta and id(tensor) not in ignored
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
+
+
+def _materialize(module: nn.Module, ignored: set[int], device: torch.device) -> None:
+    """Put a module's own parameters and buffers into real memory, filled with zeros."""
+    for parameter in module._parameters.values():
         if parameter is not None and parameter.is_meta and id(parameter) not in ignored:
-            if id(parameter) not in made:
-                real = torch.zeros_like(parameter, device=device)
-                made[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-            found = True
+            real = nn.Parameter(torch.zeros_like(parameter, device=device), parameter.requires_grad)
+            real.__class__ = type(parameter)
+            real.__dict__.update(parameter.__dict__)
+            parameter.grad = None
+            _swap(parameter, real)
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.zeros_like(buffer, device=device)
-            found = True
-    return found
+            real_buffer = torch.zeros_like(buffer, device=device)
+            setattr(real_buffer, _FRESH, True)
+            module._buffers[name] = real_buffer
+
+
+def _initialize(path: str, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+    elif init is None:
+        raise ValueError(
+            f"{path or 'the module'} ({type(module).__name__}) has parameters or buffers on the "
+            "meta device and no reset_parameters(); pass init=, which is called with it"
+        )
+    if init is not None:
+        init(module)

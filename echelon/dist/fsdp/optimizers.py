@@ -76,7 +76,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             f"{kind.__name__} does not work on each element by itself, so it cannot work on "
             "shards, which are runs of a parameter's elements. Use an elementwise optimizer "
             "(SGD, Adam, AdamW, ...), or pass the parameters that it is to train to "
-            "fully_shard(..., ignored=...)"
+            "fully_shard(..., ignored_params=...)"
         )
 
 

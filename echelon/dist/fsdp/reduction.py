@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from echelon.dist.fsdp.flat import Flat, Member
+from echelon.dist.fsdp.flat import Flat, Member, mark
 from echelon.dist.fsdp.layout import tagged_shape
 from echelon.dist.fsdp.storage import Pool
 from echelon.dist.group import ProcessGroup
@@ -113,7 +113,7 @@ class Reduction:
         for member in present:
             mine = member.of(sums)
             if member.shard.grad is None:
-                member.shard.grad = mine
+                member.shard.grad = mark(mine)
             else:
                 member.shard.grad.add_(mine)
 

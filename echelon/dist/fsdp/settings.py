@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MixedPrecision:
+class MixedPrecisionPolicy:
     """In which dtypes a unit computes and communicates. Its shards keep the dtype they have.
 
     Attributes:
@@ -32,3 +32,14 @@ class MixedPrecision:
                 isinstance(dtype, torch.dtype) and dtype.is_floating_point
             ):
                 raise ValueError(f"{name} must be a floating-point torch.dtype, got {dtype!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CPUOffloadPolicy:
+    """Shards, their gradients and the optimizer's state in the host's memory; for device models.
+
+    Attributes:
+        pin_memory: page-locked memory, which copies to the device asynchronously.
+    """
+
+    pin_memory: bool = True

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.dist.fsdp import hooks, meta, optimizers, states
+from echelon.dist.fsdp import guards, hooks, meta, optimizers, states
 from echelon.dist.fsdp.driver import Driver
 from echelon.dist.fsdp.flat import Flat, Source, member_of
-from echelon.dist.fsdp.settings import MixedPrecision
+from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
 from echelon.dist.fsdp.unit import Unit, unit_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh
@@ -23,12 +23,13 @@ M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 def fully_shard(
     module: M,
-    group: ProcessGroup | DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int = True,
-    mixed_precision: MixedPrecision | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     *,
-    ignored: Iterable[nn.Parameter] = (),
-    offload_to_cpu: bool = False,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
     prefetch: int = 2,
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
@@ -41,13 +42,14 @@ def fully_shard(
 
     Args:
         module: a module, or several that form one unit and run one after the other.
-        group: the ranks; None: the world. A mesh of two axes (replicate, shard) divides along the
-            second and keeps equal copies along the first.
+        group: the ranks; None: the world.
+        mesh: in place of `group`: a mesh of one axis, or of two axes (replicate, shard), which
+            divides along the second and keeps equal copies along the first.
         reshard_after_forward: True releases the parameters after forward and gathers them again
             for backward; False keeps them; a number k that divides the group keeps 1/k of them, so
             that k neighbouring ranks gather among themselves. The outermost module keeps them in
             any case when a backward follows: it would need them at once.
-        mixed_precision: dtypes of computation and communication.
+        mp_policy: dtypes of computation and communication.
         ignored: parameters that stay as they are; keeping them equal is up to the caller.
         offload_to_cpu: shards, their gradients and so the optimizer's state lie in the host's
             memory. Warns where the parameters are there anyway.
@@ -67,19 +69,23 @@ def fully_shard(
     _check_modules(modules)
     if prefetch < 0:
         raise ValueError(f"prefetch must not be negative, got {prefetch}")
-    driver = _driver(group)
+    driver = _driver(group, mesh)
     near_size = _check_reshard(reshard_after_forward, driver.group)
-    precision = mixed_precision or MixedPrecision()
-    if not isinstance(precision, MixedPrecision):
-        raise ValueError(f"mixed_precision must be a MixedPrecision or None, got {precision!r}")
-    skipped = {id(parameter) for parameter in ignored}
+    precision = mp_policy or MixedPrecisionPolicy()
+    if not isinstance(precision, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy must be a MixedPrecisionPolicy or None, got {precision!r}")
+    if offload_policy is not None and not isinstance(offload_policy, CPUOffloadPolicy):
+        raise ValueError(
+            f"offload_policy must be a CPUOffloadPolicy or None, got {offload_policy!r}"
+        )
+    skipped = {id(parameter) for parameter in ignored_params or ()}
     meta.make_real(_parts(modules), skipped, device, init)
     sources, borrowed = _sources(modules, skipped)
-    if offload_to_cpu and all(source.parameter.device.type == "cpu" for source in sources):
-        warnings.warn("offload_to_cpu has no effect on a model on the CPU", stacklevel=2)
+    if offload_policy and all(source.parameter.device.type == "cpu" for source in sources):
+        warnings.warn("offload_policy has no effect on a model on the CPU", stacklevel=2)
     unit = Unit(
         modules,
-        [_flat(part, driver, precision, offload_to_cpu) for part in _alike(sources)],
+        [_flat(part, driver, precision, offload_policy) for part in _alike(sources)],
         driver,
         precision,
         reshard=reshard_after_forward is not False,
@@ -91,6 +97,7 @@ def fully_shard(
     hooks.install(unit)
     states.install(unit)
     optimizers.install()
+    guards.install()
     driver.pages.trim()
     return module
 
@@ -109,16 +116,13 @@ def _check_modules(modules: tuple[nn.Module, ...]) -> None:
             )
 
 
-def _driver(group: ProcessGroup | DeviceMesh | None) -> Driver:
+def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
     replicas = None
-    if isinstance(group, DeviceMesh):
-        if len(group.names) != 2:
-            raise ValueError(f"expected a mesh of two axes (replicate, shard), got {group!r}")
-        replicas, group = group.group(group.names[0]), group.group(group.names[1])
-        replicas = replicas if replicas.size > 1 else None
+    if mesh is not None:
+        group, replicas = _groups_of(group, mesh)
     group = world() if group is None else group
     if not isinstance(group, ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup, a DeviceMesh or None, got {group!r}")
+        raise ValueError(f"group must be a ProcessGroup or None, got {group!r}; a mesh is mesh=")
     # Kept on the group: both live equally long.
     drivers: list[Driver] = group.__dict__.setdefault("_echelon_drivers", [])
     for driver in drivers:
@@ -126,6 +130,21 @@ def _driver(group: ProcessGroup | DeviceMesh | None) -> Driver:
             return driver
     drivers.append(Driver(group, replicas))
     return drivers[-1]
+
+
+def _groups_of(
+    group: ProcessGroup | None, mesh: DeviceMesh
+) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """Return the group that shards, and the one that replicates if there is more than one copy."""
+    if group is not None:
+        raise ValueError("group= and mesh= exclude each other")
+    if not isinstance(mesh, DeviceMesh) or len(mesh.names) not in (1, 2):
+        raise ValueError(
+            f"mesh must be a DeviceMesh of one axis, or of two (replicate, shard), got {mesh!r}"
+        )
+    shards = mesh.group(mesh.names[-1])
+    replicas = mesh.group(mesh.names[0]) if len(mesh.names) == 2 else None
+    return shards, replicas if replicas is not None and replicas.size > 1 else None
 
 
 def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
@@ -143,6 +162,7 @@ def _check_reshard(reshard: bool | int, group: ProcessGroup) -> int:
 def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[Source], list[Unit]]:
     """Find the parameters that no unit has yet, and the units that own others used here."""
     sources: dict[int, Source] = {}
+    within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}
     for path, module in _parts(modules):
         for name, parameter in module._parameters.items():
@@ -151,12 +171,26 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
             member = member_of(parameter)
             if member is None:
                 title = f"{path}.{name}" if path else name
+                _check_parameter(title, parameter)
                 source = sources.setdefault(id(parameter), Source(parameter, title))
                 source.slots.append((module, name))
             elif not any(part is module and key == name for part, key in member.slots):
                 member.slots.append((module, name))
                 borrowed[member.flat.unit] = None
+            elif not any(top in within for top in member.flat.unit.modules):
+                raise ValueError(
+                    f"{name!r} of this {type(modules[0]).__name__} belongs to {member.flat.unit} "
+                    "already: shard the blocks first and the module around them last"
+                )
     return list(sources.values()), list(borrowed)
+
+
+def _check_parameter(title: str, parameter: nn.Parameter) -> None:
+    if parameter.is_complex():
+        raise ValueError(
+            f"parameter {title!r} is {parameter.dtype}, which cannot be reduced; pass it to "
+            "ignored_params=, or keep its real and imaginary parts (torch.view_as_real)"
+        )
 
 
 def _parts(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
@@ -177,7 +211,12 @@ def _alike(sources: list[Source]) -> list[list[Source]]:
     return list(groups.values())
 
 
-def _flat(sources: list[Source], driver: Driver, precision: MixedPrecision, offload: bool) -> Flat:
+def _flat(
+    sources: list[Source],
+    driver: Driver,
+    precision: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
+) -> Flat:
     casts = sources[0].parameter.is_floating_point()
     return Flat(
         sources,

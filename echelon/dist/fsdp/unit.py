@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.dist.fsdp.flat import Flat, Member
 from echelon.dist.fsdp.layout import TAG_BITS
-from echelon.dist.fsdp.settings import MixedPrecision
+from echelon.dist.fsdp.settings import MixedPrecisionPolicy
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveError
 
@@ -55,7 +55,7 @@ class Unit:
         modules: tuple[nn.Module, ...],
         flats: list[Flat],
         driver: Driver,
-        precision: MixedPrecision,
+        precision: MixedPrecisionPolicy,
         *,
         reshard: bool,
         near: ProcessGroup | None,
@@ -84,6 +84,13 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"unit {self.name!r}"
+
+    def __deepcopy__(self, memo: object) -> Unit:
+        """Refuse: a copy would share the collectives and the memory of the original."""
+        raise ValueError(
+            "a sharded model cannot be copied. Copy it before fully_shard and shard the copy too; "
+            "for a moving average, keep clones of model.parameters(), which are the shards"
+        )
 
     @property
     def members(self) -> Iterator[Member]:

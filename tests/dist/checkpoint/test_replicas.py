@@ -280,7 +280,7 @@ def _drifted_shards(rank, world_size, folder):
 
     dist.init()
     model = numbered(32, 32)
-    fully_shard(model, group=DeviceMesh((2, 2), ("replicate", "shard")))
+    fully_shard(model, mesh=DeviceMesh((2, 2), ("replicate", "shard")))
     state = {"model": model}
     save(folder, state)
     shard = shards(model)["0.weight"].data

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import echelon.dist as dist  # noqa: E402
 from echelon.dist.checkpoint import export, load, save  # noqa: E402
 from echelon.dist.checkpoint.disk.folder import newest, read_manifest  # noqa: E402
-from echelon.dist.fsdp import MixedPrecision, full_state_dict, fully_shard  # noqa: E402
+from echelon.dist.fsdp import MixedPrecisionPolicy, full_state_dict, fully_shard  # noqa: E402
 from echelon.dist.mesh import DeviceMesh  # noqa: E402
 from tests.dist.checkpoint.states import batch, make, train  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.ranks
 WORLDS = (1, 2, 3)
 
 
-def make_sharded(seed=0, group=None, mixed=None):
+def make_sharded(seed=0, group=None, mixed=None, mesh=None):
     model, _ = make(seed)
-    fully_shard([model.up, model.down], group=group, mixed_precision=mixed)
-    fully_shard(model, group=group, mixed_precision=mixed)
+    fully_shard([model.up, model.down], group=group, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, group=group, mesh=mesh, mp_policy=mixed)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -117,7 +117,7 @@ def _mesh(rank, world_size, folder):
     """Replicas of shards: each element is written once; bfloat16 computing keeps float32 shards."""
     dist.init()
     mesh = DeviceMesh((2, 2), ("replicate", "shard"))
-    model, optimizer = make_sharded(0, mesh, MixedPrecision(param_dtype=torch.bfloat16))
+    model, optimizer = make_sharded(0, None, MixedPrecisionPolicy(param_dtype=torch.bfloat16), mesh)
     step(model, optimizer, 0, 2)
     save(Path(folder, "mesh"), {"model": model, "optimizer": optimizer})
     whole = numpy_of(full_state_dict(model))

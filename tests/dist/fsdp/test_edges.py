@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import echelon.dist as dist  # noqa: E402
 from tests.dist.fsdp import models  # noqa: E402
@@ -207,7 +208,7 @@ def test_an_intermediate_of_a_frozen_unit_is_an_error_and_not_a_gradient_of_zero
 
 def _accumulated(rank, size):
     from echelon.dist.fsdp import (
-        MixedPrecision,
+        MixedPrecisionPolicy,
         fully_shard,
         gradient_sync,
         reduce_gradients,
@@ -217,12 +218,12 @@ def _accumulated(rank, size):
 
     models.join()
     num_batches = 64
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     torch.manual_seed(0)
     model = nn.Linear(32, 32, bias=False)
     batches = [some(4, 32) + batch / 50 for batch in range(num_batches)]
     exact = sum(_gradient(model, x) for x in batches)
-    fully_shard(model, mixed_precision=precision)
+    fully_shard(model, mp_policy=precision)
 
     def error():
         whole = torch.empty(size * model.weight.grad.numel())
@@ -257,3 +258,164 @@ def error_of_one_bf16_rounding(exact):
 def test_gradients_of_micro_batches_are_added_in_the_dtype_of_the_reduction():
     for accumulated, once in run_ranks(_accumulated, 2):
         assert accumulated < 2 * once
+
+
+# ---- the meta device ----
+
+
+class Rotating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.arange(4.0))
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+
+
+def _meta(rank, size):
+    from echelon.dist.fsdp import fully_shard
+
+    models.join()
+    with torch.device("meta"):
+        model = Tied()
+    model.token.weight.note = "kept"
+    parameter = model.token.weight
+    fully_shard(model.token)
+    fully_shard(model)
+    assert model.head.weight is model.token.weight is parameter
+    assert parameter.note == "kept"
+    with torch.device("meta"):
+        model = Rotating()
+    with pytest.raises(ValueError, match="buffer 'frequencies' is on the meta device"):
+        fully_shard(model)
+
+    def init(module):
+        if isinstance(module, Rotating):
+            module.frequencies.copy_(torch.arange(4.0))
+
+    with torch.device("meta"):
+        model = Rotating()
+    fully_shard(model, init=init)
+    assert model.frequencies.tolist() == [0, 1, 2, 3]
+    dist.shutdown()
+
+
+def test_the_meta_device_keeps_ties_across_units_and_makes_up_no_buffers():
+    run_ranks(_meta, 2)
+
+
+# ---- calls at the wrong time or place ----
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(11, 16)
+        self.head = nn.Linear(16, 4)
+
+    def encode(self, tokens):
+        return self.token(tokens)
+
+    def forward(self, tokens):
+        return self.head(self.encode(tokens))
+
+
+def _outside(rank, size):
+    from echelon.dist.fsdp import fully_shard, register_forward_method
+
+    models.join()
+    torch.manual_seed(0)
+    plain = Encoder()
+    model = fully_shard(copy.deepcopy(plain))
+    tokens = torch.tensor([1, 2, 3])
+    with pytest.raises(RuntimeError, match="Embedding inside unit 'Encoder' was called outside"):
+        model.encode(tokens)
+    register_forward_method(model, "encode")
+    torch.testing.assert_close(model.encode(tokens), plain.encode(tokens))
+    model(tokens).sum().backward()
+    with pytest.raises(ValueError, match="no method 'decode'"):
+        register_forward_method(model, "decode")
+    with pytest.raises(ValueError, match="cannot be copied"):
+        copy.deepcopy(model)
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(inner)
+    with pytest.raises(ValueError, match="shard the blocks first"):
+        fully_shard(inner[0])
+    dist.shutdown()
+
+
+def test_what_a_shard_cannot_do_is_an_error_that_names_the_way():
+    run_ranks(_outside, 2)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.b(torch.relu(self.a(self.a(x)))))
+
+
+def _twice(rank, size):
+    models.join()
+    x = some(4, 8)
+    assert_same_training(
+        Twice, lambda model: [[model.a, model.b]], lambda model, step: model(x + step).sum()
+    )
+    dist.shutdown()
+
+
+def test_a_module_of_a_unit_of_several_may_be_called_twice():
+    run_ranks(_twice, 2)
+
+
+# ---- activation checkpointing ----
+
+
+class Checkpointed(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def _reentrant(rank, size):
+    from echelon.dist.fsdp import fully_shard
+    from echelon.dist.fsdp.reducer import Reducer
+
+    models.join()
+    blocks = Checkpointed()
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(blocks)
+    started = []
+    start = Reducer.start
+
+    def watched(self, unit):
+        whole = sum(member.leaf.grad is not None for one in blocks for member in members(one))
+        started.append((unit.name, whole))
+        start(self, unit)
+
+    Reducer.start = watched
+    blocks(some(4, 64).requires_grad_()).sum().backward()
+    dist.shutdown()
+    return started
+
+
+def members(block):
+    from echelon.dist.fsdp.unit import unit_of
+
+    return list(unit_of(block).members)
+
+
+def test_reentrant_checkpoints_reduce_each_block_when_its_gradients_are_there():
+    for started in run_ranks(_reentrant, 2):
+        assert [name for name, _ in started] == ["3", "2", "1", "0"]
+        assert max(whole for _, whole in started) <= 2

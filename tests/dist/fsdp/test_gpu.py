@@ -26,12 +26,15 @@ def _loss(model, index):
 
 
 def _device(rank, size, offload, reshard):
-    from echelon.dist.fsdp import clip_grad_norm, full_state_dict, fully_shard
+    from echelon.dist.fsdp import CPUOffloadPolicy, clip_grad_norm_, full_state_dict, fully_shard
 
     torch.cuda.set_device(rank)
     dist.init("nccl")
     model = models.make().cuda()
-    settings = {"offload_to_cpu": offload, "reshard_after_forward": reshard}
+    settings = {
+        "offload_policy": CPUOffloadPolicy() if offload else None,
+        "reshard_after_forward": reshard,
+    }
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
@@ -47,7 +50,7 @@ def _device(rank, size, offload, reshard):
         optimizer.zero_grad()
         _loss(model, step * size + rank).backward()
         assert all(storage.size() == 0 for storage in storages)
-        norm = clip_grad_norm(model, float("inf"))
+        norm = clip_grad_norm_(model, float("inf"))
         optimizer.step()
         plain.zero_grad()
         for other in range(size):

@@ -137,7 +137,7 @@ def _thawed(rank, size):
     kept = make()
     mine = nn.Parameter(torch.full((13, 13), float(rank)))
     kept.first.sometimes.weight = mine
-    fully_shard(kept, ignored=[mine])
+    fully_shard(kept, ignored_params=[mine])
     assert kept.first.sometimes.weight is mine
     loss_of(kept, 0, 0).backward()
     assert mine.grad.shape == (13, 13)
@@ -190,19 +190,19 @@ def test_a_model_on_the_meta_device_is_made_unit_by_unit():
 
 
 def _mixed(rank, size):
-    from echelon.dist.fsdp import MixedPrecision, fully_shard
+    from echelon.dist.fsdp import MixedPrecisionPolicy, fully_shard
 
     models.join()
-    precision = MixedPrecision(
+    precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
     )
     model = models.make()
     for block in model.blocks:
         fully_shard(
             block,
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         )
-    fully_shard(model, mixed_precision=precision)
+    fully_shard(model, mp_policy=precision)
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     model.blocks[1].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
@@ -238,15 +238,15 @@ def test_mixed_precision_equals_one_process_with_float32_masters():
 
 
 def _replicated(rank, size):
-    from echelon.dist.fsdp import clip_grad_norm, fully_shard
+    from echelon.dist.fsdp import clip_grad_norm_, fully_shard
     from echelon.dist.mesh import DeviceMesh
 
     models.join()
     mesh = DeviceMesh((2, 2), ("replicate", "shard"))
     model = models.make()
     for block in model.blocks:
-        fully_shard(block, mesh)
-    fully_shard(model, mesh["replicate", "shard"])
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = models.make_optimizer(model)
 
     expected = models.make()
@@ -271,7 +271,7 @@ def _replicated(rank, size):
         plain.step()
         optimizer.zero_grad()
         models.loss_of(model, step * size + rank).backward()
-        assert clip_grad_norm(model, float("inf")) == pytest.approx(float(norm), rel=1e-5)
+        assert clip_grad_norm_(model, float("inf")) == pytest.approx(float(norm), rel=1e-5)
         optimizer.step()
     assert different(model, expected.state_dict()) == []
     dist.shutdown()

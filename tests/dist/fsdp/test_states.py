@@ -139,7 +139,7 @@ def test_only_the_units_at_work_are_in_memory():
 
 
 def _clip(rank, size):
-    from echelon.dist.fsdp import clip_grad_norm
+    from echelon.dist.fsdp import clip_grad_norm_
 
     models.join()
     norms = []
@@ -150,17 +150,17 @@ def _clip(rank, size):
         expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type))
         model = shard(models.make())
         models.loss_of(model, rank).backward()
-        norm = clip_grad_norm(model, 0.05, norm_type)
+        norm = clip_grad_norm_(model, 0.05, norm_type)
         assert type(norm) is float
         assert norm == pytest.approx(expected, rel=1e-5)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             part = p._echelon_member.part
             mine = q.grad.flatten()[part.start : part.start + part.length]
             torch.testing.assert_close(p.grad.flatten(), mine, rtol=1e-4, atol=1e-8)
-        assert clip_grad_norm(model, 1e9, norm_type) <= 0.051
+        assert clip_grad_norm_(model, 1e9, norm_type) <= 0.051
         norms.append(norm.hex())
     with pytest.raises(ValueError, match="max_norm"):
-        clip_grad_norm(model, -1.0)
+        clip_grad_norm_(model, -1.0)
     dist.shutdown()
     return norms
 
@@ -222,7 +222,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused():
 
 
 def _arguments(rank, size):
-    from echelon.dist.fsdp import MixedPrecision, fully_shard
+    from echelon.dist.fsdp import MixedPrecisionPolicy, fully_shard
     from echelon.dist.mesh import DeviceMesh
 
     models.join()
@@ -232,15 +232,19 @@ def _arguments(rank, size):
         ((nn.ModuleList([layer]),), {}, "has no forward"),
         (([],), {}, "at least one"),
         ((layer, "world"), {}, "must be a ProcessGroup"),
-        ((layer, mesh), {}, "two axes"),
+        ((layer, mesh), {}, "a mesh is mesh="),
+        ((layer, dist.world(), mesh), {}, "exclude each other"),
+        ((layer,), {"mesh": (2, 2)}, "mesh must be"),
+        ((layer,), {"offload_policy": True}, "CPUOffloadPolicy"),
+        ((nn.Linear(2, 2, dtype=torch.complex64),), {}, "complex64"),
         ((layer,), {"reshard_after_forward": 3}, "divides"),
-        ((layer,), {"mixed_precision": torch.bfloat16}, "MixedPrecision"),
+        ((layer,), {"mp_policy": torch.bfloat16}, "MixedPrecisionPolicy"),
         ((layer,), {"prefetch": -1}, "prefetch"),
     ]:
         with pytest.raises(ValueError, match=text):
             fully_shard(*arguments, **settings)
     with pytest.raises(ValueError, match=r"torch\.dtype"):
-        MixedPrecision(param_dtype="bf16")
+        MixedPrecisionPolicy(param_dtype="bf16")
     fully_shard(layer)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(layer)

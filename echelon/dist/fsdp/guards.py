@@ -1,0 +1,150 @@
+"""Calls of torch that every program makes, made right for shards.
+
+A shard is an ordinary parameter to torch, so its own helpers accept it and work on this rank's part
+alone: a norm of a part, a gradient scaler that skips the step on one rank. From the first
+`fully_shard` on, these do on shards what they do on whole parameters:
+
+    torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
+    torch.nn.utils.get_total_norm       refused for gradients of shards: it cannot see their groups
+    torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
+    nn.Module.zero_grad                 also what waits in gathered parameters
+
+Models without shards get torch's own functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.utils.clip_grad as torch_clipping
+from torch import nn
+
+from echelon.dist.fsdp.clipping import clip_grad_norm_
+from echelon.dist.fsdp.flat import Member, is_of_shard, member_of
+from echelon.dist.group import ProcessGroup
+
+_installed = False
+
+
+def install() -> None:
+    """Guard torch's functions from now on."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    module: Any = torch_clipping
+    utilities: Any = nn.utils
+    # Programs that imported the function earlier reach the guard on what it calls.
+    module._get_total_norm = _guarded_total_norm(module._get_total_norm)
+    clip = _guarded_clip(module.clip_grad_norm_)
+    module.clip_grad_norm_ = utilities.clip_grad_norm_ = clip
+    if hasattr(utilities, "get_total_norm"):
+        module.get_total_norm = utilities.get_total_norm = module._get_total_norm
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = _guarded_unscale(scaler._unscale_grads_)
+    model: Any = nn.Module
+    model.zero_grad = _guarded_zero_grad(model.zero_grad)
+
+
+def _guarded_clip(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def clip(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        given = list(parameters)
+        if not any(member_of(parameter) is not None for parameter in given):
+            return original(given, max_norm, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite:
+            norm = clip_grad_norm_(given, float("inf"), norm_type)
+            if not torch.isfinite(torch.tensor(norm)):
+                raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
+        norm = clip_grad_norm_(given, max_norm, norm_type)
+        return torch.tensor(norm, device=given[0].device)
+
+    return clip
+
+
+def _guarded_total_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def total_norm(
+        tensors: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(is_of_shard(tensor) for tensor in given):
+            raise ValueError(
+                "these are gradients of shards, so their norm is this rank's part of the norm; "
+                "use echelon.dist.fsdp.clip_grad_norm_(model, max_norm), which returns the whole"
+            )
+        return original(given, *args, **kwargs)
+
+    return total_norm
+
+
+def _guarded_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def unscale(
+        self: Any,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor]
+        found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
+        members = _members(optimizer)
+        if members:
+            _share_overflow(members, found, found_inf)
+        return found
+
+    return unscale
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[Member]:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return [member for member in map(member_of, parameters) if member is not None]
+
+
+def _share_overflow(
+    members: list[Member], found: dict[torch.device, torch.Tensor], like: torch.Tensor
+) -> None:
+    """Let every rank that shares a unit know of an overflow in any rank's part. Collective."""
+    groups: dict[ProcessGroup, torch.device] = {}
+    for member in members:
+        driver = member.flat.unit.driver
+        for group in (driver.group, driver.replicas):
+            if group is not None and group.size > 1:
+                groups.setdefault(group, member.flat.device)
+    flags = [flag.cpu() for flag in found.values()]
+    overflow = torch.stack(flags).max().reshape(1) if flags else like.cpu().reshape(1).clone()
+    for group, device in groups.items():
+        on_device = overflow.to(device)
+        group.all_reduce(on_device, op="max")
+        overflow = on_device.cpu()
+    for device in found or [members[0].shard.device]:
+        found[device] = overflow.to(device).reshape(like.shape)
+
+
+def _guarded_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        for parameter in self.parameters():
+            member = member_of(parameter)
+            if member is None:
+                continue
+            member.drop_gradient()
+            if set_to_none:
+                member.shard.grad = None
+            elif member.shard.grad is not None:
+                member.shard.grad.zero_()
+
+    return zero_grad
