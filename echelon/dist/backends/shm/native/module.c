@@ -667,7 +667,15 @@ static PyObject *instructions(PyObject *module, PyObject *unused)
     return PyUnicode_FromString(ec_instructions());
 }
 
+static PyObject *lost_wakes(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(atomic_load(&ec_num_lost_wakes));
+}
+
 static PyMethodDef functions[] = {
+    {"lost_wakes", lost_wakes, METH_NOARGS, "Wakes that this process's engines lost: always 0."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "Bytes of (size, slot_bytes, ring_bytes)."},
     {"reduce", reduce, METH_VARARGS, "Reduce parts into a target in rank order."},
     {"instructions", instructions, METH_NOARGS, "The instruction set in use."},
