@@ -18,12 +18,6 @@
 #define EC_PUBLISH memory_order_seq_cst /* a release, and the first half of Dekker's pattern */
 #endif
 
-#ifdef EC_WEAKEN_SLEEP /* for the test that a lost wake is counted: what a relaxed store allows */
-#define EC_SLEEP_REORDERED 1
-#else
-#define EC_SLEEP_REORDERED 0
-#endif
-
 /* How long to spin before sleeping follows what spinning brought: doubled when the peer came in
  * time, cut to a quarter when it did not, and tried at full length once in a while, since a short
  * spin never sees the end of waits that are longer. Measured on two cores beside busy neighbours:
@@ -140,6 +134,25 @@ static void count_lost_wake(struct ec_engine *engine, const struct ec_wait *wait
     }
 }
 
+/* Dekker's pattern, the sleeper's half: true if a counter has moved after all. */
+static bool moves_before_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num,
+                         uint32_t on)
+{
+    _Atomic uint32_t *sleeps_on = &engine->controls[engine->rank].sleeps_on;
+#ifdef EC_WEAKEN_SLEEP
+    /* For the test that a lost wake is counted: what a relaxed store allows, made likely. It becomes
+     * visible only after the load that follows it. */
+    bool moved = has_moved(engine, waits, num);
+    for (int i = 0; i < 2000; i++)
+        relax();
+    atomic_store_explicit(sleeps_on, on, memory_order_relaxed);
+    return moved;
+#else
+    atomic_store(sleeps_on, on);
+    return has_moved(engine, waits, num);
+#endif
+}
+
 /* Wait until one of the counters has moved, at most `slice_ns`. */
 void ec_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num, int64_t slice_ns)
 {
@@ -148,13 +161,7 @@ void ec_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num, in
     struct ec_control *mine = &engine->controls[engine->rank];
     uint32_t bell = atomic_load(&mine->bell);
     uint32_t on = num == 1 ? (uint32_t)waits[0].rank + 1 : EC_ANYONE;
-    bool moved = false;
-    if (EC_SLEEP_REORDERED)
-        moved = has_moved(engine, waits, num);
-    atomic_store(&mine->sleeps_on, on);
-    if (!EC_SLEEP_REORDERED)
-        moved = has_moved(engine, waits, num);
-    if (!moved) {
+    if (!moves_before_sleep(engine, waits, num, on)) {
         engine->statistics.num_sleeps++;
         if (!sleep_on_bell(mine, bell, slice_ns))
             count_lost_wake(engine, waits, num, bell);
