@@ -6,6 +6,10 @@ library cannot do, so that a gap is written down and not skipped over in silence
 
 from __future__ import annotations
 
+import importlib
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +30,7 @@ class Traits:
     no_dtypes: tuple[str, ...] = ()  # refused for reductions
     no_ops: tuple[str, ...] = ()
     is_slow: bool = False  # the library polls: a few dtypes stand for all
+    no_checks: tuple[str, ...] = ()  # what an engine does not keep yet
 
 
 def _compare(seen: Any, expected: Any, op: str, traits: Traits, what: str) -> None:
@@ -48,6 +53,19 @@ def reductions(traits: Traits) -> list[tuple[str, str]]:
         for op in oracle.reduce_ops(dtype)
         if op not in traits.no_ops
     ]
+
+
+def store_of_world() -> Any:
+    """Return the world's store: a way between the ranks beside the group."""
+    return importlib.import_module("echelon.dist.runtime")._need().store
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Poll a condition; raise after the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition never held"
+        threading.Event().wait(0.001)
 
 
 def check_all_reduce(group: Any, traits: Traits) -> None:
@@ -208,8 +226,41 @@ def check_async(group: Any, traits: Traits) -> None:
 
 
 def check_barrier(group: Any, traits: Traits) -> None:
+    """No rank leaves before the last one has arrived: what that rank wrote before can be read."""
+    store, calls = store_of_world(), [group.barrier, group.monitored_barrier]
+    calls.append(lambda: group.barrier(async_op=True).wait(timeout_s=60))
+    for number, call in enumerate(calls):
+        for late in range(group.size):
+            key = f"barrier/{group.name}/{group.size}/{number}/{late}"
+            if group.rank == late:
+                others = [f"{key}/{rank}" for rank in range(group.size) if rank != late]
+                store.wait(others, timeout=60)  # they are about to call, or wait in the call
+                store.set_confirmed(f"{key}/here", "1")
+            else:
+                store.set(f"{key}/{group.rank}", "1")
+            call()
+            assert store.check([f"{key}/here"]), f"{call} returned before rank {late} called it"
     for _ in range(20):
         group.barrier()
+
+
+def check_done_is_truthful(group: Any, traits: Traits) -> None:
+    """`Work.done` is False while a rank is missing, and True once the result is there."""
+    if group.size == 1:
+        return
+    store, late = store_of_world(), group.size - 1
+    for number, size in enumerate((1, 70_001)):
+        x = np.ones(size)
+        names = [f"done/{group.name}/{group.size}/{number}/{rank}" for rank in range(late)]
+        if group.rank == late:
+            store.wait(names, timeout=60)
+        work = group.all_reduce(x, async_op=True)
+        if group.rank != late:
+            assert not work.done
+            store.set(names[group.rank], "1")
+        wait_until(lambda work=work: work.done, 60)
+        assert (x == group.size).all()
+        work.wait()
 
 
 def check_bad_arguments(group: Any, traits: Traits) -> None:
@@ -410,6 +461,37 @@ def check_message_tags(group: Any, traits: Traits) -> None:
     group.barrier()
 
 
+def check_message_order(group: Any, traits: Traits) -> None:
+    """Messages of a pair and tag arrive in order, while receives of another tag are pending."""
+    if group.size == 1:
+        return
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    count = 60 if traits.is_slow else 600
+    late, seen = np.zeros(1), np.full((count, 2), -1)
+    pending = group.recv(late, before, tag=40, async_op=True)
+    works, unasked = [], []
+    for number in range(count):
+        sent = np.full(2, number)
+        works.append(group.send(sent, after, tag=41, async_op=True))
+        if number % 7 == 0:
+            unasked.append(group.send(sent[:1], after, tag=42, async_op=True))
+        works.append(group.recv(seen[number], before, tag=41, async_op=True))
+    for work in works:
+        work.wait(timeout_s=60)
+    assert seen[:, 0].tolist() == list(range(count))
+    aside = np.zeros(1, int)
+    for number in range(0, count, 7):  # they were put aside: nothing had asked for them
+        group.recv(aside, before, tag=42)
+        assert aside[0] == number
+    for work in unasked:
+        work.wait(timeout_s=60)
+    assert not pending.done
+    group.barrier()  # no rank sends before its receiver has looked
+    group.send(np.ones(1), after, tag=40)
+    pending.wait(timeout_s=60)
+    assert late[0] == 1
+
+
 def check_exchange_both_ways(group: Any, traits: Traits) -> None:
     """Receives posted first, larger than any buffer, between all pairs at once."""
     size = 200_000
@@ -478,19 +560,57 @@ def check_monitored_barrier(group: Any, traits: Traits) -> None:
             group.monitored_barrier(bad)
 
 
-def check_other_dtypes_move(group: Any, traits: Traits) -> None:
+def check_every_dtype_moves(group: Any, traits: Traits) -> None:
+    """Bits arrive as they were, whatever they mean: NaN payloads, padding, odd bytes of a bool."""
     import ml_dtypes
 
-    for dtype in (np.complex64, ml_dtypes.float8_e4m3fn, np.dtype("M8[ns]")):
-        raw = np.arange(6 * np.dtype(dtype).itemsize, dtype=np.uint8) + group.rank
-        x = raw.view(dtype)
-        out = np.empty((group.size, 6), dtype)
+    kinds = [np.complex64, np.dtype("M8[ns]"), np.dtype("S3"), np.float16, bool, np.longdouble]
+    kinds += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+    kinds += [ml_dtypes.float8_e4m3b11fnuz]
+    root = group.size - 1
+    for kind in map(np.dtype, kinds):
+        rng = np.random.default_rng(kind.itemsize)
+        num_bytes = 12 * group.size * kind.itemsize
+        raw = rng.integers(0, 256, (group.size, num_bytes), np.uint8)
+        x = raw[group.rank].copy().view(kind)
+        row, me = num_bytes // group.size, group.rank
+        out = np.empty((group.size, len(x)), kind)
         group.all_gather(out, x)
-        assert out[group.rank].tobytes() == x.tobytes()
+        assert out.tobytes() == raw.tobytes(), f"all_gather {kind}"
+        swapped = np.empty_like(x)
+        group.all_to_all(swapped, x)
+        expected = b"".join(one[me * row : (me + 1) * row].tobytes() for one in raw)
+        assert swapped.tobytes() == expected, f"all_to_all {kind}"
+        out[:] = x[0]
+        group.gather(out if me == root else None, x, root)
+        assert me != root or out.tobytes() == raw.tobytes(), f"gather {kind}"
+        part = np.empty(12, kind)
+        group.scatter(part, x if me == root else None, root)
+        mine = raw[root][me * row : (me + 1) * row]
+        assert part.tobytes() == mine.tobytes(), f"scatter {kind}"
+        if group.size > 1 and len(kind.name) <= 16:
+            work = group.send(x, (me + 1) % group.size, async_op=True)
+            group.recv(swapped, (me - 1) % group.size)
+            work.wait()
+            assert swapped.tobytes() == raw[me - 1].tobytes(), f"message {kind}"
         group.broadcast(x, 0)
-        assert x.tobytes() == out[0].tobytes()
-        with pytest.raises(ValueError, match="moved, not reduced"):
-            group.all_reduce(x)
+        assert x.tobytes() == raw[0].tobytes(), f"broadcast {kind}"
+        if kind.name not in oracle.DTYPES:
+            with pytest.raises(ValueError, match="moved, not reduced"):
+                group.all_reduce(x)
+
+
+def check_messages_of_a_dtype_with_a_long_name(group: Any, traits: Traits) -> None:
+    import ml_dtypes
+
+    if group.size == 1:
+        return
+    x = np.full(5, group.rank).astype(ml_dtypes.float8_e4m3b11fnuz)
+    seen = np.zeros_like(x)
+    work = group.send(x, (group.rank + 1) % group.size, async_op=True)
+    group.recv(seen, (group.rank - 1) % group.size)
+    work.wait()
+    assert seen.tolist() == [(group.rank - 1) % group.size] * 5
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
