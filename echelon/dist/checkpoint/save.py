@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -211,10 +212,10 @@ class _Job:
 def _copy(held: Held) -> Held:
     data = held.data
     if data.device.type == "cpu":
-        return Held(held.path, held.shape, data.clone(), held.start, held.sharded)
+        return dataclasses.replace(held, data=data.clone())
     pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
     copied = pinned.copy_(data, non_blocking=True)
-    return Held(held.path, held.shape, copied, held.start, held.sharded)
+    return dataclasses.replace(held, data=copied)
 
 
 def _nothing() -> None:

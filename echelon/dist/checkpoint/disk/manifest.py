@@ -1,19 +1,22 @@
 """The manifest: where every element of every tensor lies, and all plain values.
 
-A tensor is a line of elements in row-major order. Each rank wrote some intervals of some lines, one
-after the other, into a file of its own; `Range` says which. Loading into any number of ranks is the
-intersection of the intervals a rank wants with these.
+A tensor is a line of elements in row-major order. Each rank wrote parts of some lines, one after
+the other, into a file of its own; `Range` describes a part. Loading into any number of ranks is the
+intersection of the parts a rank wants with these.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgpack
+import numpy as np
+
+from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -44,17 +47,21 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements `start` to `start + length` of a tensor, at byte `offset` of a file."""
+    """Elements of a tensor that follow each other in a file, from byte `offset` on.
+
+    Elements `start` to `start + length`, and with `repeats` further runs of that length.
+    """
 
     file: int
     offset: int
     start: int
     length: int
+    repeats: Repeats = ()
 
     @property
-    def stop(self) -> int:
-        """The first element after it."""
-        return self.start + self.length
+    def pattern(self) -> Pattern:
+        """Which elements they are."""
+        return Pattern(self.start, self.length, self.repeats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ def encode(manifest: Manifest) -> bytes:
             path: [
                 list(tensor.shape),
                 tensor.dtype,
-                [[r.file, r.offset, r.start, r.length] for r in tensor.ranges],
+                [_pack_range(one) for one in tensor.ranges],
             ]
             for path, tensor in manifest.tensors.items()
         },
@@ -180,6 +187,16 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
+def _pack_range(one: Range) -> list[int]:
+    numbers = [one.file, one.offset, one.start, one.length]
+    return numbers + [number for repeat in one.repeats for number in repeat]
+
+
+def _read_range(numbers: list[Any]) -> Range:
+    file, offset, start, length, *rest = (_whole(number) for number in numbers)
+    return Range(file, offset, start, length, tuple(zip(rest[::2], rest[1::2], strict=True)))
+
+
 def _read(plain: dict[str, Any]) -> Manifest:
     if plain["block_bytes"] != BLOCK_BYTES:
         raise ValueError(f"blocks of {plain['block_bytes']} bytes")
@@ -191,7 +208,7 @@ def _read(plain: dict[str, Any]) -> Manifest:
             _text(path): StoredTensor(
                 shape=tuple(_whole(length) for length in shape),
                 dtype=_text(dtype),
-                ranges=tuple(Range(*(_whole(number) for number in numbers)) for numbers in ranges),
+                ranges=tuple(_read_range(numbers) for numbers in ranges),
             )
             for path, (shape, dtype, ranges) in plain["tensors"].items()
         },
@@ -226,8 +243,9 @@ def _check(manifest: Manifest) -> None:
     for path, tensor in manifest.tensors.items():
         size = dtype_bytes(tensor.dtype)
         for one in tensor.ranges:
-            limit = manifest.files[one.file].num_bytes
-            if one.offset + one.length * size > limit or one.stop > tensor.numel:
+            limit, pattern = manifest.files[one.file].num_bytes, one.pattern
+            is_outside = pattern.stop > tensor.numel or pattern.numel > tensor.numel
+            if is_outside or one.offset + pattern.numel * size > limit or pattern.num_runs < 1:
                 raise ValueError(f"{path}: a range lies outside")
 
 
@@ -246,14 +264,27 @@ def check_complete(manifest: Manifest) -> None:
 
 def _check_cover(path: str, tensor: StoredTensor) -> None:
     position, last = 0, -1
-    for one in tensor.ranges:
-        if one.start > position:
+    for start, length, file in _runs(tensor):
+        if start > position:
             break
-        if one.start < position:
-            raise ValueError(f"{path}: element {one.start} is in files {last} and {one.file}")
-        position, last = one.stop, one.file
+        if start < position:
+            raise ValueError(f"{path}: element {start} is in files {last} and {file}")
+        position, last = start + length, file
     if position < tensor.numel:
         raise ValueError(f"{path}: no rank holds element {position} of {tensor.numel}")
+
+
+def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
+    """Return start, length and file of each run of a tensor, in order."""
+    if not any(one.repeats for one in tensor.ranges):
+        return ((one.start, one.length, one.file) for one in tensor.ranges)
+    columns = [
+        np.stack(np.broadcast_arrays(one.pattern.starts(), one.length, one.file), axis=1)
+        for one in tensor.ranges
+    ]
+    rows = np.concatenate(columns)
+    ordered = rows[np.argsort(rows[:, 0], kind="stable")]
+    return (tuple(row) for row in ordered.tolist())
 
 
 # ---- several ranks' into one ----

@@ -40,7 +40,9 @@ class RankFileWriter:
         """Write what is held of a tensor."""
         ranges: tuple[Range, ...] = ()
         if held.length:
-            ranges = (Range(self._rank, self._num_bytes, held.start, held.length),)
+            ranges = (
+                Range(self._rank, self._num_bytes, held.start, held.pattern.length, held.repeats),
+            )
             self._write(as_bytes(held.data))
         assert held.path not in self.tensors, held.path
         self.tensors[held.path] = StoredTensor(held.shape, held.dtype, ranges)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from echelon.dist.checkpoint.disk.folder import newest, read_manifest
 from echelon.dist.checkpoint.disk.manifest import Manifest, dtype_bytes
+from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 from echelon.dist.checkpoint.disk.rank_file import RankFileReader
 from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes, dtype_named, is_plain
 from echelon.dist.checkpoint.state.held import Held
@@ -29,8 +32,11 @@ class Source(Protocol):
     path: Path
     manifest: Manifest
 
-    def read(self, path: str, start: int, out: Tensor) -> None:
-        """Fill `out` (1-D, plain, of the stored dtype) with a tensor's elements from `start` on."""
+    def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
+        """Fill `out` (1-D, plain, of the stored dtype) with a tensor's elements from `start` on.
+
+        With `repeats` (see `Pattern`) `out` holds several runs, one after the other.
+        """
         ...
 
     def close(self) -> None:
@@ -50,8 +56,8 @@ class Version:
         self.manifest = read_manifest(self.path)
         self._readers: OrderedDict[int, RankFileReader] = OrderedDict()
 
-    def read(self, path: str, start: int, out: Tensor) -> None:
-        """Fill `out` with elements from `start` on: from each range, what the two have in common.
+    def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
+        """Fill `out`: from each range, what it and the wanted elements have in common.
 
         Raises:
             CheckpointError: a file is missing, cut short or damaged; names it.
@@ -60,15 +66,17 @@ class Version:
         assert stored is not None, path
         target = as_bytes(out)
         size = dtype_bytes(stored.dtype)
-        stop = start + out.numel()
+        num_runs = math.prod(count for count, _ in repeats)
+        wanted = Pattern(start, out.numel() // num_runs, repeats)
         num_read = 0
         for one in stored.ranges:
-            first, last = max(start, one.start), min(stop, one.stop)
-            if first >= last:
+            pattern = one.pattern
+            if pattern.stop <= wanted.start or wanted.stop <= pattern.start:
                 continue
-            piece = target[(first - start) * size : (last - start) * size]
-            self._reader(one.file).read_into(one.offset + (first - one.start) * size, piece)
-            num_read += last - first
+            for place, place_there, length in wanted.common(pattern).tolist():
+                piece = target[place * size : (place + length) * size]
+                self._reader(one.file).read_into(one.offset + place_there * size, piece)
+                num_read += length
         assert num_read == out.numel(), (path, start, out.numel())
 
     def verify(self) -> int:
@@ -96,6 +104,14 @@ class Version:
         return reader
 
 
+def runs(start: int, out: Tensor, repeats: Repeats) -> Iterator[tuple[int, Tensor]]:
+    """Return for each run its first element and its part of `out`, for files without patterns."""
+    num_runs = math.prod(count for count, _ in repeats)
+    pattern = Pattern(start, out.numel() // num_runs, repeats)
+    for index, first in enumerate(pattern.starts().tolist()):
+        yield first, out[index * pattern.length : (index + 1) * pattern.length]
+
+
 def fill(source: Source, held: Held, path: str) -> None:
     """Read what is stored under `path` into what this rank holds of a tensor.
 
@@ -106,10 +122,10 @@ def fill(source: Source, held: Held, path: str) -> None:
     assert stored is not None, path
     data = held.data
     if stored.dtype == held.dtype and is_plain(data):
-        source.read(path, held.start, data.reshape(-1))
+        source.read(path, held.start, data.reshape(-1), held.repeats)
         return
     read = torch.empty(held.length, dtype=dtype_named(stored.dtype))
-    source.read(path, held.start, read)
+    source.read(path, held.start, read, held.repeats)
     with torch.no_grad():
         data.copy_(read.reshape(data.shape))
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from echelon.dist.checkpoint.disk.files import NewFile
 from echelon.dist.checkpoint.disk.manifest import Manifest, StoredTensor, dtype_bytes
+from echelon.dist.checkpoint.disk.pattern import Repeats
+from echelon.dist.checkpoint.disk.source import runs
 from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes
 from echelon.dist.checkpoint.state.entries import MODULE, only_module
 from echelon.errors import CheckpointError
@@ -61,12 +63,16 @@ class SafetensorsFile:
         )
         self._offsets = {f"{key}/{name}": offset for name, (_, offset) in tensors.items()}
 
-    def read(self, path: str, start: int, out: Tensor) -> None:
+    def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out` with a tensor's elements from `start` on.
 
         Raises:
             CheckpointError: the file ends before.
         """
+        for first, piece in runs(start, out, repeats):
+            self._read_run(path, first, piece)
+
+    def _read_run(self, path: str, start: int, out: Tensor) -> None:
         target = as_bytes(out)
         offset = self._offsets[path] + start * out.element_size()
         while target:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.manifest import Manifest, StoredTensor
+from echelon.dist.checkpoint.disk.pattern import Repeats
+from echelon.dist.checkpoint.disk.source import runs
 from echelon.dist.checkpoint.state.collect import Contents, is_part
 from echelon.dist.checkpoint.state.entries import (
     MODULE,
@@ -54,10 +56,11 @@ class TorchFile:
             values=contents.values,
         )
 
-    def read(self, path: str, start: int, out: Tensor) -> None:
+    def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out` with a tensor's elements from `start` on."""
-        stored = self._tensors[self.manifest.aliases.get(path, path)]
-        out.copy_(stored.reshape(-1)[start : start + out.numel()])
+        stored = self._tensors[self.manifest.aliases.get(path, path)].reshape(-1)
+        for first, piece in runs(start, out, repeats):
+            piece.copy_(stored[first : first + piece.numel()])
 
     def close(self) -> None:
         """Let go of the tensors."""

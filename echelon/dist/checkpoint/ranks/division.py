@@ -100,7 +100,7 @@ def _row(held: Held) -> _Row:
     return _Row(
         _hash(held.path),
         _hash(f"{held.dtype}{list(held.shape)}"),
-        _hash(f"{held.start} {held.length} {held.sharded}"),
+        _hash(f"{held.start} {held.length} {held.repeats} {held.sharded}"),
     )
 
 

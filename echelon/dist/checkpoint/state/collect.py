@@ -112,15 +112,16 @@ class Contents:
         dtype_bytes(dtype_name(tensor.dtype))  # refuses what cannot be stored
         assert path not in self._paths, path
         self._paths.add(path)
-        data, shape, start, sharded = local(tensor)
+        data, shape, start, sharded, repeats = local(tensor)
         if like is not None:
-            _, shape, start, sharded = local(like)
-        one = Held(path, shape, data, start, sharded)
+            _, shape, start, sharded, repeats = local(like)
+        one = Held(path, shape, data, start, sharded, repeats)
         where: tuple[Any, ...]
         if isinstance(tensor, torch.nn.Parameter):  # outlives this; may have no element here
             where = (id(owner(tensor)), shape, start, one.dtype)
         elif one.length:
-            where = (data.data_ptr(), tuple(data.shape), data.stride(), shape, start, one.dtype)
+            layout = (tuple(data.shape), data.stride(), shape, start, repeats)
+            where = (data.data_ptr(), one.dtype, *layout)
         else:
             where = (path,)
         known = self._known.setdefault(where, path)

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.manifest import dtype_bytes
+from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Elements `start` to `start + data.numel()` of a tensor, in row-major order.
+    """Some elements of a tensor, in row-major order, from `start` on.
 
     Attributes:
         path: the tensor's name in the checkpoint.
         shape: of the whole tensor.
         data: the elements; of any shape, read and written in row-major order.
-        sharded: other ranks hold other ranges of it.
+        start: the first element.
+        sharded: other ranks hold other elements of it.
+        repeats: of runs that do not follow each other; see `Pattern`.
     """
 
     path: str
@@ -28,6 +31,7 @@ class Held:
     data: Tensor
     start: int = 0
     sharded: bool = False
+    repeats: Repeats = ()
 
     @property
     def dtype(self) -> str:
@@ -38,6 +42,12 @@ class Held:
     def length(self) -> int:
         """The number of elements held."""
         return self.data.numel()
+
+    @property
+    def pattern(self) -> Pattern:
+        """Which elements they are."""
+        num_runs = math.prod(count for count, _ in self.repeats)
+        return Pattern(self.start, self.length // num_runs, self.repeats)
 
     def part(self, start: int, length: int) -> Held:
         """Return some of the elements, counted from the first one held, as a range of one axis."""
@@ -54,7 +64,8 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
     """Return what copy number `index` of `count` equal ones writes: an even share of the bytes.
 
     The tensors lie one after the other on one line of bytes, which is cut into `count` parts at
-    elements' edges; so a share is a few whole tensors and a piece of one at each end.
+    elements' edges; so a share is a few whole tensors and a piece of one at each end. A tensor of
+    many runs is not cut.
     """
     total = sum(one.length * dtype_bytes(one.dtype) for one in held)
     first_byte, last_byte = total * index // count, total * (index + 1) // count
@@ -63,7 +74,10 @@ def share(held: Sequence[Held], index: int, count: int) -> Iterator[Held]:
         size = dtype_bytes(one.dtype)
         first = _elements_before(first_byte - position, size, one.length)
         last = _elements_before(last_byte - position, size, one.length)
-        if last > first:
+        if one.repeats:  # left whole: the copy that its first byte belongs to writes it
+            if first_byte <= position < last_byte:
+                yield one
+        elif last > first:
             yield one if last - first == one.length else one.part(first, last - first)
         elif index == 0 and not math.prod(one.shape):
             yield one  # an empty tensor has no bytes, but a shape

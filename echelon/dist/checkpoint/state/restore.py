@@ -161,8 +161,7 @@ class Restore:
             where = places[name]
             if id(value) in stored and self._source.manifest.tensor(where) is None:
                 continue  # tied to one that is there
-            data, shape, start, sharded = local(value)
-            self._want(Held(where, shape, data, start, sharded), where)
+            self._want_tensor(where, value)
         loaded = {name: self._tree(places[name], None) for name in extra}
         if loaded:
             self._handovers.append(lambda: _load_extra(module, loaded))
@@ -261,20 +260,24 @@ class Restore:
             self._problems.append(f"{at.path} is not in it")
             return None
         if isinstance(here, Tensor):
-            self._want(Held(at.path, tuple(here.shape), here.detach()), at.path)
+            self._want_tensor(at.path, here)
             return here
         if isinstance(here, np.ndarray) and here.flags.writeable and here.flags.c_contiguous:
             self._want(Held(at.path, here.shape, as_tensor(here, at.path)), at.path)
             return here
         dtype = dtype_named(stored.dtype)
         if like is not None and at.role == "part":
-            data, shape, start, sharded = local(like)
+            data, shape, start, sharded, repeats = local(like)
             new = torch.empty(data.shape, dtype=dtype)
-            self._want(Held(at.path, shape, new, start, sharded), at.path)
+            self._want(Held(at.path, shape, new, start, sharded, repeats), at.path)
             return wrap(new, like)
         new = torch.empty(stored.shape, dtype=dtype)
         self._want(Held(at.path, stored.shape, new), at.path)
         return new.numpy() if at.role == "array" else new
+
+    def _want_tensor(self, path: str, tensor: Tensor) -> None:
+        data, shape, start, sharded, repeats = local(tensor)
+        self._want(Held(path, shape, data, start, sharded, repeats), path)
 
     def _want(self, held: Held, path: str) -> None:
         self._used.add(path)

@@ -1,18 +1,20 @@
 """Which elements of a whole tensor a tensor on this rank stands for.
 
-Three kinds: plain tensors, which every rank holds whole; shards of our `fully_shard`; and torch's
-DTensors, if what they hold follows each other in the whole tensor (FSDP2 shards along dim 0).
+Three kinds: plain tensors, which every rank holds whole; shards of echelon's `fully_shard`; and
+torch's DTensors, sharded along any dims.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.dist.checkpoint.disk.pattern import Repeats, pattern_of
 from echelon.dist.fsdp.flat import member_of
 
 if TYPE_CHECKING:
@@ -27,19 +29,21 @@ class Local(NamedTuple):
         shape: of the whole tensor.
         start: the first element held, in row-major order.
         sharded: other ranks hold the rest.
+        repeats: of runs that do not follow each other; see `Pattern`.
     """
 
     data: Tensor
     shape: tuple[int, ...]
     start: int
     sharded: bool
+    repeats: Repeats = ()
 
 
 def local(tensor: Tensor) -> Local:
-    """Say what of a tensor this rank holds.
+    """Return what this rank holds of a tensor.
 
     Raises:
-        ValueError: elements that do not follow each other.
+        ValueError: a DTensor of partial sums, or of indices at no regular distance.
     """
     member = member_of(tensor)
     if member is not None:
@@ -76,17 +80,37 @@ def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def _local_of_dtensor(tensor: DTensor) -> Local:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    data, shape = tensor.to_local().detach(), tuple(tensor.shape)
-    if data.shape == tensor.shape:
-        return Local(data, shape, 0, sharded=False)
-    held, offset = compute_local_shape_and_global_offset(
-        torch.Size(shape), tensor.device_mesh, tensor.placements
-    )
-    row = math.prod(shape[1:])
-    if tuple(held[1:]) != shape[1:] or "Strided" in repr(tensor.placements):
+    placements, shape = tensor.placements, tuple(tensor.shape)
+    if any(placement.is_partial() for placement in placements):
         raise ValueError(
-            f"a DTensor placed as {tensor.placements}: a checkpoint holds shards along dim 0"
+            f"a DTensor placed as {placements} holds partial sums: redistribute it before"
         )
-    return Local(data, shape, offset[0] * row if data.numel() else 0, sharded=True)
+    data = tensor.to_local().detach()
+    if tuple(data.shape) == shape:
+        return Local(data, shape, 0, sharded=False)
+    pattern = pattern_of(shape, [_indices(tensor, dim) for dim in range(len(shape))])
+    assert pattern.numel == data.numel(), (pattern, data.shape, placements)
+    return Local(data, shape, pattern.start, True, pattern.repeats)
+
+
+def _indices(tensor: DTensor, dim: int) -> npt.NDArray[np.int64]:
+    """Return which indices of a dim are here: torch's own way to split, on the indices alone."""
+    mesh, found = tensor.device_mesh, torch.arange(tensor.shape[dim])
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return np.empty(0, np.int64)
+    for axis, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        kind: Any = type(placement)
+        along = kind(0, **_further(placement))
+        parts, _ = along._split_tensor(found, mesh.size(axis), with_padding=False, contiguous=True)
+        found = parts[coordinate[axis]]
+    indices: npt.NDArray[np.int64] = found.numpy()
+    return indices
+
+
+def _further(placement: Any) -> dict[str, int]:
+    """Return what a strided shard has besides its dim."""
+    factor = getattr(placement, "split_factor", None)
+    return {} if factor is None else {"split_factor": factor}

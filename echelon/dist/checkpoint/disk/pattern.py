@@ -1,0 +1,118 @@
+"""Patterns: which elements of a tensor's line a shard consists of.
+
+A shard along dim 0 is one run of elements. A shard along another dim is many runs of one length, at
+a regular distance; along several dims, such runs at several regular distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Repeats = tuple[tuple[int, int], ...]  # (count, distance in elements), the outermost first
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Runs of `length` elements; the first begins at `start`, the others at `repeats` of it."""
+
+    start: int
+    length: int
+    repeats: Repeats = ()
+
+    @property
+    def num_runs(self) -> int:
+        """The number of runs."""
+        return math.prod(count for count, _ in self.repeats)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.length * self.num_runs
+
+    @property
+    def stop(self) -> int:
+        """The element after the last one."""
+        return self.start + sum((count - 1) * step for count, step in self.repeats) + self.length
+
+    def starts(self) -> Indices:
+        """Return where each run begins, in ascending order: [num_runs]."""
+        starts = np.array([self.start], np.int64)
+        for count, step in self.repeats:
+            starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
+        return starts
+
+    def common(self, other: Pattern) -> npt.NDArray[np.int64]:
+        """Return what two patterns have in common: [n, 3].
+
+        Each row is a piece: its place among this pattern's elements, its place among the other's,
+        and its length.
+        """
+        if self == other:
+            return np.array([[0, 0, self.numel]], np.int64)
+        ours, theirs = self.starts(), other.starts()
+        first = np.searchsorted(theirs, ours - other.length, side="right")
+        last = np.searchsorted(theirs, ours + self.length, side="left")
+        counts = np.maximum(last - first, 0)
+        one = np.repeat(np.arange(ours.size), counts)
+        offsets = np.arange(one.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        two = first[one] + offsets
+        begin = np.maximum(ours[one], theirs[two])
+        end = np.minimum(ours[one] + self.length, theirs[two] + other.length)
+        place = one * self.length + begin - ours[one]
+        place_there = two * other.length + begin - theirs[two]
+        return np.stack([place, place_there, end - begin], axis=1)
+
+
+def pattern_of(shape: Sequence[int], box: Sequence[npt.NDArray[Any]]) -> Pattern:
+    """Return the elements of a tensor at the crossings of some indices of each dim.
+
+    Args:
+        shape: of the tensor.
+        box: per dim the indices, ascending.
+
+    Raises:
+        ValueError: the indices of a dim are at no regular distance.
+    """
+    if any(indices.size == 0 for indices in box):
+        return Pattern(0, 0)
+    start, step = 0, 1
+    repeats: list[tuple[int, int]] = []  # the innermost first
+    for size, indices in zip(reversed(shape), reversed(box), strict=True):
+        start += int(indices[0]) * step
+        repeats += [(count, distance * step) for count, distance in _rhythm(indices)]
+        step *= size
+    return _shortest(start, repeats)
+
+
+def _rhythm(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """Return a dim's indices as runs of neighbours and the distance between runs."""
+    edges = np.flatnonzero(np.diff(indices) != 1) + 1
+    runs = np.split(indices, edges)
+    distances = {int(d) for d in np.diff([run[0] for run in runs])}
+    if len({run.size for run in runs}) > 1 or len(distances) > 1:
+        raise ValueError(f"indices at no regular distance: {indices.tolist()[:20]}")
+    inner = (int(runs[0].size), 1)
+    return [inner, (len(runs), distances.pop())] if distances else [inner]
+
+
+def _shortest(start: int, repeats: list[tuple[int, int]]) -> Pattern:
+    """Join what follows each other without a gap. `repeats`: the innermost first."""
+    length = 1
+    kept: list[tuple[int, int]] = []
+    for count, step in repeats:
+        if count == 1:
+            continue
+        if not kept and step == length:
+            length *= count
+        elif kept and step == kept[-1][0] * kept[-1][1]:
+            kept[-1] = (kept[-1][0] * count, kept[-1][1])
+        else:
+            kept.append((count, step))
+    return Pattern(start, length, tuple(reversed(kept)))
