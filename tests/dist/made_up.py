@@ -16,7 +16,7 @@ from tests.dist import made_up_library
 from tests.dist.made_up_device import DeviceArray, Event, Graph, Stream, accelerator
 from tests.dist.made_up_library import Faults
 
-__all__ = ["Event", "Faults", "Graph", "Stream", "accelerator"]
+__all__ = ["DeviceArray", "Event", "Faults", "Graph", "Stream", "accelerator"]
 
 _POINTS = [
     importlib.metadata.EntryPoint(

@@ -19,22 +19,23 @@ def _send_around(rank: int, world_size: int, reduction: str) -> None:
     """Each rank sends first and receives then: no stream waits in a send."""
     world, array = made_up.init("made-up", timeout_s=20, reduction=reduction)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    for turn in range(3):
-        x, y = array(torch.full((3,), rank + 10.0 * turn)), array(torch.zeros(3))
-        work = world.send(x, after, async_op=True)
-        world.recv(y, before)
-        work.wait()
-        assert y.read().tolist() == [before + 10.0 * turn] * 3
-    for turn in range(3):  # blocking as well: the array may be written once the call returns
+    for turn in range(3):  # blocking: the array may be written once the call returns
         x, y = array(torch.full((3,), rank + 10.0 * turn)), array(torch.zeros(3))
         world.send(x, after)
         x.compute(lambda t: t.fill_(-1))
         world.recv(y, before)
         assert y.read().tolist() == [before + 10.0 * turn] * 3
+    for turn in range(3):
+        z, y = array(torch.full((3,), rank + 10.0 * turn)), array(torch.zeros(3))
+        work = world.send(z, after, async_op=True)
+        world.recv(y, before)
+        work.wait()
+        assert y.read().tolist() == [before + 10.0 * turn] * 3
     with world.coalesce():
         world.send(x, after)
         world.recv(y, before)
     assert y.read().tolist() == [-1] * 3
+    world.barrier()
     made_up.shutdown()
 
 
@@ -85,6 +86,7 @@ def _post_early(rank: int, world_size: int) -> None:
     for work in works:
         work.wait()
     assert [one.read()[0].item() for one in got] == [100.0 * (1 - rank) + n for n in range(4)]
+    world.barrier()
     made_up.shutdown()
 
 

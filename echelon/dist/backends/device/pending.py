@@ -28,6 +28,7 @@ class DevicePending:
     Attributes:
         operation: what was called; None once the device has done it.
         index: the device.
+        is_detached: whether the caller does not wait for it.
         tensors: source and target, flat; None where there is none.
         is_launched: set once it is on the stream, or has failed.
     """
@@ -50,7 +51,7 @@ class DevicePending:
         """
         self._runtime = runtime
         self.operation: Operation | None = operation
-        self._is_detached = operation.is_detached
+        self.is_detached = operation.is_detached
         self.tensors = tensors
         self.index = index
         self.is_launched = threading.Event()
@@ -131,13 +132,16 @@ class DevicePending:
     def wait(self, timeout_s: float | None) -> bool:
         """Order the caller's streams behind it; block only while it is not on its stream yet.
 
-        It is not as long as the library connects to ranks that have not called it.
+        It is not as long as the library connects to ranks that have not called it. Nothing waits
+        for a detached one.
         """
+        if self.is_detached:  # made from a copy, and no result comes of it
+            return True
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_launched.wait(_SLICE_S if limit_s is None else _left(limit_s)):
             if limit_s is not None and time.monotonic() >= limit_s:
                 return False
-        if self._end is not None and not self.done and not self._is_detached:
+        if self._end is not None and not self.done:
             self._order_behind()
         return True
 

@@ -108,6 +108,8 @@ class StagedEngine:
             )
             pending.begin(down, clock)
             staged = self._stage(operation, watch, pending, down)
+            if operation.is_detached:  # the caller may write the array once it is copied
+                runtime.accelerator.current_stream().wait_event(staged.is_down)
         self._flying = [one for one in self._flying if not one.done]
         self._flying.append(pending)
         reason = self._ended_with()
@@ -144,7 +146,7 @@ class StagedEngine:
         self._host.close()
 
     def drain(self, check: Any) -> None:
-        """Block until the device has done what the caller's streams hold, and this group's work."""
+        """Block until the device has done what the caller's streams hold."""
         accelerator = self._runtime.accelerator
         events = []
         for index in list(self._streams):
@@ -152,9 +154,7 @@ class StagedEngine:
                 event = accelerator.Event()
                 event.record(accelerator.current_stream())
                 events.append(event)
-        while not all(self._runtime.has_happened(event) for event in events) or not all(
-            one.done for one in self._flying
-        ):
+        while not all(self._runtime.has_happened(event) for event in events):
             check()
             time.sleep(_LONG_S)
 

@@ -33,13 +33,14 @@ from echelon.dist.backends.device.pending import CapturedPending, DevicePending
 from echelon.dist.backends.device.streams import callers, tensor_of
 from echelon.dist.backends.interface import Members, Pending, Watch
 from echelon.dist.errors import build
-from echelon.dist.membership.survivors import Survivors
 from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
 _LOOK_S = 0.1
-_END_S = 0.8  # how long `cut` and `close` wait for the library
+_END_S = 0.5  # how long `cut` and `close` wait for the library
+_LET_GO_S = 0.4
+_DRAIN_S = 0.0005
 
 _kept: list[Any] = []  # arrays on which a device may work until the process ends
 
@@ -77,9 +78,7 @@ class StreamEngine:
         self._is_cut = False
         self._is_closed = False
         self._looked_s = 0.0
-        deadline_s = time.monotonic() + timeout_s
-        self._survivors = Survivors(members, store, store, deadline_s)
-        self._handle = self._join(deadline_s, timeout_s)
+        self._handle = self._join(time.monotonic() + timeout_s, timeout_s)
 
     # ---- what can be carried ----
 
@@ -181,7 +180,9 @@ class StreamEngine:
                 self._lane(self._way(call.operation)).launch(call.pending, call.check)
 
     def drain(self, check: Callable[[], None]) -> None:
-        """Block until the device has done what the caller's stream holds, and this group's work.
+        """Block until the device has done the group's collectives and the caller's stream.
+
+        Messages may remain under way: their receivers may call `recv` only later.
 
         Raises:
             Exception: what `check` raises, or the device.
@@ -189,12 +190,15 @@ class StreamEngine:
         if self._library.is_capturing():
             return
         accelerator = self._library.accelerator
+        events = []
         with accelerator.device(self._index):
-            event = accelerator.Event()
-            event.record(accelerator.current_stream())
-        while not (self._library.has_happened(event) and not self._fly()):
+            for stream in (accelerator.current_stream(), self.stream):
+                event = accelerator.Event()
+                event.record(stream)
+                events.append(event)
+        while not all(self._library.has_happened(event) for event in events):
             check()
-            time.sleep(0.0005)
+            time.sleep(_DRAIN_S)
 
     def open_channel(self, peer: int, name: str, watch: Watch) -> None:
         """Make the lanes to and from a rank; blocks until it does so too.
@@ -216,14 +220,14 @@ class StreamEngine:
     def cut(self, reason: CollectiveError | None) -> None:
         """End all local progress: no call is let into the library, and what runs there ends."""
         self._reason = reason or build.closed(self._members, Operation("close", 0))
+        if reason is None:
+            self._let_go()
         flying = list(self._flying)  # without the lock: a signal handler may have interrupted it
         self._is_cut = reason is not None or not all(one.is_at_rest for one in flying)
         for pending in flying:
             pending.fail(self._reason)
         if self._is_cut:
             self._free(time.monotonic() + _END_S)
-        if reason is not None:
-            self._survivors.tell(reason)
 
     def close(self) -> None:
         """Release the communicators. Local work only; takes at most 1 s."""
@@ -232,7 +236,6 @@ class StreamEngine:
         self._is_closed = True
         limit_s = time.monotonic() + _END_S
         self._free(limit_s)
-        self._survivors.close()
         stuck = [one for one in self._flying if not one.is_at_rest]
         if stuck:  # their memory must not be used for anything else
             _kept.extend(stuck)
@@ -357,6 +360,13 @@ class StreamEngine:
                 self._flying.popleft()
             return bool(self._flying)
 
+    def _let_go(self) -> None:
+        """Give the sends that returned before their receivers came a moment to arrive."""
+        limit_s = time.monotonic() + _LET_GO_S
+        sent = [one for one in list(self._flying) if one.is_detached]
+        while time.monotonic() < limit_s and not all(one.done for one in sent):
+            time.sleep(_DRAIN_S)
+
     def _free(self, limit_s: float) -> None:
         """Release all communicators, at the same time; `limit_s`: when to leave them to it."""
         owners: list[Handle | Lane] = [self._handle, *list(self._lanes.values())]
@@ -371,7 +381,6 @@ class StreamEngine:
         if now_s - self._looked_s < _LOOK_S:
             return ""
         self._looked_s = now_s
-        self._survivors.look(Operation("init", 0))
         handles = [self._handle, *(lane.handle for lane in list(self._lanes.values()))]
         return next((said for one in handles if one is not None and (said := one.failure())), "")
 

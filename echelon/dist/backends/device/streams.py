@@ -15,7 +15,8 @@ def tensor_of(runtime: DeviceRuntime, data: Any) -> Any:
         return None
     assert isinstance(data, DeviceFlat)
     is_torch = isinstance(data.owner, runtime.torch.Tensor)
-    return (data.owner if is_torch else runtime.as_tensor(data.owner, data.index)).reshape(-1)
+    flat = (data.owner if is_torch else runtime.as_tensor(data.owner, data.index)).reshape(-1)
+    return flat if flat.numel() else flat.new_empty(0)  # one of any strides cannot be viewed
 
 
 def callers(runtime: DeviceRuntime, operation: Operation) -> list[Any]:
