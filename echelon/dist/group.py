@@ -66,6 +66,7 @@ class ProcessGroup(Collectives, PointToPoint):
         self._timeout_s = timeout_s
         self._make_group = make_group
         self._state = GroupState(members, engine, evidence)
+        self._state.evidence.serve(self._state)
         self.created_mono_ns = time.monotonic_ns()
         self._num_splits = 0
         self._coalesced = threading.local()
@@ -312,8 +313,7 @@ class ProcessGroup(Collectives, PointToPoint):
         batch = self._batch()
         record = self._admit(operation, shown, async_op, is_nested=is_nested)
         with self._failing(record):
-            is_inline = not async_op and batch is None and not is_nested
-            if is_inline and self._is_inline(operation):
+            if not async_op and batch is None and self._is_inline(operation):
                 self._execute(operation, record)
                 return None
             recorder = None if record == NOT_RECORDED else black_box.current()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from echelon.dist.backends import registry
 from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.backends.router import Router
 from echelon.dist.group import ProcessGroup
-from echelon.dist.membership.host import host_identity
+from echelon.dist.membership.board import Board
+from echelon.dist.membership.host import address_towards, is_same_host, process_identity
+from echelon.dist.membership.liveness import Liveness
 from echelon.dist.membership.meet import gather
 from echelon.dist.options import Options
-from echelon.store import PrefixStore
+from echelon.store import PrefixStore, TCPStore
+from echelon.store.base import Store
+
+Facts = list[dict[str, Any]]
 
 
 class GroupMaker:
@@ -21,14 +28,16 @@ class GroupMaker:
 
     Args:
         rank: this process's global rank.
+        store: the world's part of the store.
         backend: a backend's name; None: chosen by hosts and by the arrays' devices.
         options: as `init` was given them.
     """
 
-    def __init__(self, rank: int, backend: str | None, options: Options) -> None:
+    def __init__(self, rank: int, store: Store, backend: str | None, options: Options) -> None:
         self._rank = rank
         self._backend = backend
         self._options = options
+        self._board = Board(store)
         self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
     def make(
@@ -49,13 +58,25 @@ class GroupMaker:
         members = Members(
             name=name, rank=list(ranks).index(self._rank), ranks=ranks, options=self._options
         )
-        engine = self._engine(members, store, deadline_s)
+        facts = _meet(members, store, deadline_s)
+        liveness = None
+        if members.size > 1:
+            liveness = Liveness(members, store, self._board, facts)
+            members = dataclasses.replace(
+                members, check=liveness.check_joining, address=_address(store)
+            )
+        try:
+            engine = self._engine(members, store, facts, deadline_s)
+        except BaseException:
+            if liveness is not None:
+                liveness.close()
+            raise
 
         def make_below(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
             # Groups of one name may split at once: the rows of a mesh do.
             return self.make(ranks, name, PrefixStore(path, store), timeout_s)
 
-        group = ProcessGroup(members, engine, timeout_s, make_below)
+        group = ProcessGroup(members, engine, timeout_s, make_below, liveness)
         self._groups.add(group)
         weakref.finalize(group, group.closer).atexit = False  # dropped by its user: released
         return group
@@ -66,35 +87,43 @@ class GroupMaker:
         for group in groups:
             group.close()
 
-    def _engine(self, members: Members, store: PrefixStore, deadline_s: float) -> Engine:
-        name = self._backend or _host_backend(members, store, deadline_s)
-        engine = registry.create(name, members, store, _left_s(deadline_s))
+    def _engine(
+        self, members: Members, store: PrefixStore, facts: Facts, deadline_s: float
+    ) -> Engine:
+        on_host = _host_backend(facts)
+        engine = registry.create(self._backend or on_host, members, store, _left_s(deadline_s))
         if self._backend is None:
             return Router(members, store, engine, makes_engines=True)
-        if engine.device != "cpu":
-            host = _host_engine(members, store, deadline_s)
+        is_device = engine.device != "cpu"
+        if not is_device and not engine.refuses("send", "float32", ""):
+            return Router(members, store, engine)
+        try:
+            below = PrefixStore("host", store)
+            host = registry.create(on_host, members, below, _left_s(deadline_s))
+        except BaseException:
+            engine.close()
+            raise
+        if is_device:
             return Router(members, store, host, device=engine)
-        if engine.refuses("send", "float32", ""):
-            messages = _host_engine(members, store, deadline_s)
-            return Router(members, store, engine, messages=messages)
-        return Router(members, store, engine)
+        return Router(members, store, engine, messages=host)
 
 
-def _host_engine(members: Members, store: PrefixStore, deadline_s: float) -> Engine:
-    store = PrefixStore("host", store)
-    name = _host_backend(members, store, deadline_s)
-    return registry.create(name, members, store, _left_s(deadline_s))
+def _meet(members: Members, store: PrefixStore, deadline_s: float) -> Facts:
+    """Return every member's process and host, in group order."""
+    mine = process_identity()
+    return [mine] if members.size == 1 else gather(members, store, "members", mine, deadline_s)
 
 
-def _host_backend(members: Members, store: PrefixStore, deadline_s: float) -> str:
+def _host_backend(facts: Facts) -> str:
     """Return the backend for the host's arrays: shared memory inside one host."""
-    if members.size == 1:
-        return "shm"
-    hosts = gather(members, store, "hosts", host_identity(), deadline_s)
-    on_one = all(
-        (host["boot"], host["net"]) == (hosts[0]["boot"], hosts[0]["net"]) for host in hosts
-    )
-    return "shm" if on_one else "shm+gloo"
+    return "shm" if all(is_same_host(facts[0], fact) for fact in facts) else "shm+gloo"
+
+
+def _address(store: Store) -> str:
+    """Return this host's address as the store's host sees it, which others can reach."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return address_towards(store.host, store.port) if isinstance(store, TCPStore) else ""
 
 
 def _left_s(deadline_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Settings of a group, for callers that hand them on as one object."""
+"""Options: a group's settings as one object, such as torch's `pg_options`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ REDUCTIONS = ("fast", "rank_ordered")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How a group computes.
+    """The settings of a group.
 
     Attributes:
         reduction: "fast" leaves the order of summation to the backend; "rank_ordered" sums in rank
-            order, so that results are the same bits on every backend and every run.
+            order, so that results are bit-identical on every backend and in every run.
     """
 
     reduction: str = "fast"
@@ -22,5 +22,5 @@ class Options:
         """Check the values."""
         if self.reduction not in REDUCTIONS:
             raise ValueError(
-                f"reduction {self.reduction!r} is not known; use one of {', '.join(REDUCTIONS)}"
+                f"reduction {self.reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}"
             )

@@ -22,13 +22,14 @@ from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
 from echelon.dist.operation.checks import check_ranks
 from echelon.dist.options import Options
-from echelon.errors import StoreError
+from echelon.errors import CollectiveError, StoreError
 from echelon.recorder import span
 from echelon.recorder.clock import ClockOffset
 from echelon.store import MemoryStore, PrefixStore, TCPStore
 
 DEFAULT_TIMEOUT_S = 600.0
 _CLOCKS_S = 30.0
+_LONGEST_TIMEOUT_S = 1e9  # about 30 years: infinity fits no library's clock
 
 
 class _World:
@@ -38,7 +39,8 @@ class _World:
         self,
         rendezvous: Rendezvous,
         connection: TCPStore | MemoryStore,
-        maker: GroupMaker,
+        backend: str | None,
+        options: Options,
         timeout_s: float,
     ) -> None:
         self.rendezvous = rendezvous
@@ -48,7 +50,7 @@ class _World:
         self.num_made = 0
         self.pid = os.getpid()
         self.world: ProcessGroup | None = None
-        self._maker = maker
+        self._maker = GroupMaker(rendezvous.rank, self.store, backend, options)
 
     @property
     def group(self) -> ProcessGroup:
@@ -70,8 +72,28 @@ class _World:
             self.connection.close()
 
 
+class _Joining:
+    """A call of `init` that waits for the other ranks."""
+
+    def __init__(self) -> None:
+        self.connection: TCPStore | MemoryStore | None = None
+        self.is_cancelled = False
+        self.pid = os.getpid()
+
+    def cancel(self) -> None:
+        """Have the call raise; from any thread, or from a signal handler that interrupts it."""
+        self.is_cancelled = True
+        if self.connection is not None:
+            self.connection.close()
+
+    def check(self) -> None:
+        if self.is_cancelled:
+            raise CollectiveError("init was ended by shutdown()", operation="init")
+
+
 _current: _World | None = None
-_lock = threading.Lock()
+_joining: _Joining | None = None
+_lock = threading.RLock()  # held for moments only; a signal handler may take it again
 
 
 def init(
@@ -94,7 +116,7 @@ def init(
         CollectiveTimeoutError: ranks did not come within `timeout_s`; names them.
         StoreError: the store cannot be reached.
     """
-    global _current
+    global _current, _joining
     seconds = _seconds(timeout_s)
     options = Options(reduction=reduction)
     if backend is not None:
@@ -103,17 +125,29 @@ def init(
         if _current is not None:
             _check_process(_current)
             raise ValueError("init was called before; call shutdown first")
+        if _joining is not None:
+            raise ValueError("init is running in another thread")
         rendezvous = Rendezvous.from_environment()
+        joining = _joining = _Joining()
+    try:
         recorder = black_box.current()
         if recorder is not None and recorder.identity.world_size != rendezvous.world_size:
             recorder.identify(world_size=rendezvous.world_size, rank=rendezvous.rank)
-        _current = _join(rendezvous, backend, options, seconds)
-        offset = _clock_offset(_current, rendezvous)
+        state = _join(joining, rendezvous, backend, options, seconds)
+        offset = _clock_offset(state, rendezvous)
         if recorder is not None:
             if offset is not None:
                 recorder.identify(clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
             recorder.mark_initialised()
-        return _current.group
+        with _lock:
+            if not joining.is_cancelled:
+                _current = state
+        if joining.is_cancelled:
+            state.close()
+            joining.check()
+        return state.group
+    finally:
+        _joining = None
 
 
 def is_initialized() -> bool:
@@ -181,7 +215,9 @@ def shutdown() -> None:
 def _leave() -> None:
     global _current
     with _lock:
-        state = _current
+        state, joining = _current, _joining
+        if joining is not None and joining.pid == os.getpid():
+            joining.cancel()
         if state is None or os.getpid() != state.pid:
             return
         _current = None
@@ -207,18 +243,25 @@ def _seconds(timeout_s: float | timedelta) -> float:
     seconds = timeout_s.total_seconds() if isinstance(timeout_s, timedelta) else float(timeout_s)
     if not seconds > 0:
         raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}")
-    return seconds
+    return min(seconds, _LONGEST_TIMEOUT_S)
 
 
 def _join(
-    rendezvous: Rendezvous, backend: str | None, options: Options, timeout_s: float
+    joining: _Joining,
+    rendezvous: Rendezvous,
+    backend: str | None,
+    options: Options,
+    timeout_s: float,
 ) -> _World:
-    maker = GroupMaker(rendezvous.rank, backend, options)
-    state = _World(rendezvous, _connect(rendezvous, timeout_s), maker, timeout_s)
+    joining.connection = _connect(rendezvous, timeout_s)
+    state = _World(rendezvous, joining.connection, backend, options, timeout_s)
     try:
+        joining.check()
         state.world = state.make(range(rendezvous.world_size), "world", "world")
-    except BaseException:
+    except BaseException as err:
         state.close()
+        if isinstance(err, Exception):
+            joining.check()
         raise
     return state
 

@@ -132,12 +132,16 @@ class TCPStore(Store):
         """Whether the server is ours, so that gather and the like cost one round trip."""
         return self._connections.is_ours
 
-    def clone(self) -> TCPStore:
-        """Return another client of the same server."""
+    def clone(self, timeout: Timeout | None = None) -> TCPStore:
+        """Return another client of the same server.
+
+        Args:
+            timeout: limit of connecting, and of calls that name none; None: as this client's.
+        """
         return TCPStore(
             self.host,
             self.port,
-            timeout=self._timeout_s,
+            timeout=self._timeout_s if timeout is None else timeout,
             observer=self._observer,
             secret=self._secret,
         )

@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor, nn
 
-from echelon.dist.fsdp import MixedPrecisionPolicy, full_state_dict, fully_shard
+import echelon.dist as dist
+from echelon.dist.fsdp import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+)
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage
 from gpt.data import BatchSource, share
@@ -127,16 +133,9 @@ class Stages:
         The embedding counts once, though two stages have it.
         """
         second = self.model.is_last and not self.model.is_first
-        named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-        counted = [grad for name, grad in named if not (second and name == EMBEDDING)]
-        squares = [torch.linalg.vector_norm(grad).double().square() for grad in counted]
-        total = torch.stack(squares).sum().reshape(1)
-        if self.sharded:
-            self.data.all_reduce(total)
-        self.stages.all_reduce(total)
-        scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0).float()
-        for _, grad in named:
-            grad.mul_(scale)
+        copies = [p for name, p in self.model.named_parameters() if second and name == EMBEDDING]
+        replicas = None if self.sharded else self.data
+        clip_grad_norm_(self.model, max_norm, over=dist.world(), replicas=replicas, aliases=copies)
 
     def whole(self) -> GPT:
         """Return the whole model, in the host's memory. Collective."""

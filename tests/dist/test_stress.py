@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
+from echelon.dist.backends.shm import native
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from tests.dist import oracle
 from tests.ranks import run_ranks
@@ -146,6 +147,8 @@ def _stress(rank: int, world_size: int, seed: int, num_steps: int, seconds: floa
     done = _run(world, _all_groups(world), seed, num_steps, seconds, lambda _: None)
     world.barrier()
     dist.shutdown()
+    core = native.core()
+    assert core is None or core.lost_wakes() == 0
     return done
 
 

@@ -1,19 +1,21 @@
 #!/bin/sh
-# make check-native: the C core under ThreadSanitizer, with a fault to prove that it would be seen,
+# make check-native: the C core under sanitizers, with faults put in to prove that they are seen,
 # and on ARM64 under qemu where a cross compiler is (which proves function, and no memory order).
 set -eu
 here=$(dirname "$0")
 core=$here/../../echelon/dist/backends/shm/native
 out=${OUT:-$(mktemp -d)}
-sources="$here/check.c"
+sources="$here/check.c $here/operations.c $here/endings.c"
 for name in engine queue faults collectives messages matching waiting reduce; do
     sources="$sources $core/$name.c"
 done
-flags="-std=c11 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -I$core -pthread"
+flags="-std=gnu11 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -I$core -pthread"
 CC=${CC:-cc}
 
 $CC $flags $sources -o "$out/plain" -lm
 "$out/plain" 200
+"$out/plain" 3 65
+"$out/plain" 1 256
 
 $CC $flags -fsanitize=address,undefined -fno-sanitize-recover=all $sources -o "$out/address" -lm
 "$out/address" 100
@@ -21,7 +23,16 @@ echo "AddressSanitizer and UBSan: clean"
 
 $CC $flags -fsanitize=thread $sources -o "$out/thread" -lm
 TSAN_OPTIONS=halt_on_error=1 "$out/thread" 60
+TSAN_OPTIONS=halt_on_error=1 "$out/thread" 2 12
 echo "ThreadSanitizer: clean"
+
+$CC $flags -DEC_WEAKEN_SLEEP $sources -o "$out/sleepy" -lm
+if "$out/sleepy" 60 >"$out/sleepy.log" 2>&1; then
+    echo "a weakened store before sleeping went unnoticed: lost wakes are not counted" >&2
+    exit 1
+fi
+grep -q "number of lost wakes is wrong" "$out/sleepy.log"
+echo "lost wakes: counted in the build with a weakened store before sleeping"
 
 $CC $flags -fsanitize=thread -DEC_WEAKEN_PUBLISH $sources -o "$out/weakened" -lm
 if TSAN_OPTIONS=halt_on_error=1 "$out/weakened" 60 >"$out/weakened.log" 2>&1; then

@@ -11,9 +11,8 @@ import numpy as np
 
 from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.operation.arrays import Flat
-from echelon.dist.operation.operation import CALL_BYTES, Operation
+from echelon.dist.operation.operation import HEAD_BYTES, Operation
 
-_HEAD_BYTES = 8 + CALL_BYTES
 _DATA_BYTES = 256
 _KINDS = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast"})
 
@@ -23,23 +22,22 @@ def pack(operation: Operation) -> Flat:
 
     The same number of bytes for every operation, so that ranks that differ can be compared.
     """
-    packed = np.zeros(_HEAD_BYTES + _DATA_BYTES, np.uint8)
-    head = operation.sequence.to_bytes(8, "little") + operation.call
-    packed[: len(head)] = np.frombuffer(head, np.uint8)
+    packed = np.zeros(HEAD_BYTES + _DATA_BYTES, np.uint8)
+    packed[: len(operation.head)] = np.frombuffer(operation.head, np.uint8)
     source = operation.source
     if source is not None and is_small(operation):
-        packed[_HEAD_BYTES : _HEAD_BYTES + source.nbytes] = source.view(np.uint8)
+        packed[HEAD_BYTES : HEAD_BYTES + source.nbytes] = source.view(np.uint8)
     return packed
 
 
 def are_equal(rows: Flat, mine: Flat) -> bool:
     """Say whether all called what this rank did; rows: [num_ranks, packed bytes]."""
-    return bool((rows[:, :_HEAD_BYTES] == mine[:_HEAD_BYTES]).all())
+    return bool((rows[:, :HEAD_BYTES] == mine[:HEAD_BYTES]).all())
 
 
 def calls(rows: Flat) -> list[bytes]:
-    """Return what each rank called."""
-    return [row[8:_HEAD_BYTES].tobytes() for row in rows]
+    """Return number and call of what each rank called."""
+    return [row[:HEAD_BYTES].tobytes() for row in rows]
 
 
 def is_small(operation: Operation) -> bool:
@@ -56,7 +54,7 @@ def finish(operation: Operation, rows: Flat, rank: int) -> None:
     if target is None:
         return
     given = target if source is None else source
-    parts = [row[_HEAD_BYTES : _HEAD_BYTES + given.nbytes].copy().view(given.dtype) for row in rows]
+    parts = [row[HEAD_BYTES : HEAD_BYTES + given.nbytes].copy().view(given.dtype) for row in rows]
     if operation.kind == "broadcast":
         np.copyto(target, parts[operation.root])
     elif operation.kind == "all_gather":

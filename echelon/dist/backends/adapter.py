@@ -56,8 +56,10 @@ class _Adapter:
         return batch
 
     def cut(self, reason: CollectiveError | None) -> None:
-        if reason is not None and reason is not self._raised:
-            self.backend.abort()
+        is_idle = getattr(self.backend, "is_idle", lambda: True)
+        if reason is self._raised if reason is not None else is_idle():
+            return  # it has ended by itself, or `close` ends it
+        self.backend.abort()
 
     def close(self) -> None:
         self.backend.close()

@@ -1,4 +1,4 @@
-"""What the calls of a group stand on: who its members are, and how an operation is carried out."""
+"""The base of a group's calls: its members, checks of ranks, and how operations are passed on."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every call has two forms. Blocking, which is the default, it returns once the operation has ended on
 this rank. With `async_op=True` it returns a `Work` at once. The docstring of `ProcessGroup` says
-what all calls share: who makes them, which arrays they take, what they raise.
+what all calls share: which ranks make them, which arrays they take, what they raise.
 """
 
 from __future__ import annotations

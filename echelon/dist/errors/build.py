@@ -114,21 +114,41 @@ def local_failure(members: Members, operation: Operation, raised: BaseException)
 
 
 def reported(
-    members: Members, operation: Operation, text: str, ranks: Sequence[int], *, lost: bool = False
+    members: Members,
+    operation: Operation,
+    make: type[CollectiveError],
+    text: str,
+    ranks: Sequence[int],
 ) -> CollectiveError:
     """Build the error of a group that ended for the reason which another rank published.
 
     Args:
         ranks: global ranks; some may be outside this group.
-        lost: whether they can take part in nothing more.
     """
-    make = PeerLostError if lost else CollectiveError
     return make(
         f"{place(members, operation)}: {text}",
         group=members.name,
         operation=operation.kind,
         sequence=operation.sequence,
         ranks=ranks,
+    )
+
+
+def out_of_reach(
+    members: Members, operation: Operation, broken: BaseException | None, store: BaseException
+) -> CollectiveError:
+    """Build the error of an operation that failed while the store does not answer either."""
+    if broken is None:
+        make: type[CollectiveError] = CollectiveTimeoutError
+        what = f"timed out after {operation.timeout_s:.1f} s"
+    else:
+        make, what = CollectiveError, f"a connection broke: {broken}"
+    return make(
+        f"{place(members, operation)}: {what}\nThe store does not answer, so which rank is at "
+        f"fault is not known: {store}",
+        group=members.name,
+        operation=operation.kind,
+        sequence=operation.sequence,
     )
 
 

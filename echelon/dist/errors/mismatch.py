@@ -11,28 +11,43 @@ from collections.abc import Sequence
 
 from echelon.dist.backends.interface import Members
 from echelon.dist.errors.build import named, place
-from echelon.dist.operation.operation import Operation, describe_call
+from echelon.dist.operation.operation import HEAD_BYTES, Operation, describe_call
 from echelon.errors import CollectiveMismatchError
 
 _MAX_SIDES = 3
 
 
 def mismatch_error(
-    members: Members, operation: Operation, calls: Sequence[bytes]
+    members: Members, operation: Operation, heads: Sequence[bytes]
 ) -> CollectiveMismatchError:
-    """Build the error of collectives that differ; `calls`: per group rank, what it called."""
-    votes = Counter(calls).most_common()
+    """Build the error of collectives that differ.
+
+    Args:
+        heads: per group rank, number and call of what it called (`Operation.head`).
+    """
+    votes = Counter(heads).most_common()
     tied = len(votes) > 1 and votes[0][1] == votes[1][1]
     majority = None if tied else votes[0][0]
-    odd = [rank for rank, call in enumerate(calls) if call != majority]
+    odd = [rank for rank, head in enumerate(heads) if head != majority]
+    has_numbers = len({_number(head) for head in heads}) > 1
     sides = []
-    for call, _ in [vote for vote in votes if vote[0] != majority][:_MAX_SIDES]:
-        side = [members.ranks[rank] for rank in range(len(calls)) if calls[rank] == call]
-        sides.append(f"{named(side, 8)} called {describe_call(call)}")
+    for head, _ in [vote for vote in votes if vote[0] != majority][:_MAX_SIDES]:
+        side = [members.ranks[rank] for rank in range(len(heads)) if heads[rank] == head]
+        sides.append(f"{named(side, 8)} called {_describe(head, has_numbers)}")
     said = "; ".join(sides)
     if majority is not None:
-        said += f", the others {describe_call(majority)}"
+        said += f", the others {_describe(majority, has_numbers)}"
     return _error(members, operation, said, [members.ranks[rank] for rank in odd])
+
+
+def _number(head: bytes) -> int:
+    return int.from_bytes(head[:8], "little") if len(head) >= HEAD_BYTES else -1
+
+
+def _describe(head: bytes, has_number: bool) -> str:
+    call = describe_call(head[8:] if len(head) >= HEAD_BYTES else head)
+    number = _number(head)
+    return f"{call} as #{number}" if has_number and number >= 0 else call
 
 
 def split_error(

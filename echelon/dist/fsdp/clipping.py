@@ -1,10 +1,10 @@
 """Clipping gradients by the norm of all of them, on whichever ranks they are.
 
 Each element of each gradient is counted once. A shard is counted by the rank that has it; equal
-copies of it (HSDP) share the count. A parameter that is not sharded is counted by one rank of the
-largest group among which parameters of the model are divided. Units on several groups (experts) are
-counted over the one group that has all their ranks; ranks that hold other parameters (stages of a
-pipeline) are added by `over`.
+copies of it (HSDP) share the count. So do copies of a parameter that is not sharded, among
+`replicas`, or else among the largest group that parameters of the model are divided among. Units on
+several groups (experts) are counted over the one group that has all their ranks; ranks that hold
+other parameters (stages of a pipeline) are added by `over`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     over: ProcessGroup | None = None,
+    replicas: ProcessGroup | None = None,
     aliases: Iterable[torch.Tensor] = (),
 ) -> float:
     """Scale all gradients in place so that their common norm is at most `max_norm`.
@@ -40,6 +41,8 @@ def clip_grad_norm_(
         over: a group that has every rank among which the parameters are divided, and the ranks that
             hold other parameters of the same model: the stages of a pipeline, other experts. None:
             the largest group that parameters are divided among.
+        replicas: the ranks that hold equal copies of the parameters that are not sharded. None: the
+            largest group that parameters are divided among, or, without one, this rank alone.
         aliases: parameters that another rank of `over` counts, such as the copy of a tied embedding
             in another stage; they are scaled, not counted.
 
@@ -53,7 +56,7 @@ def clip_grad_norm_(
 
     Example:
         >>> norm = clip_grad_norm_(model, 1.0)
-        >>> norm = clip_grad_norm_(stage.module, 1.0, over=dist.world())
+        >>> norm = clip_grad_norm_(stage.module, 1.0, over=dist.world(), replicas=mesh.group("dp"))
     """
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"max_norm {max_norm!r} must be >= 0 and norm_type {norm_type!r} > 0")
@@ -63,7 +66,7 @@ def clip_grad_norm_(
     over = _over(groups) if over is None else over
     _check_over(over, groups)
     counted = [
-        (one.grad, _share(one, over, groups))
+        (one.grad, _share(one, over, replicas or (groups[0] if groups else None)))
         for one in owners
         if id(one) not in skipped and one.grad is not None
     ]
@@ -132,15 +135,14 @@ def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:
             )
 
 
-def _share(owner: torch.Tensor, over: ProcessGroup | None, groups: list[ProcessGroup]) -> float:
-    """Return for how much this rank's part of a gradient counts in the sum over `over`."""
+def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGroup | None) -> float:
+    """Return for how much this rank's gradient counts in the sum over `over`."""
     member: Member | None = member_of(owner)
     if member is not None:
         replicas = member.flat.unit.driver.replicas
-        if replicas is None or over is None:
-            return 1.0
-        return 1.0 / len(set(replicas.ranks) & set(over.ranks))
-    return 1.0 if not groups or groups[0].rank == 0 else 0.0
+    if replicas is None or over is None:
+        return 1.0
+    return 1.0 / len(set(replicas.ranks) & set(over.ranks))
 
 
 def _measure(counted: list[tuple[torch.Tensor, float]], norm_type: float) -> torch.Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.dist.membership.peers import start_ticks
+from echelon.dist.membership.peers import Process, start_ticks
 
 
 def host_identity() -> dict[str, Any]:
-    """Say which host this is: equal on two ranks only if they may share memory."""
+    """Return which host this is: ranks may share memory only if "boot" and "net" are equal."""
     return {
         "boot": _text("/proc/sys/kernel/random/boot_id"),
         "net": _inode("/proc/self/ns/net"),
@@ -19,10 +21,37 @@ def host_identity() -> dict[str, Any]:
 
 
 def process_identity() -> dict[str, Any]:
-    """Say which process of which host this is, to whoever watches it from there."""
-    identity = host_identity()
-    host = f"{identity['boot']}/{identity['net']}/{identity['pids']}"
-    return {"host": host, "pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
+    """Return which process of which host this is."""
+    return host_identity() | {"pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
+
+
+def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two ranks may share memory."""
+    return all(one.get(key) == other.get(key) for key in ("boot", "net"))
+
+
+def watchable(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
+    """Return the other ranks' processes that `rank` can watch by their pids.
+
+    A pid means nothing in another PID namespace, such as another container's.
+    """
+    mine = facts[rank]
+    return {
+        other: (fact["pid"], fact["start"])
+        for other, fact in enumerate(facts)
+        if other != rank and is_same_host(mine, fact) and mine.get("pids") == fact.get("pids")
+    }
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the route to another; "" if there is no route."""
+    try:
+        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(target)  # sends nothing: it only chooses the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def _text(path: str) -> str:

@@ -40,6 +40,7 @@ _DTYPE_BYTES = 24  # longer names end in a checksum
 # dims, splits
 _CALL = struct.Struct(f"<BBBxHxxiI{_DTYPE_BYTES}s8s{_MAX_DIMS}q{_MAX_SPLITS}q")
 CALL_BYTES = _CALL.size
+HEAD_BYTES = 8 + CALL_BYTES  # number and call
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ class Operation:
     def is_message(self) -> bool:
         """Whether it is a send or a receive."""
         return self.peer != -1
+
+    @property
+    def head(self) -> bytes:
+        """What a collective's ranks compare: its number, 8 bytes, and its call."""
+        return self.sequence.to_bytes(8, "little") + self.call
 
     def __str__(self) -> str:
         """Show what was called: `all_reduce(sum) float32[3, 4]`."""

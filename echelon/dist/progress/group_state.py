@@ -38,18 +38,26 @@ _LOOK_S = 0.001
 class Evidence(Protocol):
     """What this rank can find out about the other members from outside the engine."""
 
+    def serve(self, state: GroupState) -> None:
+        """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
+
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Return those of the group ranks whose processes are known to have ended. Local."""
 
     def find(
-        self, operation: Operation, broken: ConnectionBroken | None, needed: Sequence[int] | None
+        self,
+        operation: Operation,
+        broken: ConnectionBroken | None,
+        needed: Sequence[int] | None,
+        dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Find out who is at fault, within 2 s.
+        """Find out who is at fault, within 2.5 s.
 
         Args:
             operation: the one that cannot end.
-            broken: what the engine saw; None if the operation timed out.
+            broken: what the engine saw; None if a rank died or the operation timed out.
             needed: group ranks that have not arrived, if the engine knows them.
+            dead: group ranks that are known to have died.
         """
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
@@ -71,12 +79,19 @@ class NoEvidence:
     def __init__(self, members: Members) -> None:
         self._members = members
 
+    def serve(self, state: GroupState) -> None:
+        """Do nothing."""
+
     def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
         """Return none."""
         return []
 
     def find(
-        self, operation: Operation, broken: ConnectionBroken | None, needed: Sequence[int] | None
+        self,
+        operation: Operation,
+        broken: ConnectionBroken | None,
+        needed: Sequence[int] | None,
+        dead: Sequence[int] = (),  # noqa: ARG002
     ) -> CollectiveError:
         """Report what the engine saw."""
         if broken is not None:
@@ -429,7 +444,7 @@ class OperationWatch:
             still = set(needed())
             dead = [rank for rank in dead if rank in still]
         if dead:
-            raise build.peer_lost(members, operation, dead)
+            raise state.evidence.find(operation, None, None if needed is None else needed(), dead)
         if time.monotonic() >= self.deadline_s:
             late = None if needed is None else needed()
             if late is None or late:

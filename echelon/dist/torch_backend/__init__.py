@@ -1,4 +1,4 @@
-"""The c10d backend `echelon`: our groups under unmodified torch programs.
+"""The c10d backend `echelon`: echelon's groups under unmodified torch programs.
 
-`init_process_group("echelon")` needs no import of this: see `echelon_torch_autoload`.
+`init_process_group("echelon")` needs no import of this package: see `echelon_torch_autoload`.
 """

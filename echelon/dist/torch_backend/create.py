@@ -87,7 +87,7 @@ class Maker:
         return group
 
     def _make(self, name: str, store: PrefixStore, deadline_s: float) -> ProcessGroup:
-        group = GroupMaker(self.ranks[self.rank], None, self._options).make(
+        group = GroupMaker(self.ranks[self.rank], store, None, self._options).make(
             self.ranks, name, store, max(0.001, deadline_s - time.monotonic())
         )
         group.timeout_s = self.timeout_s

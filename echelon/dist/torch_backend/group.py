@@ -1,12 +1,13 @@
-"""The adapter: a torch process group that hands every operation to ours.
+"""The adapter: a torch process group that passes every operation to an echelon ProcessGroup.
 
-Torch's C++ and Python sides call the methods below by these names; older names are aliases. An
-operation's arguments become contiguous arrays (tensors.py), our group checks, records and carries
-it out, and a `TorchWork` (work.py) is what torch gets back. A call that torch makes to wait at once
-(`asyncOp` false) is carried out on the calling thread and raises its error there, as it is.
+Torch's C++ and Python code call the methods below by these names; older names are aliases. The
+arguments of an operation become contiguous arrays (tensors.py), the ProcessGroup checks, records
+and carries out the operation, and torch gets a `TorchWork` (work.py). A call that blocks (`asyncOp`
+false) is carried out on the calling thread and raises its error there, unchanged.
 
-The subclass replaces torch's whole group, whatever devices were named: arrays of the host and of a
-device all go to our group, which has an engine for each kind.
+The subclass replaces torch's whole group, whatever devices were named: tensors on the host and on a
+device all go to one ProcessGroup, which has an engine for each kind. Ranks are ranks within the
+group: torch translates `src` and `dst`, and passes `group_src` and `group_dst` on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
 class TorchGroup(Identity):
-    """Ranks that act together, as torch sees them."""
+    """One torch group: the members of an echelon ProcessGroup, by torch's names."""
 
     def __init__(self, maker: Maker, store: Any) -> None:
         super().__init__(maker.rank, maker.size, store)
@@ -91,7 +92,7 @@ class TorchGroup(Identity):
         return start, finish
 
     def reduce(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks into the root's."""
+        """Reduce a tensor over all ranks into the tensor of the root."""
         reduction, data = Reduction.of(opts), tensors.only(tensor, "reduce")
         root = opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
@@ -103,7 +104,7 @@ class TorchGroup(Identity):
         return self._run(opts, start, [data], finish)
 
     def broadcast(self, tensor: Any, opts: Any = None) -> TorchWork:
-        """Copy the root's tensor to every rank's, of any shape and as many elements."""
+        """Copy the tensor of the root into every rank's, which has as many elements."""
         data, root = tensors.only(tensor, "broadcast"), opts.rootRank
         group, (x, finish) = self._group, tensors.target(data)
         return self._run(opts, partial(group.broadcast, x.reshape(-1), root), [data], finish)
@@ -137,7 +138,7 @@ class TorchGroup(Identity):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Collect several tensors, each into one of every rank's list."""
+        """Collect several tensors, each into one tensor of every list."""
         calls = []
         for number, data in enumerate(inputs):
             out, finish = tensors.flat_target([of_rank[number] for of_rank in outputs])
@@ -157,14 +158,14 @@ class TorchGroup(Identity):
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks; keep my part."""
+        """Reduce a tensor over all ranks; this rank's part is kept."""
         start, finish = self._scattering(output, data, Reduction.of(opts))
         return self._run(opts, start, [output], finish)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Reduce several tensors; keep my part of each."""
+        """Reduce several tensors; this rank's part of each is kept."""
         reduction = Reduction.of(opts)
         pairs = zip(outputs, inputs, strict=True)
         calls = [self._scattering(output, data, reduction) for output, data in pairs]
@@ -193,7 +194,7 @@ class TorchGroup(Identity):
         return start, finish
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Collect every rank's tensor into the root's list."""
+        """Collect every rank's tensor into the list of the root."""
         data, root = tensors.only(inputs, "gather"), opts.rootRank
         group, x = self._group, tensors.source(data)
         outs: Sequence[Tensor] = ()
@@ -206,7 +207,7 @@ class TorchGroup(Identity):
         return self._run(opts, partial(group.gather, out, x, root), list(outs), finish)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        """Give each rank its tensor of the root's list."""
+        """Send each rank its tensor of the list of the root."""
         output, root = tensors.only(outputs, "scatter"), opts.rootRank
         group, (out, finish) = self._group, tensors.target(output)
         x: Tensor | None = None
@@ -224,7 +225,7 @@ class TorchGroup(Identity):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> TorchWork:
-        """Send rows to each rank and put the rows that each sends into the output."""
+        """Send rows to each rank, and put the rows that each rank sends into the output."""
         group, x = self._group, tensors.source(data)
         out, finish = tensors.target(output)
         splits = list(output_splits) or None, list(input_splits) or None
@@ -239,7 +240,7 @@ class TorchGroup(Identity):
         splits = [one.numel() for one in outputs], [one.numel() for one in inputs]
         return self._run(opts, partial(group.all_to_all, out, x, *splits), list(outputs), finish)
 
-    # The names by which older torch calls the same.
+    # Names that older versions of torch use.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -300,7 +301,7 @@ class TorchGroup(Identity):
     # ---- settings and the end ----
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long the group's operations may take from now on."""
+        """Set the timeout of the group's later operations."""
         self._maker.timeout_s = timeout.total_seconds()
         if self._made is not None:
             self._made.timeout_s = timeout.total_seconds()
@@ -308,7 +309,7 @@ class TorchGroup(Identity):
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the group numbers its operations from the start."""
+        """Do nothing: the group numbers its operations from the start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.num_collectives
@@ -317,12 +318,12 @@ class TorchGroup(Identity):
         return False
 
     def abort(self) -> None:
-        """End the group from any thread: what waits raises, here and on the other ranks."""
+        """End the group on all ranks, from any thread, within 1 s: what waits in it raises."""
         if self._made is not None:
             self._made.abort()
 
     def shutdown(self) -> None:
-        """End the group on this rank and join its threads. Safe to call twice."""
+        """End the group on this rank and join its threads, within seconds. Safe to call twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -332,15 +333,15 @@ class TorchGroup(Identity):
         self._maker.close()
         _open_groups.discard(self)
 
-    # ---- the way of every operation ----
+    # ---- dispatch ----
 
     @property
     def _group(self) -> ProcessGroup:
-        """Our group."""
+        """The group below; made by its first use, in which all members take part."""
         return self._made or self._meet()
 
     def _meet(self) -> ProcessGroup:
-        """Make our group, unless it is made; all members come here."""
+        """Make the group below unless it exists. Blocks until all members have joined."""
         with self._making:
             if self._closed:
                 raise ValueError(f"group {self._description!r} is shut down")
@@ -398,7 +399,7 @@ def _now(job: Job) -> None:
 
 
 def _close_all() -> None:
-    """End what the program left open: a thread that still waits would abort the exiting process."""
+    """End the groups left open: a thread that still waits would abort the exiting process."""
     for group in sorted(_open_groups, key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 

@@ -1,4 +1,4 @@
-"""Who a group is: what torch asks every process group for, in C++ and in Python."""
+"""Identity: name, rank and size of a group, which torch reads in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _core: Any = torch._C._distributed_c10d
 
 
 class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, untyped
-    """The part of a torch group that only says who it is.
+    """The part of a torch group that describes it.
 
-    Torch's own answers need a backend below the group; a subclass takes the place of both.
+    Torch's own methods need a backend below the group; a subclass replaces both.
     """
 
     supports_splitting = False
@@ -29,15 +29,15 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._description = ""
 
     def rank(self) -> int:
-        """My rank within the group."""
+        """Return this rank within the group."""
         return self._group_rank
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return self._group_size
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return "echelon"
 
     getRank = rank  # noqa: N815 -- C++ looks these names up
@@ -46,12 +46,12 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
 
     @property
     def group_name(self) -> str:
-        """Torch's name of the group, by which compiled code finds it."""
+        """Torch's name for the group, which compiled code looks up."""
         return self._torch_name
 
     @property
     def group_desc(self) -> str:
-        """What the user calls the group."""
+        """The user's name for the group."""
         return self._description
 
     def getGroupName(self) -> str:  # noqa: D102, N802 -- C++ looks this name up
@@ -64,7 +64,7 @@ class Identity(_core.ProcessGroup):  # type: ignore[misc]  # torch's own class, 
         self._torch_name = name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take the description; torch gives it last, so the members meet here."""
+        """Set the description; torch does so last, so the members join here."""
         self._description = description
         self._meet()
 

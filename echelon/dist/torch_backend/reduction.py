@@ -1,4 +1,4 @@
-"""Torch's reduce operations as ours."""
+"""Torch's reduce operations, by echelon's names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LINEAR = ("sum", "avg")
 class Reduction:
     """A reduce operation, read out of torch's options while they are alive.
 
-    `opts.reduceOp` refers into a C++ struct that is gone once the call returns.
+    `opts.reduceOp` refers to a C++ struct that is freed when the call returns.
 
     Attributes:
-        factor: what every rank's data is multiplied by first (PREMUL_SUM); None: nothing.
+        factor: every rank's data is multiplied by it first (PREMUL_SUM); None: by nothing.
     """
 
     __slots__ = ("factor", "name")
@@ -47,11 +47,11 @@ class Reduction:
         if kind == torch_dist.ReduceOp.PREMUL_SUM:
             return cls("sum", factor)
         if kind not in _PLAIN:
-            raise ValueError(f"reduce operation {kind} is not known to backend 'echelon'")
+            raise ValueError(f"reduce operation {kind} is unknown to backend 'echelon'")
         return _PLAIN[kind]
 
     def real(self, tensor: Any) -> Any:
-        """Return the tensor as real numbers, which a sum of complex ones may be done on."""
+        """Return a view of real numbers, on which a sum of complex numbers can be done."""
         if not tensor.is_complex():
             return tensor
         if self.name not in _LINEAR:

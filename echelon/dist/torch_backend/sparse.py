@@ -1,7 +1,7 @@
-"""Sums of sparse tensors: every rank's non-zeros go to all, and are added in rank order.
+"""Sums of sparse tensors: each rank gets all non-zeros, and adds them in rank order.
 
-Embeddings with sparse gradients use this under DDP. Three gathers: how many non-zeros each rank
-has, their places, their values, padded to the longest, all through the host. Blocks until done.
+DDP uses this for embeddings with sparse gradients. Three gathers on the host: the number of
+non-zeros of each rank, their indices, and their values, padded to the longest. Blocks until done.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def all_reduce(group: ProcessGroup, tensor: Any, reduction: Reduction) -> None:
     """Sum a sparse COO tensor over all ranks, in place.
 
     Raises:
-        ValueError: the operation is no sum.
+        ValueError: the operation is not a sum or an average.
     """
     if reduction.name not in ("sum", "avg") or reduction.factor is not None:
         raise ValueError(
-            f"all_reduce of sparse tensors: 'sum' and 'avg' only, not {reduction.name}"
+            f"all_reduce of sparse tensors takes 'sum' and 'avg', not {reduction.name!r}"
         )
     with torch.no_grad():
         mine = tensor.detach().coalesce().to("cpu")

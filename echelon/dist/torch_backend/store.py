@@ -1,9 +1,9 @@
-"""Where the members of a torch group meet: at torch's own store, so there is no second rendezvous.
+"""Meeting: the place in torch's own store where the members of a torch group join.
 
-Torch hands a backend the store of its own rendezvous. Where that is a TCPStore, ours or torch's,
-our own client joins the same server: its waits make no noise, let signals through, and cost one
-round trip on our server. One client serves all groups of a process. Any other kind of store, a
-file's or a program's own, is used through torch.
+Torch passes a backend the store of its rendezvous, so no second one is needed. If it is a TCPStore,
+echelon's or torch's, echelon's client connects to the same server: its waits log nothing, let
+signals through, and cost one round trip on echelon's server. One client serves all groups of a
+process. Any other kind of store, a FileStore or the program's own, is used through torch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Meeting:
     """One torch group's place in a store. Close it when the group is closed."""
 
     def __init__(self, torch_store: Any, rank: int, timeout_s: float) -> None:
-        """Agree on a place that no other group has; blocks until group rank 0 has named it.
+        """Agree on a prefix that no other group uses; blocks until group rank 0 has chosen it.
 
         Raises:
-            StoreTimeoutError: group rank 0 did not come within `timeout_s`.
+            StoreTimeoutError: group rank 0 did not join within `timeout_s`.
         """
         self._through_torch = through_torch = TorchStore(torch_store)
         self._rank = rank
@@ -59,7 +59,7 @@ class Meeting:
         self.store = PrefixStore(f"echelon/torch/{place}", below)
 
     def withdraw(self) -> None:
-        """Leave as if this rank had not come: the group was not made and may be tried again."""
+        """Undo this rank's joining: the group was not made, and making it may be tried again."""
         with contextlib.suppress(StoreError):
             self._through_torch.add(f"echelon/uses/{self._rank}", -1)
             if self._rank == 0:
@@ -67,7 +67,7 @@ class Meeting:
         self.close()
 
     def close(self) -> None:
-        """Leave the store, if no other group of this process is there."""
+        """Disconnect, unless another group of this process uses the connection."""
         client, self._client = self._client, None
         if client is None or client[0] != os.getpid():
             return
@@ -102,7 +102,7 @@ def _observed(operation: str, key: str) -> span:
 
 
 class TorchStore(Store):
-    """A torch store; the names of keys and their values go through as they are."""
+    """A torch store as one of echelon's; keys and values are passed unchanged."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -110,7 +110,7 @@ class TorchStore(Store):
 
     @property
     def endpoint(self) -> str:
-        """Where torch's store is, as far as it tells."""
+        """The address of torch's store, as far as it is known."""
         root = _root(self._store)
         host, port = getattr(root, "host", None), getattr(root, "port", None)
         return f"{host}:{port}" if host else f"torch's {type(root).__name__}"
@@ -167,7 +167,7 @@ class TorchStore(Store):
             self._do_set(key, value)
 
     def _do_queue_push(self, key: bytes, value: bytes) -> None:
-        """Keep a queue as numbered keys: torch's own exist on its TCPStore alone."""
+        """Keep a queue as numbered keys: torch has queues on its TCPStore only."""
         self._do_set(b"%s/item/%d" % (key, self._do_add(key + b"/pushed", 1)), value)
 
     def _do_queue_pop(self, key: bytes) -> bytes | None:

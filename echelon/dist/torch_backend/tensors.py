@@ -1,7 +1,7 @@
-"""Torch's tensors in the shape that our groups take: one contiguous array each way.
+"""Torch's tensors in the form that groups take: one contiguous array in, one out.
 
-Torch passes lists of tensors, tensors with gaps, and complex ones. What lies in memory as one piece
-already is used as it is; anything else goes through a buffer, and `finish` brings the result back.
+Torch passes lists of tensors, tensors with gaps, and complex ones. Tensors that are one piece of
+memory already are used in place; others go through a buffer, and `finish` copies the result back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def only(data: Any, call: str) -> Tensor:
     if isinstance(data, torch.Tensor):
         return data
     if len(data) != 1:
-        raise ValueError(f"{call}: one tensor a rank is supported, got {len(data)}")
+        raise ValueError(f"{call}: one tensor per rank is supported, got {len(data)}")
     return data[0]
 
 
@@ -29,12 +29,12 @@ def only_list(data: Any, call: str) -> Sequence[Tensor]:
     if data and isinstance(data[0], torch.Tensor):
         return list(data)
     if len(data) != 1:
-        raise ValueError(f"{call}: one list of tensors a rank is supported, got {len(data)}")
+        raise ValueError(f"{call}: one list of tensors per rank is supported, got {len(data)}")
     return list(data[0])
 
 
 def flat_source(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors, one after the other, as one: in place if they lie so, else a copy."""
+    """Return tensors, one after the other, as one: in place if memory allows, else a copy."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole
@@ -42,7 +42,7 @@ def flat_source(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
-    """Return one tensor for results that belong into several, and what brings them there."""
+    """Return one tensor for the results of several, and what copies them there, if anything."""
     whole = _as_one_piece(tensors)
     if whole is not None:
         return whole, None
@@ -57,12 +57,12 @@ def flat_target(tensors: Sequence[Tensor]) -> tuple[Tensor, Finish | None]:
 
 
 def source(tensor: Tensor) -> Tensor:
-    """Return a tensor's data in one piece: itself, or a copy."""
+    """Return a contiguous tensor: itself, or a copy."""
     return tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
 def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
-    """Return where a result goes, in one piece, and what brings it into the tensor."""
+    """Return a contiguous target for a result, and what copies it into the tensor, if anything."""
     if tensor.is_contiguous():
         return tensor.detach(), None
     buffer = tensor.detach().contiguous()
@@ -70,7 +70,7 @@ def target(tensor: Tensor) -> tuple[Tensor, Finish | None]:
 
 
 def both(finishes: Sequence[Finish | None]) -> Finish | None:
-    """Return one finish for several."""
+    """Return one finish that runs several."""
     some = [finish for finish in finishes if finish is not None]
     if not some:
         return None
@@ -113,7 +113,7 @@ def same_sizes(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def _copy_all(tensors: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
-    # Inference mode may write into tensors of either kind, and records nothing for autograd.
+    # Inference mode may write to tensors of either kind, and records nothing for autograd.
     with torch.inference_mode():
         for tensor, piece in zip(tensors, pieces, strict=True):
             tensor.copy_(piece.view(tensor.shape))

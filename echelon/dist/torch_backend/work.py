@@ -1,10 +1,10 @@
-"""Our works as torch's: what `async_op=True` returns, and what DDP waits for.
+"""TorchWork: echelon's works as torch's, returned for `async_op=True` and awaited by DDP.
 
 [Note: errors and futures] A torch future made of a work is completed by a thread that waits for it.
-Torch turns an exception of Python into a wrong result in one place (`_create_work_from_future`) and
-into a crash in another (`Future.set_exception` under DDP). So a work is a class of its own, whose
-`wait()` raises the error itself; and a future is always a child made by `then`, whose callback
-raises: C++ then sees a RuntimeError that carries the error's name and text.
+Torch turns a Python exception into a wrong result in one place (`_create_work_from_future`) and
+into a crash in another (`Future.set_exception` under DDP). So `wait()` of this class raises the
+error itself, and a future is always a child made by `then`, whose callback raises: C++ then sees a
+RuntimeError that carries the error's name and text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ CompleteLater = Callable[[Job], object]
 
 
 class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
-    """One or several of our operations as one of torch's.
+    """One or several of echelon's operations as one of torch's.
 
     Args:
-        parts: our works; empty if all is done.
+        parts: the works below; empty if all is done.
         result: the tensors that the operation fills.
-        finish: brings results from a buffer of ours into the caller's tensors; run once, by the
-            first thread that sees the operation done.
-        complete_later: hands a job to the thread that completes futures.
+        finish: copies results from a buffer into the caller's tensors; run once, by the first
+            thread that sees the operation done.
+        complete_later: passes a job to the thread that completes futures.
     """
 
     def __init__(
@@ -49,29 +49,29 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         self._finish = finish
         self._complete_later = complete_later
         self._future: Any = None
-        self._lock = threading.RLock()  # a future of what is done already is completed within
+        self._lock = threading.RLock()  # the future of a done operation is completed inside
 
     @property
     def parts(self) -> Sequence[Work]:
-        """Our works."""
+        """The works below."""
         return self._parts
 
     def take_finish(self) -> Finish | None:
-        """Hand over what brings the results in place; this work then does it no more."""
+        """Return what copies the results, which this work then leaves to the caller."""
         with self._lock:
             finish, self._finish = self._finish, None
         return finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done; raise what it ended with.
+        """Block until the operation has ended; return True.
 
         Raises:
-            CollectiveTimeoutError: not within `timeout`; it goes on. (Without one, the operation's
-                own bounds the wait.)
+            CollectiveTimeoutError: it has not ended within `timeout`, and continues. (Without one,
+                the operation's own timeout bounds the wait.)
             CollectiveError: what the operation itself ended with.
         """
         limit_s = None if timeout is None else timeout.total_seconds()
-        if limit_s is not None and limit_s <= 0:  # torch's 0 and -1 ms stand for none
+        if limit_s is not None and limit_s <= 0:  # torch's 0 and -1 ms mean none
             limit_s = None
         for part in self._parts:
             part.wait(limit_s)
@@ -87,7 +87,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Order the current stream behind the operation; on the host that is to wait."""
+        """Order the current stream behind the operation; on the host: wait."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -136,7 +136,7 @@ class TorchWork(_core.Work):  # type: ignore[misc]  # torch's own class, untyped
 
         future = started.then(tensors)
         if devices or all(part.done for part in self._parts):
-            started.set_result(None)  # on a device `wait` orders streams and blocks nobody
+            started.set_result(None)  # on a device `wait` orders streams and does not block
         else:
             self._complete_later(lambda: self._complete(started))
         return future

@@ -14,7 +14,7 @@ import zlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-from echelon.dist.backends.interface import Members
+from echelon.dist.backends.interface import Members, Watch
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
 from echelon.dist.backends.shm.rendezvous import Plan
@@ -24,7 +24,7 @@ from echelon.dist.membership.peers import Peers
 from echelon.dist.operation.arrays import DTYPES, Flat
 from echelon.dist.operation.operation import (
     ANY_SOURCE,
-    CALL_BYTES,
+    HEAD_BYTES,
     OPERATIONS,
     REDUCE_OPS,
     Operation,
@@ -110,6 +110,7 @@ class NativeEngine:
     name = "shm"
     device = "cpu"
     engine = "native"
+    nests = True
 
     def __init__(
         self, members: Members, plan: Plan, memory: SharedMemory, peers: Peers, spins: bool
@@ -118,7 +119,6 @@ class NativeEngine:
         self._members = members
         self._memory = memory
         self._peers = peers
-        self._closed = False
         self._engine = _native.Engine(
             memory.map,
             memory.offset,
@@ -134,13 +134,16 @@ class NativeEngine:
         """Carry everything."""
         return ""
 
-    def execute(self, operation: Operation) -> None:
-        """Carry out one operation on this thread."""
+    def prepare(self, operation: Operation) -> None:
+        """Accept everything."""
+
+    def execute(self, operation: Operation, watch: Watch | None = None) -> None:  # noqa: ARG002
+        """Carry out one operation on this thread; the core watches deadlines and deaths itself."""
         fault = self._engine.run(*self._arguments(operation))
         if fault is not None:
             raise self.explain(operation, fault)
 
-    def submit(self, operation: Operation) -> NativePending:
+    def submit(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
         """Queue one operation for the engine's thread."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
 
@@ -153,15 +156,19 @@ class NativeEngine:
         """Launch nothing special: submitted operations run without Python already."""
         return contextlib.nullcontext()
 
+    def cut(self, reason: CollectiveError | None) -> None:
+        """End what waits in the core; other ranks learn whether this one failed or left."""
+        if reason is None:
+            self._engine.close()
+        else:
+            self._engine.abort()
+
     def abort(self) -> None:
-        """End the group on this rank."""
+        """End the group on this rank: for an engine that runs over this one."""
         self._engine.abort()
 
     def close(self) -> None:
-        """Leave the group, unmap the memory and forget the peers."""
-        if self._closed:
-            return
-        self._closed = True
+        """Leave the group, unmap the memory and release the peers."""
         self._engine.close()
         self._peers.close()
         self._memory.close()
@@ -200,8 +207,8 @@ class NativeEngine:
         if ranks:
             error: CollectiveError = split_error(self._members, first, ranks)
         else:
-            calls = [call[:CALL_BYTES] for call in self._engine.calls()]
-            error = mismatch_error(self._members, first, calls or [b""])
+            heads = [head[:HEAD_BYTES] for head in self._engine.calls()]
+            error = mismatch_error(self._members, first, heads or [b""])
         return error if mine else build.broken_since(self._members, operation, error)
 
     def _arguments(self, operation: Operation) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
 from echelon.dist.membership.peers import Peers
 from echelon.dist.operation.arrays import Flat
-from echelon.dist.operation.operation import CALL_BYTES, Operation
+from echelon.dist.operation.operation import HEAD_BYTES, Operation
 from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import (
     CollectiveError,
@@ -110,9 +110,9 @@ class PythonEngine(LaneBackend):
             raise build.broken_since(self._members, operation, self._lost)
         deadline_s = time.monotonic() + operation.timeout_s
         if not operation.is_message:
-            self._call = operation.call
+            self._call = operation.head
             self._turn ^= 1
-            self._segment.write_header(self._rank, self._turn, operation.call)
+            self._segment.write_header(self._rank, self._turn, operation.head)
         try:
             self._run[operation.kind](operation, deadline_s)
         except CollectiveError as err:
@@ -404,7 +404,7 @@ class PythonEngine(LaneBackend):
     def _check_same_call(self, operation: Operation) -> None:
         if self._agreed == operation.sequence:
             return
-        calls = [self._segment.read_header(r, self._turn)[:CALL_BYTES] for r in range(self._size)]
+        calls = [self._segment.read_header(r, self._turn)[:HEAD_BYTES] for r in range(self._size)]
         if not all(call == self._call for call in calls):
             raise mismatch_error(self._members, operation, calls)
         self._check_nobody_gave_up(operation)

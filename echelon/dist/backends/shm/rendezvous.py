@@ -22,9 +22,9 @@ from echelon.dist.backends.shm.memory import (
     anonymous_file,
     marks_bytes,
 )
-from echelon.dist.membership.host import host_identity
+from echelon.dist.membership.host import is_same_host, process_identity, watchable
 from echelon.dist.membership.meet import gather
-from echelon.dist.membership.peers import Peers, start_ticks
+from echelon.dist.membership.peers import Peers
 from echelon.errors import CollectiveTimeoutError, PeerLostError
 from echelon.store import PrefixStore
 
@@ -82,28 +82,21 @@ def join(
     finally:
         os.close(fd)
     _prove_shared(members, store, memory, deadline_s)
-    processes = {r: (f["pid"], f["start"]) for r, f in enumerate(facts) if r != members.rank}
-    return plan, memory, Peers(processes)
+    return plan, memory, Peers(watchable(facts, members.rank))
 
 
 def _facts(handover: Handover | None, offer: Plan) -> dict[str, Any]:
-    return host_identity() | {
+    return process_identity() | {
         "native": offer.native,
         "slot_bytes": offer.slot_bytes,
         "ring_bytes": offer.ring_bytes,
-        "pid": os.getpid(),
-        "start": start_ticks(os.getpid()) or 0,
         "socket": "" if handover is None else handover.name,
     }
 
 
 def _check_one_host(members: Members, facts: list[dict[str, Any]]) -> None:
     mine = facts[members.rank]
-    elsewhere = [
-        members.ranks[r]
-        for r, fact in enumerate(facts)
-        if (fact["boot"], fact["net"]) != (mine["boot"], mine["net"])
-    ]
+    elsewhere = [members.ranks[r] for r, fact in enumerate(facts) if not is_same_host(fact, mine)]
     if elsewhere:
         raise ValueError(
             f"group {members.name!r}: backend 'shm' needs all ranks on one host; "

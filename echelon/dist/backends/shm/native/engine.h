@@ -108,7 +108,8 @@ struct ec_control {
     _Alignas(EC_LINE) _Atomic uint64_t consumed;  /* chunks this rank has done reading */
     _Alignas(EC_LINE) _Atomic uint32_t bell;      /* the futex on which this rank sleeps */
     _Atomic uint32_t sleeps_on;                   /* 0, peer + 1, or EC_ANYONE */
-    _Alignas(EC_LINE) _Atomic uint32_t fault;     /* enum ec_fault */
+    _Alignas(EC_LINE) _Atomic uint32_t tells; /* between moving a counter and the last bell rung */
+    _Alignas(EC_LINE) _Atomic uint32_t fault; /* enum ec_fault */
     _Atomic uint64_t blamed[EC_BLAME_WORDS];
     _Alignas(EC_LINE) struct ec_call calls[2]; /* this collective's and the one's before, in turns */
 };
@@ -296,6 +297,7 @@ void ec_take_message(struct ec_engine *engine, int peer, int tag, uint32_t type_
 void ec_drop_messages(struct ec_engine *engine);
 
 /* waiting.c */
+extern _Atomic uint64_t ec_num_lost_wakes; /* of all engines of this process: 0 */
 int64_t ec_now_ns(void);
 void ec_announce(struct ec_engine *engine, _Atomic uint64_t *counter, uint64_t value, int peer);
 void ec_ring_bell(struct ec_control *control);

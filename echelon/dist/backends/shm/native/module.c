@@ -505,7 +505,7 @@ static PyObject *Engine_calls(EngineObject *self, PyObject *unused)
     PyObject *list = PyList_New(self->engine.size);
     for (int rank = 0; list && rank < self->engine.size; rank++) {
         const struct ec_call *call = &self->engine.controls[rank].calls[turn];
-        PyObject *bytes = PyBytes_FromStringAndSize((const char *)call->bytes, EC_CALL_BYTES);
+        PyObject *bytes = PyBytes_FromStringAndSize((const char *)call, sizeof *call);
         if (!bytes)
             Py_CLEAR(list);
         else
@@ -589,7 +589,7 @@ static PyMethodDef Engine_methods[] = {
      "Carry out an operation; None, or its fault."},
     {"start", (PyCFunction)(void (*)(void))Engine_start, METH_FASTCALL,
      "Queue an operation; a Ticket."},
-    {"calls", (PyCFunction)Engine_calls, METH_NOARGS, "What each rank called last."},
+    {"calls", (PyCFunction)Engine_calls, METH_NOARGS, "Number and call of what each rank called last."},
     {"statistics", (PyCFunction)Engine_statistics, METH_NOARGS,
      "Counts of waits; lost_wakes must be 0."},
     {"abort", (PyCFunction)Engine_abort, METH_NOARGS, "End the group on this rank."},
@@ -667,7 +667,15 @@ static PyObject *instructions(PyObject *module, PyObject *unused)
     return PyUnicode_FromString(ec_instructions());
 }
 
+static PyObject *lost_wakes(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(atomic_load(&ec_num_lost_wakes));
+}
+
 static PyMethodDef functions[] = {
+    {"lost_wakes", lost_wakes, METH_NOARGS, "Wakes that this process's engines lost: always 0."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "Bytes of (size, slot_bytes, ring_bytes)."},
     {"reduce", reduce, METH_VARARGS, "Reduce parts into a target in rank order."},
     {"instructions", instructions, METH_NOARGS, "The instruction set in use."},

@@ -18,18 +18,14 @@
 #define EC_PUBLISH memory_order_seq_cst /* a release, and the first half of Dekker's pattern */
 #endif
 
-#ifdef EC_WEAKEN_SLEEP /* for the test that a lost wake is counted: what a relaxed store allows */
-#define EC_SLEEP_REORDERED 1
-#else
-#define EC_SLEEP_REORDERED 0
-#endif
-
 /* How long to spin before sleeping follows what spinning brought: doubled when the peer came in
  * time, cut to a quarter when it did not, and tried at full length once in a while, since a short
  * spin never sees the end of waits that are longer. Measured on two cores beside busy neighbours:
  * a yield there costs a whole time slice of the neighbour (ms), and a fixed spin costs all of
  * itself whenever the peer is the one whom it keeps off the core. */
 enum { EC_LEAST_SPIN_NS = 4000, EC_MOST_SPIN_NS = 100000, EC_PAUSES = 64, EC_TRY_AGAIN = 16 };
+
+_Atomic uint64_t ec_num_lost_wakes;
 
 int64_t ec_now_ns(void)
 {
@@ -65,14 +61,17 @@ void ec_tell(struct ec_engine *engine, int peer)
 /* Move a counter that others wait on: `peer`, or everybody if it is negative. */
 void ec_announce(struct ec_engine *engine, _Atomic uint64_t *counter, uint64_t value, int peer)
 {
+    struct ec_control *mine = &engine->controls[engine->rank];
+    atomic_store_explicit(&mine->tells, 1, memory_order_relaxed);
     atomic_store_explicit(counter, value, EC_PUBLISH);
     if (peer >= 0) {
         ec_tell(engine, peer);
-        return;
+    } else {
+        for (int rank = 0; rank < engine->size; rank++)
+            if (rank != engine->rank)
+                ec_tell(engine, rank);
     }
-    for (int rank = 0; rank < engine->size; rank++)
-        if (rank != engine->rank)
-            ec_tell(engine, rank);
+    atomic_store_explicit(&mine->tells, 0, memory_order_release);
 }
 
 static bool has_moved(struct ec_engine *engine, const struct ec_wait *waits, int num)
@@ -118,13 +117,40 @@ static bool sleep_on_bell(struct ec_control *mine, uint32_t bell, int64_t slice_
     return said == 0 || errno != ETIMEDOUT;
 }
 
-/* A sleep ended by time although its counter had moved. The rank that moved it may be just about to
- * ring: only if it still has not after a while, the wake is lost, which must never happen. */
-static void count_lost_wake(struct ec_engine *engine, uint32_t bell)
+/* A sleep ended by time: count it if the rank that moved its counter rang no bell. That rank may just
+ * be about to: it says when it has told all others. */
+static void count_lost_wake(struct ec_engine *engine, const struct ec_wait *waits, int num,
+                            uint32_t bell)
 {
-    struct ec_control *mine = &engine->controls[engine->rank];
-    if (!sleep_on_bell(mine, bell, EC_SLICE_NS) && atomic_load(&mine->bell) == bell)
+    for (int i = 0; i < num; i++) {
+        const struct ec_control *mover = &engine->controls[waits[i].rank];
+        if (atomic_load(waits[i].word) < waits[i].value || atomic_load(&mover->tells))
+            continue;
+        if (atomic_load(&engine->controls[engine->rank].bell) != bell)
+            return;
         engine->statistics.num_lost_wakes++;
+        atomic_fetch_add(&ec_num_lost_wakes, 1);
+        return;
+    }
+}
+
+/* Dekker's pattern, the sleeper's half: true if a counter has moved after all. */
+static bool moves_before_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num,
+                         uint32_t on)
+{
+    _Atomic uint32_t *sleeps_on = &engine->controls[engine->rank].sleeps_on;
+#ifdef EC_WEAKEN_SLEEP
+    /* For the test that a lost wake is counted: what a relaxed store allows, made likely. It becomes
+     * visible only after the load that follows it. */
+    bool moved = has_moved(engine, waits, num);
+    for (int i = 0; i < 2000; i++)
+        relax();
+    atomic_store_explicit(sleeps_on, on, memory_order_relaxed);
+    return moved;
+#else
+    atomic_store(sleeps_on, on);
+    return has_moved(engine, waits, num);
+#endif
 }
 
 /* Wait until one of the counters has moved, at most `slice_ns`. */
@@ -135,16 +161,10 @@ void ec_sleep(struct ec_engine *engine, const struct ec_wait *waits, int num, in
     struct ec_control *mine = &engine->controls[engine->rank];
     uint32_t bell = atomic_load(&mine->bell);
     uint32_t on = num == 1 ? (uint32_t)waits[0].rank + 1 : EC_ANYONE;
-    bool moved = false;
-    if (EC_SLEEP_REORDERED)
-        moved = has_moved(engine, waits, num);
-    atomic_store(&mine->sleeps_on, on);
-    if (!EC_SLEEP_REORDERED)
-        moved = has_moved(engine, waits, num);
-    if (!moved) {
+    if (!moves_before_sleep(engine, waits, num, on)) {
         engine->statistics.num_sleeps++;
-        if (!sleep_on_bell(mine, bell, slice_ns) && has_moved(engine, waits, num))
-            count_lost_wake(engine, bell);
+        if (!sleep_on_bell(mine, bell, slice_ns))
+            count_lost_wake(engine, waits, num, bell);
     }
     atomic_store(&mine->sleeps_on, 0);
 }

@@ -1,0 +1,115 @@
+"""The board: short notices that every rank of a world reads at once, through the store.
+
+A rank whose group failed posts a verdict; a rank that must find out who is gone posts a question,
+which every member's process answers, whatever its main thread is doing. Notices are numbered keys,
+each written by one atomic compare_set, so that none is lost and none is overtaken.
+
+Only worlds of several hosts need a board: inside one, deaths are seen directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from echelon.errors import StoreError, StoreTimeoutError
+from echelon.store import PrefixStore, TCPStore
+from echelon.store.base import Store
+
+QUICK_S = 0.5  # limit of each store call where a failure is being handled
+_LISTEN_S = 30.0
+_RETRY_S = 1.0
+_CLOSE_S = 0.5
+
+Take = Callable[[dict[str, Any]], None]
+
+
+def quick(store: Store) -> Store:
+    """Return a view of a store on a connection of its own, whose calls take at most `QUICK_S`.
+
+    Raises:
+        StoreError: the store is out of reach.
+    """
+    if isinstance(store, PrefixStore):
+        return PrefixStore(store.prefix, quick(store.underlying_store))
+    return store.clone(QUICK_S) if isinstance(store, TCPStore) else store.clone()
+
+
+def path_of(store: Store) -> str:
+    """Return the prefix of all keys of a view."""
+    if isinstance(store, PrefixStore):
+        return f"{path_of(store.underlying_store)}{store.prefix}/"
+    return ""
+
+
+class Board:
+    """This process's reader and writer of one board; listens while a group is attached."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("board", store)
+        self._takers: dict[str, Take] = {}
+        self._lock = threading.RLock()
+        self._next = 0
+        self._client: Store | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def attach(self, path: str, take: Take) -> None:
+        """Have `take` called with the notices for one group, on the board's thread."""
+        with self._lock:
+            self._takers[path] = take
+            if self._thread is None:
+                self._stop = threading.Event()
+                self._client = quick(self._store)
+                self._thread = threading.Thread(
+                    target=self._listen,
+                    args=(self._client, self._stop),
+                    name="echelon-board",
+                    daemon=True,
+                )
+                self._thread.start()
+
+    def detach(self, path: str) -> None:
+        """Stop passing on notices for a group; with the last one the board stops listening."""
+        with self._lock:
+            self._takers.pop(path, None)
+            if self._takers or self._thread is None:
+                return
+            thread, self._thread = self._thread, None
+            client, self._client = self._client, None
+            self._stop.set()
+        if client is not None:
+            client.close()
+        if thread is not threading.current_thread():
+            thread.join(_CLOSE_S)
+
+    def post(self, path: str, notice: dict[str, Any]) -> None:
+        """Post a notice for one group.
+
+        Raises:
+            StoreError: the store did not take it within `QUICK_S` per attempt.
+        """
+        text = json.dumps(notice | {"group": path})
+        with contextlib.closing(quick(self._store)) as client:
+            number = self._next
+            while client.compare_set(str(number), "", text).decode() != text:
+                number += 1
+
+    def _listen(self, client: Store, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                text = client.get(str(self._next), timeout=_LISTEN_S)
+            except StoreTimeoutError:
+                continue
+            except StoreError:
+                stop.wait(_RETRY_S)
+                continue
+            self._next += 1
+            with contextlib.suppress(ValueError, KeyError, TypeError, StoreError):
+                notice = json.loads(text)
+                take = self._takers.get(notice["group"])
+                if take is not None:
+                    take(notice)

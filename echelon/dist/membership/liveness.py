@@ -1,0 +1,293 @@
+"""Which member of a group is at fault: dead, gone, late, or blamed by another rank.
+
+Evidence, strongest first:
+
+1. the end of a process on this host, seen directly (`peers`);
+2. a verdict that another rank published: the first one counts, and all ranks report it;
+3. the mark of a rank that closed the group in order;
+4. a rank that does not answer the liveness check. Every rank's process answers on a thread of its
+   own, with the number of collectives it has called: a rank that computes is late, never dead.
+
+A rank that is merely not heard from is named as such, and is blamed only where no rank is proven to
+be gone. When the store does not answer, the error says so and blames no rank. Every store call here
+has a limit of its own (`board.QUICK_S`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from echelon.dist.backends.interface import ConnectionBroken, Members
+from echelon.dist.errors import build
+from echelon.dist.membership.board import QUICK_S, Board, path_of, quick
+from echelon.dist.membership.host import watchable
+from echelon.dist.membership.peers import Peers
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.watcher import watcher
+from echelon.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    StoreError,
+    StoreTimeoutError,
+)
+from echelon.store import PrefixStore
+from echelon.store.base import Store
+
+if TYPE_CHECKING:
+    from echelon.dist.progress.group_state import GroupState
+
+_ANSWER_S = 1.5
+_OTHERS_ASK_S = 0.4  # before a question of another rank is asked again
+_HEARSAY_S = 0.25  # a verdict may be on its way when a connection breaks or a process ends
+_CLASSES: dict[str, type[CollectiveError]] = {
+    "timeout": CollectiveTimeoutError,
+    "lost": PeerLostError,
+    "mismatch": CollectiveMismatchError,
+    "error": CollectiveError,
+}
+
+
+class Liveness:
+    """The evidence of one group on this rank; see `progress.group_state.Evidence`."""
+
+    def __init__(
+        self, members: Members, store: PrefixStore, board: Board, facts: list[dict[str, Any]]
+    ) -> None:
+        """Watch the members.
+
+        Args:
+            store: the group's part of the store.
+            board: the world's; used if a member cannot be watched directly.
+            facts: per group rank, `process_identity` of its process.
+        """
+        self._members = members
+        self._store = store
+        self._path = path_of(store)
+        self._others = [rank for rank in range(members.size) if rank != members.rank]
+        self._peers = Peers(watchable(facts, members.rank))
+        self._board = board if self._peers.watched != set(self._others) else None
+        self._state: GroupState | None = None
+        self._has_heard = False  # of a verdict: it needs no other
+        self._is_closed = False
+
+    def serve(self, state: GroupState) -> None:
+        """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
+        self._state = state
+        if self._board is not None:
+            self._board.attach(self._path, self._take)
+
+    def check_joining(self) -> None:
+        """Raise if a member is known to have died while the group is being made.
+
+        Raises:
+            PeerLostError: names it.
+        """
+        dead = self._peers.dead(self._others)
+        if dead:
+            raise build.peer_lost(self._members, Operation("init", 0), dead)
+
+    # ---- what GroupState asks ----
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the group ranks whose processes are known to have ended."""
+        return self._peers.dead(ranks)
+
+    def find(
+        self,
+        operation: Operation,
+        broken: ConnectionBroken | None,
+        needed: Sequence[int] | None,
+        dead: Sequence[int] = (),
+    ) -> CollectiveError:
+        """Find out who is at fault, within 2.5 s."""
+        members = self._members
+        if broken is None and needed is not None and not dead and self._board is None:
+            return build.timed_out(members, operation, needed)
+        try:
+            with contextlib.closing(quick(self._store)) as store:
+                return self._find(operation, broken, needed, dead, store)
+        except StoreError as err:
+            gone = self._peers.dead(self._others)
+            if gone:
+                return build.peer_lost(members, operation, gone)
+            if broken is None and needed is not None:
+                return build.timed_out(members, operation, needed)
+            return build.out_of_reach(members, operation, broken, err)
+
+    def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Return why a rank that the engine saw leave did so, if it published that."""
+        if not isinstance(error, PeerLostError):
+            return error
+        places = {rank: place for place, rank in enumerate(self._members.ranks)}
+        blamed = [places[rank] for rank in error.ranks if rank in places]
+        if blamed and self._peers.dead(blamed) == blamed:
+            return error
+        try:
+            with contextlib.closing(quick(self._store)) as store:
+                return self._verdict(operation, store, _HEARSAY_S) or error
+        except StoreError:
+            return error
+
+    def publish(self, error: CollectiveError) -> None:
+        """Publish why the group ended on this rank, from the watcher's thread."""
+        if self._others and not self._has_heard:
+            note = self._note(error)
+            watcher().post(lambda: self._publish(note))
+
+    def leave(self) -> None:
+        """Mark that this rank closed the group, from the watcher's thread."""
+        if self._board is not None:
+            watcher().post(self._mark_left)
+
+    def close(self) -> None:
+        """Publish what is still to be published, and release everything. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        watcher().flush(2 * QUICK_S)
+        if self._board is not None:
+            self._board.detach(self._path)
+        self._peers.close()
+
+    # ---- finding out ----
+
+    def _find(
+        self,
+        operation: Operation,
+        broken: ConnectionBroken | None,
+        needed: Sequence[int] | None,
+        dead: Sequence[int],
+        store: Store,
+    ) -> CollectiveError:
+        members = self._members
+        known = self._verdict(operation, store, _HEARSAY_S)
+        if known is not None:
+            return known
+        gone = list(dead) or (self._peers.dead(self._others) if needed is None else [])
+        if gone:
+            return build.peer_lost(members, operation, gone)
+        entered, silent = self._ask(operation, store)
+        known = self._verdict(operation, store, 0.001)
+        if known is not None:
+            return known
+        left = [rank for rank in silent if store.check([f"left/{rank}"])]
+        gone = sorted({*self._peers.dead(self._others if needed is None else needed), *left})
+        silent = [rank for rank in silent if rank not in gone]
+        if gone:
+            return build.peer_lost(members, operation, gone, silent=silent)
+        if broken is None:
+            late = self._late(operation, entered, silent) if needed is None else list(needed)
+            mute = [rank for rank in silent if rank in late]
+            return build.timed_out(members, operation, late, silent=mute)
+        if silent:
+            return build.peer_lost(members, operation, silent)
+        seen = [] if broken.peer is None else [broken.peer]
+        return build.connection_broken(members, operation, broken, seen)
+
+    def _late(self, operation: Operation, entered: dict[int, int], silent: list[int]) -> list[int]:
+        if operation.is_message:
+            return [operation.peer] if operation.peer in self._others else []
+        late = [rank for rank, number in entered.items() if number <= operation.sequence]
+        return sorted({*late, *silent})
+
+    def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, int], list[int]]:
+        """Return how many collectives each other rank has called, and which did not answer."""
+        if self._board is None:
+            return {}, []
+        question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
+        me = str(self._members.rank)
+        is_first = store.compare_set(f"asked/{question}", "", me) == me.encode()
+        silent = self._others if is_first else self._silent(question, store, _OTHERS_ASK_S)
+        if silent:
+            self._board.post(self._path, {"ask": question})
+            silent = self._silent(question, store, _ANSWER_S)
+        heard = [rank for rank in self._others if rank not in silent]
+        if not heard:
+            return {}, silent
+        values = store.multi_get([self._answer_key(question, rank) for rank in heard])
+        return {rank: int(value) for rank, value in zip(heard, values, strict=True)}, silent
+
+    def _silent(self, question: str, store: Store, wait_s: float) -> list[int]:
+        """Return the other ranks that have not answered within a time."""
+        keys = {self._answer_key(question, rank): rank for rank in self._others}
+        try:
+            store.wait(list(keys), timeout=wait_s)
+        except StoreTimeoutError as err:
+            if not err.missing:
+                raise
+            names = [str(key).removeprefix(self._path) for key in err.missing]
+            return sorted(keys[name] for name in names if name in keys)
+        return []
+
+    def _answer_key(self, question: str, rank: int) -> str:
+        return f"answer/{question}/{rank}"
+
+    # ---- verdicts and answers ----
+
+    def _take(self, notice: dict[str, Any]) -> None:
+        """Answer a question or pass on a verdict; on the board's thread."""
+        state = self._state
+        if state is None:
+            return
+        if "ask" in notice:
+            with contextlib.closing(quick(self._store)) as store:
+                key = self._answer_key(notice["ask"], self._members.rank)
+                store.set_confirmed(key, str(state.num_collectives))
+        elif notice["by"] != self._members.ranks[self._members.rank]:
+            operation = Operation(notice["operation"], notice["sequence"])
+            state.fail(self._reported(operation, notice))
+
+    def _note(self, error: CollectiveError) -> dict[str, Any]:
+        kind = next(name for name, one in _CLASSES.items() if isinstance(error, one))
+        text = str(error).partition(" ranks): ")[2] or str(error).partition(" ranks) ")[2]
+        return {
+            "class": "lost" if error.operation == "abort" else kind,
+            "ranks": list(error.ranks),
+            "text": text or str(error),
+            "operation": error.operation,
+            "sequence": error.sequence,
+            "by": self._members.ranks[self._members.rank],
+        }
+
+    def _publish(self, note: dict[str, Any]) -> None:
+        with contextlib.closing(quick(self._store)) as store:
+            store.compare_set("end", "", json.dumps(note))
+        if self._board is not None:
+            self._board.post(self._path, note)
+
+    def _mark_left(self) -> None:
+        with contextlib.closing(quick(self._store)) as store:
+            store.set_confirmed(f"left/{self._members.rank}", b"1")
+
+    def _verdict(self, operation: Operation, store: Store, wait_s: float) -> CollectiveError | None:
+        """Return what another rank published, waiting for it a moment.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        began_s = time.monotonic()
+        try:
+            note = json.loads(store.get("end", timeout=wait_s))
+        except StoreTimeoutError as err:
+            if not err.missing or time.monotonic() - began_s > wait_s + QUICK_S:
+                raise
+            return None
+        except ValueError:
+            return None
+        return self._reported(operation, note)
+
+    def _reported(self, operation: Operation, note: dict[str, Any]) -> CollectiveError:
+        text = str(note["text"])
+        same = (note["operation"], note["sequence"]) == (operation.kind, operation.sequence)
+        if not same and note["operation"] != "abort":
+            text = f"the group ended in {note['operation']} #{note['sequence']}: {text}"
+        self._has_heard = True
+        return build.reported(
+            self._members, operation, _CLASSES[note["class"]], text, note["ranks"]
+        )
