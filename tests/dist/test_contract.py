@@ -9,6 +9,7 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
+from echelon.dist.backends.shm import native
 from tests.dist import contract
 from tests.ranks import run_ranks
 
@@ -21,6 +22,8 @@ def _keep_contract(rank: int, world_size: int, backend: str, traits: contract.Tr
         if check.__name__ not in traits.no_checks:
             check(group, traits)
     dist.shutdown()
+    core = native.core()
+    assert core is None or core.lost_wakes() == 0
     return group.backend
 
 
