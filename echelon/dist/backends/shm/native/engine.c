@@ -104,6 +104,7 @@ static void fail_queue(struct ec_engine *engine, struct ec_queue *queue)
 static void fail_everything(struct ec_engine *engine)
 {
     fail_queue(engine, &engine->submitted);
+    fail_queue(engine, &engine->taken);
     fail_queue(engine, &engine->collectives);
     fail_queue(engine, &engine->any_receives);
     for (int rank = 0; rank < engine->size; rank++) {
@@ -219,14 +220,25 @@ void ec_leave(struct ec_engine *engine)
 
 /* ---- driving ---- */
 
-/* Take over what was submitted since. An operation is in some queue at all times, so that the end of
- * the group finds it. */
+/* Move what was submitted since to where only the driver sees it; under `lock`. */
 static void take_over(struct ec_engine *engine)
 {
-    pthread_mutex_lock(&engine->lock);
-    struct ec_op *op = ec_pop(&engine->submitted);
-    pthread_mutex_unlock(&engine->lock);
-    while (op) {
+    atomic_store_explicit(&engine->kicked, 0, memory_order_relaxed);
+    if (!engine->submitted.head)
+        return;
+    if (engine->taken.tail)
+        engine->taken.tail->next = engine->submitted.head;
+    else
+        engine->taken.head = engine->submitted.head;
+    engine->taken.tail = engine->submitted.tail;
+    engine->submitted = (struct ec_queue){NULL, NULL};
+}
+
+/* An operation is in some queue at all times, so that the end of the group finds it. */
+static void begin_taken(struct ec_engine *engine)
+{
+    struct ec_op *op;
+    while ((op = ec_pop(&engine->taken))) {
         if (op->deadline_ns < engine->earliest_ns)
             engine->earliest_ns = op->deadline_ns;
         if (op->kind == EC_SEND)
@@ -235,9 +247,6 @@ static void take_over(struct ec_engine *engine)
             ec_begin_receive(engine, op);
         else
             ec_append(&engine->collectives, op);
-        pthread_mutex_lock(&engine->lock);
-        op = ec_pop(&engine->submitted);
-        pthread_mutex_unlock(&engine->lock);
     }
 }
 
@@ -274,10 +283,14 @@ enum { EC_MOVES = 64 }; /* steps between two looks at the clock while everything
 static void drive(struct ec_engine *engine, const struct ec_op *op, int64_t until, bool looks)
 {
     for (unsigned num_moved = 0;;) {
-        if (atomic_exchange(&engine->kicked, 0))
+        if (atomic_load(&engine->kicked)) {
+            pthread_mutex_lock(&engine->lock);
             take_over(engine);
+            pthread_mutex_unlock(&engine->lock);
+        }
         if (was_ended(engine))
             return;
+        begin_taken(engine);
         bool moved = step_all(engine);
         if (op && is_over(op))
             return;
@@ -313,6 +326,7 @@ static void *serve(void *argument)
             continue;
         }
         engine->driving = true;
+        take_over(engine);
         pthread_mutex_unlock(&engine->lock);
         drive(engine, NULL, INT64_MAX, false);
         pthread_mutex_lock(&engine->lock);
@@ -323,42 +337,29 @@ static void *serve(void *argument)
     return NULL;
 }
 
-/* Queue an operation. It fails at once if the group has ended. -1: no thread could be started. */
-int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread)
+/* Queue an operation, which fails at once if the group has ended; under `lock`. */
+static void submit(struct ec_engine *engine, struct ec_op *op)
 {
-    int result = 0;
-    pthread_mutex_lock(&engine->lock);
-    if (needs_thread && !engine->has_thread) {
-        result = -pthread_create(&engine->thread, NULL, serve, engine);
-        engine->has_thread = result == 0;
-    }
     engine->num_pending++;
     op->number = engine->num_submitted++;
-    if (engine->blame.fault != EC_FINE || result) {
+    if (engine->blame.fault != EC_FINE) {
         settle(engine, op, EC_FAILED);
-    } else {
-        ec_append(&engine->submitted, op);
-        kick(engine);
-        if (needs_thread && !engine->driving && engine->num_waiting)
-            pthread_cond_broadcast(&engine->changed);
+        return;
     }
-    pthread_mutex_unlock(&engine->lock);
-    return result;
+    ec_append(&engine->submitted, op);
+    if (engine->driving)
+        kick(engine);
 }
 
-/* Wait until `op` is over or `until` has passed; returns what `check` said, 0 otherwise.
- *
- * [Note: signal handlers] `check` runs Python's signal handlers, and those may call this engine: a
- * collective, abort, leave. So the driving is given up for it, with everything in a state in which
- * any thread can take over, this one included. */
-int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check check,
-            void *argument)
+/* See ec_wait; enters with the lock held, returns without. */
+static int wait_locked(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check check,
+                       void *argument)
 {
     int said = 0;
-    pthread_mutex_lock(&engine->lock);
     while (!is_over(op) && !said && (until == INT64_MAX || ec_now_ns() < until)) {
         if (!engine->driving) {
             engine->driving = true;
+            take_over(engine);
             pthread_mutex_unlock(&engine->lock);
             drive(engine, op, until, check != NULL);
             pthread_mutex_lock(&engine->lock);
@@ -380,6 +381,46 @@ int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check 
         pthread_cond_broadcast(&engine->changed); /* another thread takes over the driving */
     pthread_mutex_unlock(&engine->lock);
     return said;
+}
+
+/* Queue an operation for whichever thread waits next, with `needs_thread` for the engine's own at
+ * the latest. It fails at once if the group has ended. -1: no thread could be started. */
+int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread)
+{
+    int result = 0;
+    pthread_mutex_lock(&engine->lock);
+    if (needs_thread && !engine->has_thread) {
+        result = -pthread_create(&engine->thread, NULL, serve, engine);
+        engine->has_thread = result == 0;
+    }
+    if (result)
+        atomic_store_explicit(&op->state, EC_FAILED, memory_order_release);
+    else
+        submit(engine, op);
+    if (needs_thread && !engine->driving && engine->num_waiting)
+        pthread_cond_broadcast(&engine->changed);
+    pthread_mutex_unlock(&engine->lock);
+    return result;
+}
+
+/* Wait until `op` is over or `until` has passed; returns what `check` said, 0 otherwise.
+ *
+ * [Note: signal handlers] `check` runs Python's signal handlers, and those may call this engine: a
+ * collective, abort, leave. So the driving is given up for it, with everything in a state in which
+ * any thread can take over, this one included. */
+int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until, ec_check check,
+            void *argument)
+{
+    pthread_mutex_lock(&engine->lock);
+    return wait_locked(engine, op, until, check, argument);
+}
+
+/* Submit and wait at once: what a blocking call does. */
+int ec_run(struct ec_engine *engine, struct ec_op *op, ec_check check, void *argument)
+{
+    pthread_mutex_lock(&engine->lock);
+    submit(engine, op);
+    return wait_locked(engine, op, INT64_MAX, check, argument);
 }
 
 /* Leave the group. What is pending fails; no other thread may be in a call any more when this

@@ -227,6 +227,7 @@ struct ec_engine {
     int64_t earliest_ns; /* no operation's deadline is before this */
     int64_t spin_ns; /* how long to spin before the next sleep */
     unsigned num_slept;
+    struct ec_queue taken; /* taken over from `submitted`, not yet begun */
     struct ec_queue collectives;
     struct ec_queue *sends, *receives; /* per peer; receives that wait for a message */
     struct ec_queue any_receives;
@@ -262,6 +263,7 @@ int ec_open(struct ec_engine *engine, void *memory, int rank, int size, size_t s
             size_t ring_bytes, bool spins, const struct ec_peer *peers);
 void ec_close(struct ec_engine *engine);
 int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread);
+int ec_run(struct ec_engine *engine, struct ec_op *op, ec_check check, void *argument);
 int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until_ns, ec_check check,
             void *argument);
 void ec_abort(struct ec_engine *engine);

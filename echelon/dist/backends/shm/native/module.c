@@ -108,12 +108,16 @@ static int check_open(const EngineObject *self)
     return -1;
 }
 
+/* In place, one view serves both. */
 static int take_buffers(const struct arguments *a, Py_buffer *source, Py_buffer *target)
 {
-    if (a->source != Py_None && PyObject_GetBuffer(a->source, source, PyBUF_SIMPLE) < 0)
+    if (a->target != Py_None && PyObject_GetBuffer(a->target, target, PyBUF_WRITABLE) < 0)
         return -1;
-    if (a->target != Py_None && PyObject_GetBuffer(a->target, target, PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(source);
+    if (a->source != Py_None && a->source == a->target) {
+        source->buf = target->buf;
+        source->len = target->len;
+    } else if (a->source != Py_None && PyObject_GetBuffer(a->source, source, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(target);
         return -1;
     }
     return 0;
@@ -289,12 +293,14 @@ static void leave(EngineObject *self, const struct inside *call)
         free_engine(self);
 }
 
-static int wait_for(EngineObject *self, struct ec_op *op, int64_t until)
+/* Wait for an operation, with `is_new` after submitting it; non-zero: an exception is set. */
+static int wait_for(EngineObject *self, struct ec_op *op, int64_t until, bool is_new)
 {
     struct inside call;
     enter(self, &call);
     PyThreadState *state = PyEval_SaveThread();
-    int said = ec_wait(&self->engine, op, until, check_signals, &state);
+    int said = is_new ? ec_run(&self->engine, op, check_signals, &state)
+                      : ec_wait(&self->engine, op, until, check_signals, &state);
     if (said && said != EC_FORKED)
         ec_abort(&self->engine); /* the operation may lie on this thread's stack */
     PyEval_RestoreThread(state);
@@ -337,7 +343,7 @@ static PyObject *Ticket_wait(TicketObject *self, PyObject *argument)
     if (PyErr_Occurred())
         return NULL;
     if (atomic_load(&self->op.state) == EC_PENDING) {
-        if (check_open(self->owner) < 0 || wait_for(self->owner, &self->op, deadline(timeout_s)))
+        if (check_open(self->owner) < 0 || wait_for(self->owner, &self->op, deadline(timeout_s), false))
             return NULL;
     }
     return PyBool_FromLong(atomic_load(&self->op.state) != EC_PENDING);
@@ -466,8 +472,7 @@ static PyObject *Engine_run(EngineObject *self, PyObject *const *args, Py_ssize_
     uint64_t *splits = NULL;
     if (prepare(self, args, num, &op, &source, &target, &splits) < 0)
         return NULL;
-    ec_submit(&self->engine, &op, false);
-    int said = wait_for(self, &op, INT64_MAX);
+    int said = wait_for(self, &op, INT64_MAX, true);
     drop(&source, &target, splits);
     return said ? NULL : outcome(self, &op);
 }
