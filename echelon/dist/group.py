@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import echelon.recorder.current as black_box
 from echelon.dist import objects
@@ -29,6 +29,10 @@ from echelon.errors import CollectiveError
 from echelon.recorder import sites
 from echelon.recorder.recorder import NOT_RECORDED
 from echelon.recorder.schema import Flag
+
+_MAX_CALLS = 1024
+_ASYNC = int(Flag.ASYNC)  # looking up a member of an enum costs as much as the rest of the flags
+_P2P = int(Flag.P2P)
 
 MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
@@ -70,6 +74,7 @@ class ProcessGroup(Collectives, PointToPoint):
         self.created_mono_ns = time.monotonic_ns()
         self._num_splits = 0
         self._coalesced = threading.local()
+        self._calls: dict[tuple[Any, ...], bytes] = {}  # of collectives the engine accepts
         recorder = black_box.current()
         self._reference = 0 if recorder is None else recorder.new_group(members.name, members.ranks)
 
@@ -236,27 +241,24 @@ class ProcessGroup(Collectives, PointToPoint):
     ) -> Work | None:
         is_part = kind == "scatter" or (kind == "all_gather" and splits)
         shown = target if is_part or source is None else source
-        dtype, shape = ("", ()) if shown is None else (shown.dtype, shown.shape)
-        self._check_use(kind, shown, reduce_op)
-        device = "cpu" if shown is None else shown.device
-        compared = None if shown is None else shape
-        call = encode_call(kind, reduce_op, dtype, root, compared, device, splits)
-        with self._state.collectives as is_nested:
+        if shown is None:
+            dtype, device, compared = "", "cpu", None
+        else:
+            dtype, device, compared = shown.dtype, shown.device, shown.shape
+        state = self._state
+        if state.is_foreign or state.is_closed:
+            self._refuse_use()
+        key = (kind, reduce_op, dtype, root, compared, device, splits)
+        call = self._calls.get(key) or self._new_call(key, shown)
+        limit_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
+        with state.collectives as is_nested:
+            # By position: this is the hot path, and 15 keywords cost more than their values.
             operation = Operation(
-                kind=kind,
-                sequence=self._state.num_collectives,
-                dtype=dtype,
-                device=device,
-                reduce_op=reduce_op,
-                root=root,
-                source=None if source is None else source.data,
-                target=None if target is None else target.data,
-                input_splits=input_splits,
-                output_splits=output_splits,
-                shape=shape,
-                timeout_s=self._limit(timeout_s),
-                call=call,
-            )
+                kind, state.num_collectives, dtype, device, reduce_op, root, -1, 0,
+                None if source is None else source.data,
+                None if target is None else target.data,
+                input_splits, output_splits, compared or (), limit_s, call,
+            )  # fmt: skip
             return self._dispatch(operation, shown, async_op, is_nested=is_nested)
 
     def _message(
@@ -286,8 +288,7 @@ class ProcessGroup(Collectives, PointToPoint):
                 work = self._dispatch(operation, data, async_op, waits=False)
                 record = None
         if record is not None:
-            with self._failing(record):
-                self._execute(operation, record)
+            self._execute(operation, record)
             return None
         if is_blocking and work is not None:  # other threads may send while this one waits
             work.wait()
@@ -312,14 +313,13 @@ class ProcessGroup(Collectives, PointToPoint):
         """
         batch = self._batch()
         record = self._admit(operation, shown, async_op, is_nested=is_nested)
-        with self._failing(record):
-            if not async_op and batch is None and self._is_inline(operation):
-                self._execute(operation, record)
-                return None
-            recorder = None if record == NOT_RECORDED else black_box.current()
-            if recorder is not None:
-                recorder.started(record)
+        if not async_op and batch is None and self._is_inline(operation):
+            self._execute(operation, record)
+            return None
+        try:
             work = self._state.launch(operation, record)
+        except BaseException as err:  # noqa: BLE001 -- raised again
+            self._raise_failure(err, record)
         if batch is not None:
             batch[1].append(work)
         elif not async_op and waits:
@@ -330,66 +330,75 @@ class ProcessGroup(Collectives, PointToPoint):
         self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
     ) -> int:
         """Give an operation its number and its record, unless it is refused."""
-        self._state.sweep()
         try:
             self._state.admit(operation, is_nested=is_nested)
         except CollectiveError as err:
-            record = self._record(operation, shown, async_op)
-            with self._failing(record):
-                raise err
+            self._raise_failure(err, self._record(operation, shown, async_op, is_started=False))
         return self._record(operation, shown, async_op)
 
-    @contextlib.contextmanager
-    def _failing(self, record: int) -> Iterator[None]:
-        """Record a failure, and let it name the caller's line."""
-        try:
-            yield
-        except BaseException as err:
-            recorder = None if record == NOT_RECORDED else black_box.current()
-            if recorder is not None:
-                recorder.failed(record, err)
-            if not isinstance(err, CollectiveError):
-                raise
-            frame = sites.caller(1)
-            if frame is not None and "Called at" not in str(err):
-                err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
-            # The message says it all; a user's traceback should end in the user's code, not ours.
-            cause = err.__cause__
-            raise err.with_traceback(None) from cause
+    def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
+        """Record a failure and raise it; one of the group names the caller's line."""
+        recorder = None if record == NOT_RECORDED else black_box.current()
+        if recorder is not None:
+            recorder.failed(record, err)
+        if not isinstance(err, CollectiveError):
+            raise err
+        frame = sites.caller(1)
+        if frame is not None and "Called at" not in str(err):
+            err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
+        # The message says it all; a user's traceback should end in the user's code, not here.
+        cause = err.__cause__
+        raise err.with_traceback(None) from cause
 
     def _execute(self, operation: Operation, record: int) -> None:
-        recorder = None if record == NOT_RECORDED else black_box.current()
-        if recorder is None:
+        try:
             self._state.run(operation)
-            return
-        recorder.started(record)
-        self._state.run(operation)
-        recorder.completed(record)
+        except BaseException as err:  # noqa: BLE001 -- raised again
+            self._raise_failure(err, record)
+        recorder = None if record == NOT_RECORDED else black_box.current()
+        if recorder is not None:
+            recorder.completed(record)
 
-    def _record(self, operation: Operation, shown: View | None, async_op: bool) -> int:
+    def _record(
+        self, operation: Operation, shown: View | None, async_op: bool, *, is_started: bool = True
+    ) -> int:
         recorder = black_box.current()
         if recorder is None:
             return NOT_RECORDED
-        root, batch, is_message = operation.root, self._batch(), operation.is_message
-        flags = int(Flag.ASYNC) if async_op else 0
+        batch = self._batch()
+        if operation.peer == -1:
+            root = operation.root
+            return recorder.begin(
+                self._reference,
+                operation.kind,
+                sequence=operation.sequence,
+                dtype=operation.dtype,
+                shapes=() if shown is None else (shown.shape,),
+                input_splits=operation.input_splits,
+                output_splits=operation.output_splits,
+                num_bytes=0 if shown is None else shown.data.nbytes,
+                reduce_op=operation.reduce_op,
+                root=-1 if root < 0 else self._members.ranks[root],
+                coalesced=-1 if batch is None else batch[0],
+                timeout_s=operation.timeout_s,
+                flags=_ASYNC if async_op else 0,
+                depth=5,
+                is_started=is_started,
+            )
         return recorder.begin(
             self._reference,
             operation.kind,
-            sequence=-1 if is_message else operation.sequence,
-            p2p_sequence=operation.sequence if is_message else -1,
+            p2p_sequence=operation.sequence,
             dtype=operation.dtype,
-            shapes=() if shown is None else (tuple(shown.shape),),
-            input_splits=operation.input_splits,
-            output_splits=operation.output_splits,
-            num_bytes=0 if shown is None else shown.num_bytes,
-            reduce_op=operation.reduce_op,
-            root=-1 if root < 0 else self._members.ranks[root],
+            shapes=() if shown is None else (shown.shape,),
+            num_bytes=0 if shown is None else shown.data.nbytes,
             peer=self._members.ranks[operation.peer] if operation.peer >= 0 else -1,
-            tag=operation.tag if is_message else -1,
+            tag=operation.tag,
             coalesced=-1 if batch is None else batch[0],
             timeout_s=operation.timeout_s,
-            flags=flags | (int(Flag.P2P) if is_message else 0),
+            flags=_P2P | _ASYNC if async_op else _P2P,
             depth=4,
+            is_started=is_started,
         )
 
     # ---- checks ----
@@ -399,18 +408,29 @@ class ProcessGroup(Collectives, PointToPoint):
         return batch
 
     def _check_use(self, kind: str, shown: View | None, reduce_op: str) -> None:
-        state = self._state
-        if state.is_foreign:
-            raise ValueError(
-                f"group {self.name!r} belongs to another process: a forked child cannot use it"
-            )
-        if state.is_closed:
-            raise ValueError(f"group {self.name!r} is shut down")
+        if self._state.is_foreign or self._state.is_closed:
+            self._refuse_use()
         if shown is None or shown.device != self._engine.device:
             return  # the engine's `prepare` refuses it, if it does
         reason = self._engine.refuses(kind, shown.dtype, reduce_op)
         if reason:
             raise ValueError(f"{kind} of {shown}: backend {self.backend!r} {reason}")
+
+    def _refuse_use(self) -> NoReturn:
+        if self._state.is_foreign:
+            raise ValueError(
+                f"group {self.name!r} belongs to another process: a forked child cannot use it"
+            )
+        raise ValueError(f"group {self.name!r} is shut down")
+
+    def _new_call(self, key: tuple[Any, ...], shown: View | None) -> bytes:
+        """Encode a collective that the engine accepts; kept, up to a limit."""
+        kind, reduce_op = key[:2]
+        self._check_use(kind, shown, reduce_op)
+        if len(self._calls) >= _MAX_CALLS:
+            self._calls.clear()
+        call = self._calls[key] = encode_call(*key)
+        return call
 
     def _limit(self, timeout_s: Timeout) -> float:
         return self._timeout_s if timeout_s is None else check_timeout(timeout_s)

@@ -11,6 +11,7 @@ Here are the file, its identity, its last words and its spans. Its operations ar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -51,6 +52,7 @@ _HEAD_STRUCT = struct.Struct("<QII")
 _STAMP_STRUCT = struct.Struct("<Q")
 _SPAN_STRUCT = struct.Struct(f"<QII{SPAN_FIXED_STRUCT.size}sQ")
 _CRC_STRUCT = struct.Struct("<I")
+_MADV_POPULATE_WRITE = 23
 
 
 class Ring:
@@ -171,7 +173,10 @@ def _create(path: Path, num_bytes: int) -> mmap.mmap:
             os.posix_fallocate(fd, 0, num_bytes)
         else:
             os.ftruncate(fd, num_bytes)
-        return mmap.mmap(fd, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+        with contextlib.suppress(OSError, AttributeError):  # Linux 5.14
+            memory.madvise(_MADV_POPULATE_WRITE)  # a page fault costs more than ten operations
+        return memory
     except OSError:
         path.unlink(missing_ok=True)
         raise

@@ -38,6 +38,8 @@ DTYPES = (
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _NUMERIC = frozenset(DTYPES)
 _DLPACK_HOST = 1  # kDLCPU
+# NumPy makes a dtype's name anew each time it is asked, for as long as all the rest takes.
+_PLAIN = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in DTYPES}
 
 
@@ -69,7 +71,7 @@ class DeviceFlat:
         return self.length * self.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that makes each one three times as expensive
 class View:
     """An array as the backends see it.
 
@@ -114,6 +116,12 @@ def view(array: Any, name: str, *, writable: bool) -> View:
         ValueError: not an array, masked, not contiguous, not writable, or of a dtype whose elements
             are not plain bytes.
     """
+    if type(array) is np.ndarray:
+        dtype = _PLAIN.get(array.dtype)
+        flags = array.flags
+        if dtype is not None and flags.c_contiguous and (flags.writeable or not writable):
+            return View(array if array.ndim == 1 else array.reshape(-1), dtype, array.shape)
+        return _view_numpy(array, name, writable=writable)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _view_torch(torch, array, name)

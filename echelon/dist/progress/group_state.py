@@ -35,6 +35,18 @@ _CLOSE_S = 1.0  # how long `close` waits for other threads to leave the engine
 _LOOK_S = 0.001
 
 
+_num_forks = 0  # between this process and the one that imported this module
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
 class Evidence(Protocol):
     """What this rank can find out about the other members from outside the engine."""
 
@@ -157,7 +169,7 @@ class GroupState:
         self.evidence: Evidence = evidence or NoEvidence(members)
         self.num_collectives = 0
         self.is_closed = False
-        self._pid = os.getpid()
+        self._num_forks = _num_forks
         self._message_numbers: dict[tuple[str, int], int] = {}
         self._ends: dict[str, _End] = {}  # empty, or the one end: see the note above
         self.collectives = Turn()  # held by a collective from its number to its end
@@ -171,7 +183,7 @@ class GroupState:
     @property
     def is_foreign(self) -> bool:
         """Whether this process is a fork of the one that owns the group."""
-        return os.getpid() != self._pid
+        return self._num_forks != _num_forks
 
     # ---- numbers ----
 
@@ -186,12 +198,14 @@ class GroupState:
             ValueError: the engine refuses it; no number was given.
             CollectiveError: the group has ended, or a nested collective cannot run.
         """
+        if self._works:
+            self.sweep()
         if self._ends:
             raise self.end_of(operation)
         if is_nested and not self.engine.nests:
             raise build.nested(self.members, operation)
         self.engine.prepare(operation)
-        if operation.is_message:
+        if operation.peer != -1:
             self._message_numbers[operation.kind, operation.peer] = operation.sequence + 1
         else:
             self.num_collectives = operation.sequence + 1
