@@ -1,4 +1,11 @@
-"""`python -m echelon.dist.checkpoint PATH`: what a checkpoint holds; verify it; export it."""
+"""Show, verify and export checkpoints.
+
+    python -m echelon.dist.checkpoint show FOLDER
+    python -m echelon.dist.checkpoint verify FOLDER
+    python -m echelon.dist.checkpoint export FOLDER FILE [--key NAME]
+
+Exit code 0; 1 if a version is damaged or cannot be read; 2 for a wrong command line.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from echelon.dist.checkpoint.disk.folder import COMMIT, candidates, marked
 from echelon.dist.checkpoint.disk.source import Version
 from echelon.dist.checkpoint.export import export
 from echelon.dist.checkpoint.state.entries import MODULE, OPTIMIZER, RANDOM
@@ -16,31 +24,67 @@ from echelon.errors import CheckpointError
 _SHOWN_CHARS = 100
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m echelon.dist.checkpoint", description=__doc__.partition(": ")[2]
+        prog="python -m echelon.dist.checkpoint", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("path", type=Path, help="a checkpoint, or one version in it")
-    parser.add_argument("--verify", action="store_true", help="read every byte, check it")
-    parser.add_argument("--export", type=Path, metavar="FILE", help=".safetensors, or torch's .pt")
-    parser.add_argument("--key", help="the entry to export")
-    options = parser.parse_args()
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("show", "what a checkpoint holds, and its versions"),
+        ("verify", "read every byte of every version"),
+        ("export", "write one file that other programs read"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("path", type=Path, metavar="FOLDER", help="or one version in it")
+    command.add_argument("file", type=Path, metavar="FILE", help=".safetensors, or torch's .pt")
+    command.add_argument("--key", help="the entry to export")
+    options = parser.parse_args(arguments)
     try:
-        source = Version(options.path)
-        try:
-            print("\n".join(describe(source)))
-            if options.verify:
-                print(f"verified: {source.verify():,} bytes are as they were saved")
-        finally:
-            source.close()
-        if options.export:
-            export(options.path, options.export, options.key)
-            print(f"exported to {options.export}")
+        if options.command == "show":
+            return show(options.path)
+        if options.command == "verify":
+            return verify(options.path)
+        export(options.path, options.file, options.key)
+        print(f"exported to {options.file}")
     except (CheckpointError, ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def show(path: Path) -> int:
+    """Print what the newest version holds, and which versions there are."""
+    source = Version(path)
+    try:
+        print("\n".join(describe(source)))
+    finally:
+        source.close()
+    others = [version.name for version in _all_versions(path) if version != source.path]
+    if others:
+        print(f"older versions: {', '.join(others)}")
+    return 0
+
+
+def verify(path: Path) -> int:
+    """Read every version, the oldest first; print a line for each. 1 if one is damaged."""
+    code = 0
+    for version in _all_versions(path):
+        try:
+            source = Version(version)
+            try:
+                print(f"{version}: {source.verify():,} bytes are as they were saved")
+            finally:
+                source.close()
+        except CheckpointError as error:
+            print(f"{version}: DAMAGED: {error}", file=sys.stderr)
+            code = 1
+    return code
+
+
+def _all_versions(path: Path) -> list[Path]:
+    candidates(path)  # raises if there is none
+    return [path] if (path / COMMIT).exists() else list(marked(path))
 
 
 def describe(source: Version) -> list[str]:
@@ -55,6 +99,8 @@ def describe(source: Version) -> list[str]:
             lines.append(f"  {path}: {kind}, {len(tensors)} tensors, {numel:,} elements")
         elif kind == RANDOM:
             lines.append(f"  {path}: random states")
+        elif path not in manifest.values:
+            lines.append(f"  {path}: one for each rank")
         else:
             lines.append(f"  {path}: {_short(unpack(manifest.values[path]))}")
     return lines

@@ -1,4 +1,4 @@
-"""Save a state: every rank writes its share, and the last step makes it count, for all or none."""
+"""Save a state: every rank writes its share, and the last step makes the version count."""
 
 from __future__ import annotations
 
@@ -41,24 +41,33 @@ def save(
     """Save a state under `path`, a folder on a file system that all hosts share. Collective.
 
     Modules, optimizers, `RandomState`s, objects with `state_dict` and `load_state_dict`, tensors
-    and plain values, in a dict that may hold further dicts. What is replicated is written once,
-    each rank a share; of sharded modules each rank writes its shards. Plain values are rank 0's,
-    random states each rank's own. Parameters of an optimizer are named after the modules beside it.
+    and plain values, in a dict that may hold further dicts. Ranks that hold the same tensor prove
+    that their copies are equal; each then writes a share. Of sharded modules each rank writes its
+    shards. Buffers, extra state and states of objects are saved once if they are equal on all
+    ranks, else for each rank. Plain values are rank 0's, random states each rank's own. Parameters
+    of an optimizer are named after the modules beside it.
 
-    The checkpoint before stays loadable until this one is complete, whatever happens.
+    The checkpoint before stays loadable until this one is complete, whatever happens. Ranks wait
+    for each other at most as long as the group's timeout; in the background, `timeout_s`.
 
     Args:
-        path: a folder, made if it is not there.
+        path: a folder, created if it does not exist.
         state: what to save.
-        async_op: copy the state, return at once and write in the background. Errors come from
-            `wait`, or from the next save on every rank.
+        async_op: copy the state, return at once and write in the background. Errors are raised by
+            `wait`, or by the next save or `shutdown`; else they fail the program at its end.
         keep: how many checkpoints to keep under `path`, this one among them.
-        timeout_s: how long the ranks wait for each other; None: as long as the world does.
+        timeout_s: how long ranks wait for each other in the background; None: as long as the
+            world does.
+
+    Returns:
+        With `async_op` the save under way, else None.
 
     Raises:
-        TypeError, ValueError: the state holds something that cannot be saved.
-        CheckpointError: another rank failed or did not come; nothing has changed.
-        OSError: this rank could not write; nothing has changed.
+        TypeError: the state holds something that cannot be saved.
+        ValueError: so does a tensor; or a tensor differs between ranks that hold it under one name.
+        CheckpointError: another rank failed or did not arrive, or the save before still runs.
+        OSError: this rank could not write. The version before is still there; if the disk failed
+            after the new one's commit mark was written, the new one counts as well.
     """
     if keep < 1:
         raise ValueError(f"keep {keep}: at least this checkpoint is kept")
@@ -213,9 +222,10 @@ def _copy(held: Held) -> Held:
     data = held.data
     if data.device.type == "cpu":
         return dataclasses.replace(held, data=data.clone())
-    pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
-    copied = pinned.copy_(data, non_blocking=True)
-    return dataclasses.replace(held, data=copied)
+    if data.device.type != "cuda":  # elsewhere a copy that does not block may outlive this call
+        return dataclasses.replace(held, data=data.cpu())
+    pinned = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)  # torch keeps such memory
+    return dataclasses.replace(held, data=pinned.copy_(data, non_blocking=True))
 
 
 def _nothing() -> None:

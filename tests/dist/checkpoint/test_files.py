@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from echelon.dist.checkpoint import RandomState, export, load, save  # noqa: E402
+from echelon.dist.checkpoint.__main__ import main  # noqa: E402
 from echelon.errors import CheckpointError  # noqa: E402
 from tests.dist.checkpoint.states import make, same  # noqa: E402
 
@@ -157,23 +158,39 @@ def test_weights_alone_need_one_module_to_go_to(saved, tmp_path):
         export(path, tmp_path / "m.safetensors", "step")
 
 
-def test_the_command_shows_verifies_and_exports(saved, tmp_path):
+def test_the_command_shows_verifies_and_exports(saved, tmp_path, capsys):
     path, _, _ = saved
-    command = [sys.executable, "-m", "echelon.dist.checkpoint"]
-
-    def run(*arguments):
-        return subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, check=False, timeout=60
-        )
-
-    done = run(path, "--verify", "--export", tmp_path / "m.safetensors")
-    assert (done.returncode, done.stderr) == (0, "")
-    for line in ("  model: module, 8 tensors", "  step: 7", "bytes are as they were saved"):
-        assert line in done.stdout
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "  model: module, 8 tensors" in shown
+    assert "  step: 7" in shown
+    assert main(["export", str(path), str(tmp_path / "m.safetensors"), "--key", "model"]) == 0
     assert (tmp_path / "m.safetensors").exists()
+    save(path, {"step": 8})
+    assert main(["show", str(path)]) == 0
+    assert capsys.readouterr().out.endswith("  step: 8\nolder versions: 000001\n")
+    assert main(["verify", str(path)]) == 0
+    assert capsys.readouterr().out.count("bytes are as they were saved") == 2
+    assert main(["show", str(tmp_path / "nothing")]) == 1
+    assert main(["verify", str(tmp_path / "nothing")]) == 1
+    with pytest.raises(SystemExit) as usage:
+        main([str(path)])
+    assert usage.value.code == 2
+
+
+def test_a_damaged_version_fails_the_command_and_the_others_are_read_all_the_same(saved):
+    path, _, _ = saved
+    save(path, {"step": 8})
     file = path / "000001" / "rank_00000.bin"
     file.write_bytes(b"x" * file.stat().st_size)
-    done = run(path, "--verify")
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon.dist.checkpoint", "verify", path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"python -m echelon.dist.checkpoint: {file}: damaged")
+    assert done.stderr.startswith(f"{path / '000001'}: DAMAGED: {file}: damaged between bytes 0")
     assert done.stderr.count("\n") == 1
+    assert done.stdout.startswith(f"{path / '000002'}: 0 bytes are as they were saved")
