@@ -1,31 +1,58 @@
-"""A whole third-party backend: collectives over the job's store. Slow, small, and correct."""
+"""A whole third-party engine: collectives over the job's store. Slow, small, and correct."""
 
 from __future__ import annotations
+
+import contextlib
 
 import numpy as np
 
 from echelon.dist.arithmetic.reduce import reduce
-from echelon.dist.errors import build
+from echelon.dist.backends.interface import CHECK_EVERY_S
 from echelon.dist.errors.mismatch import mismatch_error
-from echelon.dist.progress.executor import LaneBackend
+from echelon.dist.progress.serial import Serial
 from echelon.errors import StoreTimeoutError
 
 
-class StoreBackend(LaneBackend):
-    """Every rank publishes its bytes; everybody reads everybody's."""
+class StoreEngine:
+    """Each rank publishes its bytes; each rank reads all ranks' bytes."""
 
     name = "store"
+    device = "cpu"
+    nests = True  # Serial carries out a handler's collective after the interrupted one
 
-    def __init__(self, members, store, timeout_s):
-        super().__init__()
+    def __init__(self, members, store):
         self._members, self._store = members, store
+        self._serial = Serial("echelon-store", self._carry_out)
+
+    # ---- what the group calls ----
 
     def refuses(self, kind, dtype, reduce_op):
         known = ("all_reduce", "all_gather", "broadcast", "barrier")
         return "" if kind in known else f"has no {kind}"
 
-    def _carry_out(self, operation):
-        rows = self._exchange(operation)
+    def prepare(self, operation):
+        if operation.kind == "all_gather" and operation.output_splits:
+            raise ValueError("all_gather: backend 'store' takes parts of equal size only")
+
+    def execute(self, operation, watch):
+        self._serial.run(operation, watch)
+
+    def submit(self, operation, watch):
+        return self._serial.submit(operation, watch)
+
+    def batch(self):
+        return contextlib.nullcontext()
+
+    def cut(self, reason):
+        pass  # nothing blocks here for longer than until the next watch.check()
+
+    def close(self):
+        self._serial.close(1.0)
+
+    # ---- one collective, on Serial's thread ----
+
+    def _carry_out(self, operation, watch):
+        rows = self._exchange(operation, watch)
         if operation.kind == "all_reduce":
             parts = [np.frombuffer(row, operation.source.dtype) for row in rows]
             reduce(operation.target, parts, operation.reduce_op, operation.dtype)
@@ -34,27 +61,27 @@ class StoreBackend(LaneBackend):
         elif operation.kind == "broadcast" and operation.target is not None:
             operation.target.view(np.uint8)[:] = np.frombuffer(rows[operation.root], np.uint8)
 
-    def _exchange(self, operation):
+    def _exchange(self, operation, watch):
+        """Return every rank's bytes, if all called the same."""
         data = b"" if operation.source is None else operation.source.tobytes()
-        me, size = self._members.rank, self._members.size
-        try:
-            values = self._store.gather(
-                "data", me, size, operation.call + data, timeout=operation.timeout_s
-            )
-        except StoreTimeoutError as err:
-            missing = [int(rank) for rank in err.missing]
-            raise build.timed_out(self._members, operation, missing) from err
+        keys = [f"{operation.sequence}/{rank}" for rank in range(self._members.size)]
+        self._store.set(keys[self._members.rank], operation.call + data)
+        if operation.sequence >= 2:  # all ranks called the one between: none still reads it
+            self._store.delete_key(f"{operation.sequence - 2}/{self._members.rank}")
+        values = self._wait(keys, watch)
         calls = [value[: len(operation.call)] for value in values]
         if set(calls) != {operation.call}:
             raise mismatch_error(self._members, operation, calls)
         return [value[len(operation.call) :] for value in values]
 
-    def abort(self):
-        pass
-
-    def close(self):
-        self.close_lanes()
+    def _wait(self, keys, watch):
+        while True:
+            try:
+                return self._store.multi_get(keys, timeout=CHECK_EVERY_S)
+            except StoreTimeoutError as err:
+                late = [int(str(key).rsplit("/", 1)[1]) for key in err.missing]
+            watch.check(lambda late=late: late)  # raises at the deadline, and names these ranks
 
 
 def create(members, store, timeout_s):
-    return StoreBackend(members, store, timeout_s)
+    return StoreEngine(members, store)

@@ -7,13 +7,15 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
-from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError
+from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tests.dist import contract
 from tests.ranks import run_ranks
 
@@ -45,18 +47,36 @@ def test_a_third_party_backend_is_found_by_its_entry_point_and_keeps_the_contrac
     assert run_ranks(_use_plugin, 2, timeout_s=60) == ["store"] * 2
 
 
-def _miss(rank: int, world_size: int) -> None:
+def _miss(rank: int, world_size: int, done: str) -> None:
     _install()
-    world = dist.init("store", timeout_s=1)
+    world = dist.init("store", timeout_s=20)
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError, match="missing: 1"):
+            world.barrier(timeout_s=0.5)
+        Path(done).touch()
+    else:
+        while not Path(done).exists():  # alive, and not taking part
+            time.sleep(0.01)
+    dist.shutdown()
+
+
+@pytest.mark.ranks
+def test_its_timeouts_name_the_missing_rank(tmp_path):
+    run_ranks(_miss, 2, str(tmp_path / "done"))
+
+
+def _left(rank: int, world_size: int) -> None:
+    _install()
+    world = dist.init("store", timeout_s=20)
+    if rank == 0:
+        with pytest.raises(PeerLostError, match="rank 1"):
             world.barrier()
     dist.shutdown()
 
 
 @pytest.mark.ranks
-def test_its_errors_name_ranks_like_ours():
-    run_ranks(_miss, 2)
+def test_a_rank_that_left_is_named_for_it():
+    run_ranks(_left, 2)
 
 
 def test_the_list_has_every_backend_with_ready_or_a_reason():

@@ -1,0 +1,164 @@
+"""Serial: the collectives of an engine that can only block, one after the other on one thread.
+
+Every collective runs on that thread, also one that the caller waits for. So a Python signal handler
+never interrupts a collective half way: it runs on the caller's thread, which only waits, and what
+the handler calls is queued behind. Callers take no lock: the queue is one that may be entered again
+by a handler (`queue.SimpleQueue`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from echelon.dist.backends.interface import CHECK_EVERY_S, Watch
+from echelon.dist.operation.operation import Operation
+
+CarryOut = Callable[[Operation, Watch], None]
+
+
+class Job:
+    """A queued collective; the `Pending` of its operation."""
+
+    __slots__ = ("_ended_mono_ns", "_error", "_finished", "has_begun", "operation", "watch")
+
+    def __init__(self, operation: Operation, watch: Watch) -> None:
+        self.operation = operation
+        self.watch = watch
+        self.has_begun = False
+        self._error: BaseException | None = None
+        self._ended_mono_ns = 0
+        self._finished = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with success or failure."""
+        return self._finished.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it ended with; None if it succeeded or has not ended."""
+        return self._error
+
+    @property
+    def ended_mono_ns(self) -> int:
+        """When it ended; 0 while it has not."""
+        return self._ended_mono_ns
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until it has ended or the time is up; return whether it has ended."""
+        return self._finished.wait(timeout_s)
+
+    def finish(self, error: BaseException | None) -> None:
+        """End it."""
+        self._error = error
+        self._ended_mono_ns = time.monotonic_ns()
+        self._finished.set()
+
+
+class Serial:
+    """Runs the collectives of one engine in the order of their calls."""
+
+    def __init__(self, name: str, carry_out: CarryOut) -> None:
+        self._name = name
+        self._carry_out = carry_out
+        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self._waiting: deque[Job] = deque()  # taken from the inbox by the thread, in order
+        self._unfinished: deque[int] = deque()  # one item per job that has not ended
+        self._thread: dict[str, threading.Thread] = {}  # empty, or the one
+        self._is_closing = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing is queued."""
+        return not self._unfinished
+
+    def submit(self, operation: Operation, watch: Watch) -> Job:
+        """Queue a collective; never blocks."""
+        job = Job(operation, watch)
+        self._unfinished.append(1)
+        self._inbox.put(job)
+        if not self._thread:
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            # setdefault decides atomically which of several callers starts its thread.
+            if self._thread.setdefault("serial", thread) is thread:
+                thread.start()
+        return job
+
+    def run(self, operation: Operation, watch: Watch) -> None:
+        """Carry out a collective in its turn; block until it has ended.
+
+        Raises:
+            Exception: what carrying it out raised, or what ended it before its turn.
+        """
+        job = self.submit(operation, watch)
+        while not job.wait(CHECK_EVERY_S):
+            if not job.has_begun:  # else what carries it out checks, and knows which ranks are late
+                watch.check()
+        if job.error is not None:
+            raise job.error
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread after what it runs; return whether it has ended in time."""
+        self._is_closing = True
+        self._inbox.put(None)
+        thread = self._thread.get("serial")
+        if thread is None or thread is threading.current_thread():
+            return True
+        if thread.ident is not None:
+            thread.join(timeout_s)
+        return not thread.is_alive()
+
+    # ---- the thread ----
+
+    def _serve(self) -> None:
+        while not self._is_closing or self._waiting:
+            self._take(block=not self._waiting)
+            if self._waiting:
+                self._run_one(self._waiting.popleft())
+
+    def _take(self, *, block: bool) -> None:
+        while block or not self._inbox.empty():
+            job = self._inbox.get()
+            block = False
+            if job is not None:
+                self._waiting.append(job)
+
+    def _run_one(self, job: Job) -> None:
+        job.has_begun = True
+        error: BaseException | None = None
+        try:
+            job.watch.check()
+            self._carry_out(job.operation, _Turn(job.watch, self._check_waiting))
+        except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits for it
+            error = err
+        self._unfinished.pop()
+        job.finish(error)
+
+    def _check_waiting(self) -> None:
+        """End the queued jobs whose time is up: the first may run for long yet."""
+        self._take(block=False)
+        now = time.monotonic()
+        for job in [one for one in self._waiting if now >= one.watch.deadline_s]:
+            try:
+                job.watch.check()
+            except Exception as err:  # noqa: BLE001 -- it belongs to the one that waits for it
+                self._waiting.remove(job)
+                self._unfinished.pop()
+                job.finish(err)
+
+
+class _Turn:
+    """The watch of the running job, which looks after those behind it, too."""
+
+    def __init__(self, watch: Watch, check_waiting: Callable[[], None]) -> None:
+        self._watch = watch
+        self._check_waiting = check_waiting
+        self.deadline_s = watch.deadline_s
+
+    def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
+        self._watch.check(needed)
+        self._check_waiting()
