@@ -15,8 +15,11 @@ import mmap
 import os
 import tempfile
 
+from echelon.errors import CollectiveError
+
 MARK_BYTES = 32
 _PAGE_BYTES = 4096
+_FILES = "/dev/shm"  # noqa: S108 -- where memfd is denied
 
 
 class SharedMemory:
@@ -52,12 +55,29 @@ def marks_bytes(size: int) -> int:
 
 
 def anonymous_file(num_bytes: int) -> int:
-    """Return the descriptor of memory without a name, of fixed size."""
+    """Return the descriptor of memory without a name, of fixed size.
+
+    Raises:
+        CollectiveError: the memory has to lie in /dev/shm, and is not available there.
+    """
     try:
         fd = os.memfd_create("echelon-shm", os.MFD_CLOEXEC)
     except (AttributeError, OSError):  # denied by a sandbox, or not Linux: an unlinked file
-        where = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: PTH112, S108
-        with tempfile.TemporaryFile(dir=where) as file:
-            fd = os.dup(file.fileno())
+        return _unlinked_file(num_bytes)
     os.ftruncate(fd, num_bytes)
     return fd
+
+
+def _unlinked_file(num_bytes: int) -> int:
+    """Allocate all of it now: a full /dev/shm would be a SIGBUS inside a collective later."""
+    where = _FILES if os.path.isdir(_FILES) else None  # noqa: PTH112
+    with tempfile.TemporaryFile(dir=where) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as err:
+            raise CollectiveError(
+                f"memory of a group: {num_bytes / 1e6:.1f} MB in {where}: {err.strerror}. "
+                "memfd_create is not permitted here; enlarge /dev/shm (docker run --shm-size)",
+                operation="init",
+            ) from err
+        return os.dup(file.fileno())
