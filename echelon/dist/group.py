@@ -23,7 +23,6 @@ from echelon.dist.operation.arrays import View
 from echelon.dist.operation.checks import check_timeout
 from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
 from echelon.dist.progress.group_state import Evidence, GroupState
-from echelon.dist.progress.watcher import watcher
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder import sites
@@ -218,10 +217,9 @@ class ProcessGroup(Collectives, PointToPoint):
         self._state.close()
 
     @property
-    def closer(self) -> Callable[[], None]:
-        """Closes the group, soon, on another thread; does not keep the group itself alive."""
-        state = self._state
-        return lambda: None if state.is_closed else watcher().post(state.close)
+    def state(self) -> GroupState:
+        """What the group has called and how it ended; outlives the group if that is dropped."""
+        return self._state
 
     # ---- dispatch ----
 

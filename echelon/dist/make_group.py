@@ -17,6 +17,8 @@ from echelon.dist.membership.host import address_towards, is_same_host, process_
 from echelon.dist.membership.liveness import Liveness
 from echelon.dist.membership.meet import gather
 from echelon.dist.options import Options
+from echelon.dist.progress.group_state import GroupState
+from echelon.dist.progress.watcher import watcher
 from echelon.store import PrefixStore, TCPStore
 from echelon.store.base import Store
 
@@ -38,6 +40,7 @@ class GroupMaker:
         self._backend = backend
         self._options = options
         self._board = Board(store)
+        self._dropped: list[GroupState] = []
         self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
     def make(
@@ -78,14 +81,28 @@ class GroupMaker:
 
         group = ProcessGroup(members, engine, timeout_s, make_below, liveness)
         self._groups.add(group)
-        weakref.finalize(group, group.closer).atexit = False  # dropped by its user: released
+        weakref.finalize(group, self._drop, group.state).atexit = False
         return group
+
+    def _drop(self, state: GroupState) -> None:
+        """Close a group that its user dropped without closing it, soon, on the watcher's thread.
+
+        Ranks drop a group at different moments, so one whose library closes in step is kept.
+        """
+        if state.is_closed or state.is_foreign:
+            return
+        if getattr(state.engine, "closes_together", False):
+            self._dropped.append(state)
+        else:
+            watcher().post(state.close)
 
     def close(self) -> None:
         """Close the groups that are still open, the latest first."""
         groups = sorted(self._groups, key=lambda group: group.created_mono_ns, reverse=True)
         for group in groups:
             group.close()
+        while self._dropped:
+            self._dropped.pop().close()
 
     def _engine(
         self, members: Members, store: PrefixStore, facts: Facts, deadline_s: float

@@ -68,6 +68,14 @@ class Router:
         """Whether collectives of the host may be nested."""
         return self._host.nests
 
+    @property
+    def closes_together(self) -> bool:
+        """Whether an engine's release waits for the other members', as device libraries' do."""
+        return any(
+            engine.device != "cpu" or getattr(engine, "closes_together", False)
+            for engine in self._all()
+        )
+
     def engine_for(self, device: str) -> Engine | None:
         """Return the engine of a device's arrays; None if there is none yet."""
         return self._engines.get(device)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.dist.membership.peers import Process, start_ticks
+from echelon.dist.membership.peers import Process, namespace, start_ticks
 
 
 def host_identity() -> dict[str, Any]:
@@ -16,7 +16,7 @@ def host_identity() -> dict[str, Any]:
     return {
         "boot": _text("/proc/sys/kernel/random/boot_id"),
         "net": _inode("/proc/self/ns/net"),
-        "pids": _inode("/proc/self/ns/pid"),
+        "pids": namespace(),
     }
 
 
@@ -30,17 +30,18 @@ def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one.get(key) == other.get(key) for key in ("boot", "net"))
 
 
-def watchable(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
-    """Return the other ranks' processes that `rank` can watch by their pids.
-
-    A pid means nothing in another PID namespace, such as another container's.
-    """
-    mine = facts[rank]
+def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
+    """Return the other ranks' processes on the host of `rank`."""
     return {
-        other: (fact["pid"], fact["start"])
+        other: process_of(fact)
         for other, fact in enumerate(facts)
-        if other != rank and is_same_host(mine, fact) and mine.get("pids") == fact.get("pids")
+        if other != rank and is_same_host(facts[rank], fact)
     }
+
+
+def process_of(fact: Mapping[str, Any]) -> Process:
+    """Return the process that a rank's identity is about."""
+    return (fact.get("pids", 0), fact.get("pid", 0), fact.get("start", 0))
 
 
 def address_towards(host: str, port: int) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.dist.backends.interface import ConnectionBroken, Members
 from echelon.dist.errors import build
 from echelon.dist.membership.board import QUICK_S, Board, path_of, quick
-from echelon.dist.membership.host import watchable
+from echelon.dist.membership.host import processes_here
 from echelon.dist.membership.peers import Peers
 from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.watcher import watcher
@@ -70,7 +70,7 @@ class Liveness:
         self._store = store
         self._path = path_of(store)
         self._others = [rank for rank in range(members.size) if rank != members.rank]
-        self._peers = Peers(watchable(facts, members.rank))
+        self._peers = Peers(processes_here(facts, members.rank))
         self._board = board if self._peers.watched != set(self._others) else None
         self._state: GroupState | None = None
         self._has_heard = False  # of a verdict: it needs no other

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
-from echelon.dist.backends.interface import Members
+from echelon.dist.backends.interface import CHECK_EVERY_S, Members
+from echelon.dist.errors import build
+from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveTimeoutError, StoreTimeoutError
 from echelon.store import PrefixStore
 
@@ -39,3 +42,34 @@ def gather(
             ranks=missing,
         ) from err
     return [json.loads(text) for text in values]
+
+
+def exchange(
+    members: Members,
+    store: PrefixStore,
+    key: str,
+    mine: str,
+    deadline_s: float,
+    check: Callable[[], None],
+) -> list[str]:
+    """Exchange one text per member through the store, with an eye on the members' lives.
+
+    Args:
+        key: used for this exchange only.
+        check: raises if a member has died; called every `CHECK_EVERY_S`.
+
+    Raises:
+        CollectiveTimeoutError: members did not write by `deadline_s`; names them.
+    """
+    keys = [f"{key}/{rank}" for rank in range(members.size)]
+    store.set(keys[members.rank], mine)
+    while True:
+        left_s = max(0.001, deadline_s - time.monotonic())
+        try:
+            store.wait(keys, timeout=min(CHECK_EVERY_S, left_s))
+            return [text.decode() for text in store.multi_get(keys)]
+        except StoreTimeoutError:
+            check()
+            if time.monotonic() >= deadline_s:
+                late = [rank for rank, one in enumerate(keys) if not store.check([one])]
+                raise build.timed_out(members, Operation("init", 0), late) from None

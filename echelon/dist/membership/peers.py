@@ -1,7 +1,9 @@
 """Which of the other ranks' processes have ended.
 
 By pidfd, which cannot be fooled by a reused pid and reports a zombie as dead; where the kernel or a
-sandbox denies it, by pid and start time in /proc. One descriptor per process serves all groups.
+sandbox denies it, by pid and start time in /proc. A pid means nothing in another PID namespace,
+such as another container's: such a process hands over its own pidfd (see `shm/handover.py`), and is
+not watched until it has. One descriptor per process serves all groups.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-Process = tuple[int, int]  # pid, start ticks
+Process = tuple[int, int, int]  # inode of its PID namespace, pid, start ticks
 
 
 class _Descriptors:
@@ -22,13 +24,23 @@ class _Descriptors:
         self._lock = threading.RLock()
         self._open: dict[Process, tuple[int, int]] = {}  # pidfd, number of users
 
+    def adopt(self, process: Process, fd: int) -> None:
+        """Keep a pidfd that a process of another namespace handed over."""
+        with self._lock:
+            if process in self._open:
+                os.close(fd)
+            else:
+                self._open[process] = (fd, 0)
+
     def take(self, process: Process) -> int | None:
-        """Return the pidfd of a process, or None if it cannot be had."""
+        """Return the pidfd of a process, or None if there is none."""
         with self._lock:
             fd, users = self._open.get(process, (-1, 0))
-            if not users:
+            if fd < 0:
+                if process[0] != namespace():
+                    return None
                 try:
-                    fd = os.pidfd_open(process[0])
+                    fd = os.pidfd_open(process[1])
                 except (OSError, AttributeError):
                     return None
             self._open[process] = (fd, users + 1)
@@ -47,50 +59,48 @@ class _Descriptors:
 _descriptors = _Descriptors()
 
 
+def adopt(process: Process, fd: int) -> None:
+    """Watch a process of another PID namespace by the pidfd that it handed over."""
+    _descriptors.adopt(process, fd)
+
+
 class Peers:
-    """The processes of other members, by group rank.
+    """The processes of other members on this host, by group rank."""
 
-    Args:
-        processes: {group rank: (pid, start ticks)}, of this PID namespace.
-        received: {group rank: pidfd} of processes of other PID namespaces; closed with this.
-    """
-
-    def __init__(
-        self, processes: Mapping[int, Process], received: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, processes: Mapping[int, Process]) -> None:
         self._processes = dict(processes)
-        self._received = dict(received or {})
+        self._namespace = namespace()
         self._pidfds: dict[int, int] = {}
-        for rank, process in self._processes.items():
-            fd = _descriptors.take(process)
-            if fd is not None:
-                self._pidfds[rank] = fd
+        for rank in self._processes:
+            self._take(rank)
         self._reused = {  # by another process before it was opened: the peer is dead
             rank
             for rank in self._pidfds
-            if start_ticks(self._processes[rank][0]) not in (self._processes[rank][1], None)
+            if self._is_near(rank)
+            and start_ticks(self._processes[rank][1]) not in (self._processes[rank][2], None)
         }
 
     @property
     def watched(self) -> set[int]:
         """The group ranks whose deaths are seen."""
-        return set(self._processes) | set(self._received)
+        return {rank for rank in self._processes if rank in self._pidfds or self._is_near(rank)}
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
         """Return those of the group ranks whose process has ended. Does not block."""
-        return [rank for rank in ranks if self._is_dead(rank)]
+        return [rank for rank in ranks if rank in self._processes and self._is_dead(rank)]
 
     def table(self, size: int) -> list[tuple[int, int, int]]:
-        """Return (pid, pidfd or -1, start ticks) per group rank; zeros where none is known."""
+        """Return (pid, pidfd or -1, start ticks) per group rank; zeros where none is watched."""
         rows = []
         for rank in range(size):
-            pid, ticks = self._processes.get(rank, (0, 0))
-            if rank in self._received:
-                rows.append((-1, self._received[rank], 0))
-            elif rank in self._reused:
+            _, pid, ticks = self._processes.get(rank, (0, 0, 0))
+            fd = self._pidfds.get(rank, -1)
+            if rank in self._reused:
                 rows.append((pid, -1, 0))
+            elif rank in self._processes and not self._is_near(rank):
+                rows.append((-1 if fd >= 0 else 0, fd, 0))
             else:
-                rows.append((pid, self._pidfds.get(rank, -1), ticks))
+                rows.append((pid, fd, ticks))
         return rows
 
     def close(self) -> None:
@@ -98,20 +108,37 @@ class Peers:
         while self._pidfds:
             rank, _ = self._pidfds.popitem()
             _descriptors.release(self._processes[rank])
-        while self._received:
-            os.close(self._received.popitem()[1])
         self._processes.clear()
 
+    def _is_near(self, rank: int) -> bool:
+        return self._processes[rank][0] == self._namespace
+
+    def _take(self, rank: int) -> int | None:
+        fd = self._pidfds.get(rank)
+        if fd is None:
+            fd = _descriptors.take(self._processes[rank])
+            if fd is not None:
+                self._pidfds[rank] = fd
+        return fd
+
     def _is_dead(self, rank: int) -> bool:
-        fd = self._received.get(rank, self._pidfds.get(rank, -1))
         if rank in self._reused:
             return True
-        if fd >= 0:
+        fd = self._take(rank)
+        if fd is not None:
             poll = select.poll()
             poll.register(fd, select.POLLIN)
             return bool(poll.poll(0))
-        process = self._processes.get(rank)
-        return process is not None and start_ticks(process[0]) != process[1]
+        _, pid, ticks = self._processes[rank]
+        return self._is_near(rank) and start_ticks(pid) != ticks
+
+
+def namespace() -> int:
+    """Return the inode of this process's PID namespace; 0 if it cannot be read."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
 
 
 def start_ticks(pid: int) -> int | None:

@@ -14,7 +14,7 @@ import time
 
 from echelon.dist.backends.interface import Members
 from echelon.dist.errors import build
-from echelon.dist.membership.host import process_identity, watchable
+from echelon.dist.membership.host import process_identity, processes_here
 from echelon.dist.membership.meet import gather
 from echelon.dist.membership.peers import Peers
 from echelon.dist.operation.operation import Operation
@@ -56,7 +56,7 @@ class Survivors:
         self._told = False
         self._ask_at_s = time.monotonic() + _ASK_EVERY_S
         facts = gather(members, store, "processes", process_identity(), deadline_s)
-        self._peers = Peers(watchable(facts, members.rank))
+        self._peers = Peers(processes_here(facts, members.rank))
 
     def look(self, operation: Operation) -> None:
         """Raise if a process of this host has died, or others have given up for some time.

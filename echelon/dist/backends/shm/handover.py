@@ -1,4 +1,9 @@
-"""Hand a descriptor from one process to others of the same user, over an abstract Unix socket."""
+"""Hand descriptors from one process to others of the same user, over an abstract Unix socket.
+
+Group rank 0 hands the shared memory to all members. Where members are in different PID namespaces
+each of them brings its own pidfd, and rank 0 hands all of those to all members as well: a pidfd
+can be watched from any namespace.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +13,78 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable, Mapping
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 _GROUP_RANK = struct.Struct("<I")
+_SLICE_S = 0.1
+_STRANGER_S = 1.0  # what a stranger that connects and is silent costs
+_MAX_FDS = 128  # of one message; the kernel takes 253
+
+Check = Callable[[], None]
 
 
 class Handover:
-    """Group rank 0's socket on which it hands the descriptor to the other members."""
+    """Group rank 0's socket on which it hands descriptors to the other members."""
 
     def __init__(self) -> None:
         self.name = f"echelon-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(f"\0{self.name}")
-        self._socket.listen(128)
+        try:
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(128)
+        except BaseException:
+            self._socket.close()
+            raise
 
-    def serve(self, fd: int, missing: set[int], deadline_s: float) -> set[int]:
-        """Give `fd` to every group rank in `missing`; return those that did not come in time."""
-        while missing:
-            left = deadline_s - time.monotonic()
-            if left <= 0:
-                break
-            self._socket.settimeout(left)
-            try:
-                peer, _ = self._socket.accept()
-            except TimeoutError:
-                break
-            with peer, contextlib.suppress(OSError):
-                peer.settimeout(1.0)  # a stranger that connects and is silent costs one second
-                if _uid(peer) == os.getuid():
-                    (rank,) = _GROUP_RANK.unpack(peer.recv(_GROUP_RANK.size, socket.MSG_WAITALL))
-                    socket.send_fds(peer, [b"fd"], [fd])
+    def serve(
+        self, fd: int, missing: set[int], deadline_s: float, check: Check, pidfd: int = -1
+    ) -> tuple[set[int], dict[int, int]]:
+        """Give `fd` to every group rank in `missing`.
+
+        Args:
+            check: raises if a member has died.
+            pidfd: this process's, if pidfds are exchanged.
+
+        Returns:
+            The ranks that did not arrive by the deadline, and {group rank: pidfd} of the others.
+        """
+        pidfds: dict[int, int] = {}
+        with contextlib.ExitStack() as waiting:
+            peers: dict[int, socket.socket] = {}
+            while missing and time.monotonic() < deadline_s:
+                check()
+                self._socket.settimeout(_SLICE_S)
+                try:
+                    peer, _ = self._socket.accept()
+                except TimeoutError:
+                    continue
+                waiting.enter_context(peer)
+                with contextlib.suppress(OSError):
+                    rank, own = _greet(peer)
+                    if rank not in missing:
+                        continue
                     missing.discard(rank)
-        return missing
+                    peers[rank] = peer
+                    if own:
+                        pidfds[rank] = own[0]
+                    socket.send_fds(peer, [b"fd"], [fd])
+            if pidfd >= 0 and not missing:
+                table = {0: pidfd, **pidfds}
+                for peer in peers.values():
+                    with contextlib.suppress(OSError):
+                        _send_table(peer, table)
+        return missing, pidfds
 
     def close(self) -> None:
         """Close the socket; its name goes with it."""
         self._socket.close()
 
 
-def receive(name: str, rank: int, deadline_s: float) -> int:
-    """Fetch the segment's descriptor from group rank 0.
+def receive(
+    name: str, rank: int, deadline_s: float, check: Check, pidfd: int = -1
+) -> tuple[int, dict[int, int]]:
+    """Fetch the segment's descriptor from group rank 0, and pidfds if this rank brings its own.
 
     Raises:
         OSError: it is gone, runs under another user, or did not answer by `deadline_s`.
@@ -57,11 +94,72 @@ def receive(name: str, rank: int, deadline_s: float) -> int:
         peer.connect(f"\0{name}")
         if _uid(peer) != os.getuid():
             raise PermissionError("the segment's owner runs under another user")
-        peer.sendall(_GROUP_RANK.pack(rank))
-        _, fds, _, _ = socket.recv_fds(peer, 2, 1)
+        socket.send_fds(peer, [_GROUP_RANK.pack(rank)], [] if pidfd < 0 else [pidfd])
+        _, fds = _take(peer, 2, 1, deadline_s, check)
         if not fds:
-            raise ConnectionError("no descriptor came")
-        return fds[0]
+            raise ConnectionError("it sent no descriptor")
+        if pidfd < 0:
+            return fds[0], {}
+        try:
+            return fds[0], _take_table(peer, deadline_s, check)
+        except BaseException:
+            os.close(fds[0])
+            raise
+
+
+def _greet(peer: socket.socket) -> tuple[int, list[int]]:
+    """Return the rank that connected, and its pidfd if it brings one; -1 for a stranger."""
+    if _uid(peer) != os.getuid():
+        return -1, []
+    data, fds = _take(peer, _GROUP_RANK.size, 1, time.monotonic() + _STRANGER_S, lambda: None)
+    if len(data) < _GROUP_RANK.size:  # it died as soon as it had connected
+        for fd in fds:
+            os.close(fd)
+        return -1, []
+    return int(_GROUP_RANK.unpack(data)[0]), fds
+
+
+def _send_table(peer: socket.socket, table: Mapping[int, int]) -> None:
+    ranks = sorted(table)
+    peer.sendall(_GROUP_RANK.pack(len(ranks)))
+    for start in range(0, len(ranks), _MAX_FDS):
+        some = ranks[start : start + _MAX_FDS]
+        data = b"".join(_GROUP_RANK.pack(rank) for rank in some)
+        socket.send_fds(peer, [data], [table[rank] for rank in some])
+
+
+def _take_table(peer: socket.socket, deadline_s: float, check: Check) -> dict[int, int]:
+    table: dict[int, int] = {}
+    count = int(_GROUP_RANK.unpack(_take(peer, _GROUP_RANK.size, 0, deadline_s, check)[0])[0])
+    while len(table) < count:
+        num = min(_MAX_FDS, count - len(table))
+        data, fds = _take(peer, num * _GROUP_RANK.size, num, deadline_s, check)
+        ranks = [rank for (rank,) in _GROUP_RANK.iter_unpack(data)]
+        table.update(zip(ranks, fds, strict=True))
+    return table
+
+
+def _take(
+    peer: socket.socket, num_bytes: int, num_fds: int, deadline_s: float, check: Check
+) -> tuple[bytes, list[int]]:
+    """Receive so many bytes, or fewer if the other end closed, and the descriptors with them."""
+    data, fds = b"", []
+    while len(data) < num_bytes:
+        peer.settimeout(max(0.001, min(_SLICE_S, deadline_s - time.monotonic())))
+        try:
+            more, new, _, _ = socket.recv_fds(peer, num_bytes - len(data), max(num_fds, 1))
+        except TimeoutError:
+            check()
+            if time.monotonic() >= deadline_s:
+                raise
+            continue
+        fds += new
+        if not more:
+            if num_bytes > _GROUP_RANK.size or num_fds == 0:
+                raise ConnectionError("it closed the connection")
+            break
+        data += more
+    return data, fds
 
 
 def _uid(peer: socket.socket) -> int:

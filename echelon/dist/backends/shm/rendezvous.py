@@ -7,10 +7,11 @@ boot id, same network namespace, same memory. It is never guessed from host name
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,11 @@ from echelon.dist.backends.shm.memory import (
     anonymous_file,
     marks_bytes,
 )
-from echelon.dist.membership.host import is_same_host, process_identity, watchable
-from echelon.dist.membership.meet import gather
-from echelon.dist.membership.peers import Peers
+from echelon.dist.errors import build
+from echelon.dist.membership.host import is_same_host, process_identity, process_of, processes_here
+from echelon.dist.membership.meet import exchange, gather
+from echelon.dist.membership.peers import Peers, adopt
+from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveTimeoutError, PeerLostError
 from echelon.store import PrefixStore
 
@@ -81,8 +84,14 @@ def join(
         memory = SharedMemory(fd, members.size, num_bytes)
     finally:
         os.close(fd)
-    _prove_shared(members, store, memory, deadline_s)
-    return plan, memory, Peers(watchable(facts, members.rank))
+    peers = Peers(processes_here(facts, members.rank))
+    try:
+        _prove_shared(members, store, memory, deadline_s, _Check(members, peers))
+    except BaseException:
+        peers.close()
+        memory.close()
+        raise
+    return plan, memory, peers
 
 
 def _facts(handover: Handover | None, offer: Plan) -> dict[str, Any]:
@@ -111,10 +120,26 @@ def _descriptor(
     num_bytes: int,
     deadline_s: float,
 ) -> int:
-    if members.rank == 0:
+    peers = Peers(processes_here(facts, members.rank))
+    with contextlib.closing(peers), _own_pidfd(facts) as pidfd:
+        check = _Check(members, peers)
+        if members.rank != 0:
+            try:
+                fd, pidfds = receive(facts[0]["socket"], members.rank, deadline_s, check, pidfd)
+            except OSError as err:
+                check()
+                raise _no_memory_from(members, err) from err
+            _adopt(facts, members.rank, pidfds)
+            return fd
         fd = anonymous_file(num_bytes)
         if handover is not None:
-            late = handover.serve(fd, set(range(1, members.size)), deadline_s)
+            missing = set(range(1, members.size))
+            try:
+                late, pidfds = handover.serve(fd, missing, deadline_s, check, pidfd)
+            except BaseException:
+                os.close(fd)
+                raise
+            _adopt(facts, members.rank, pidfds)
             if late:
                 os.close(fd)
                 ranks = [members.ranks[r] for r in sorted(late)]
@@ -126,27 +151,60 @@ def _descriptor(
                     ranks=ranks,
                 )
         return fd
+
+
+def _no_memory_from(members: Members, error: OSError) -> PeerLostError:
+    return PeerLostError(
+        f"setting up group {members.name!r}: rank {members.ranks[0]} did not hand over the "
+        f"shared memory: {error}",
+        group=members.name,
+        operation="init",
+        ranks=[members.ranks[0]],
+    )
+
+
+@contextlib.contextmanager
+def _own_pidfd(facts: list[dict[str, Any]]) -> Iterator[int]:
+    """Yield this process's pidfd where members are in different PID namespaces; else -1."""
+    fd = -1
+    if len({fact["pids"] for fact in facts}) > 1:
+        with contextlib.suppress(OSError, AttributeError):
+            fd = os.pidfd_open(os.getpid())
     try:
-        return receive(facts[0]["socket"], members.rank, deadline_s)
-    except OSError as err:
-        raise PeerLostError(
-            f"setting up group {members.name!r}: rank {members.ranks[0]} did not hand over the "
-            f"shared memory: {err}",
-            group=members.name,
-            operation="init",
-            ranks=[members.ranks[0]],
-        ) from err
+        yield fd
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _adopt(facts: list[dict[str, Any]], me: int, pidfds: dict[int, int]) -> None:
+    for rank, fd in pidfds.items():
+        if rank == me or facts[rank]["pids"] == facts[me]["pids"]:
+            os.close(fd)
+        else:
+            adopt(process_of(facts[rank]), fd)
+
+
+class _Check:
+    """Raises if a member died while the group is being made."""
+
+    def __init__(self, members: Members, peers: Peers) -> None:
+        self._members = members
+        self._peers = peers
+
+    def __call__(self) -> None:
+        dead = self._peers.dead(r for r in range(self._members.size) if r != self._members.rank)
+        if dead:
+            raise build.peer_lost(self._members, Operation("init", 0), dead)
 
 
 def _prove_shared(
-    members: Members, store: PrefixStore, memory: SharedMemory, deadline_s: float
+    members: Members, store: PrefixStore, memory: SharedMemory, deadline_s: float, check: _Check
 ) -> None:
     mark = secrets.token_bytes(MARK_BYTES)
     memory.write_mark(members.rank, mark)
-    marks = gather(members, store, "marks", mark.hex(), deadline_s)
-    for rank, text in enumerate(marks):
+    for rank, text in enumerate(exchange(members, store, "marks", mark.hex(), deadline_s, check)):
         if memory.read_mark(rank).hex() != text:
-            memory.close()
             raise ValueError(
                 f"group {members.name!r}: rank {members.ranks[rank]} maps other memory than "
                 f"rank {members.ranks[members.rank]}: the ranks are not on one host"

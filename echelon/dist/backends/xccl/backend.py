@@ -7,12 +7,12 @@
     scatter                                  broadcast, from which each rank takes its part
     all_to_all with splits                   all_to_all of the longest piece
     send, recv                               refused: the plugin crashes (seen with 2022.1.2);
-                                             `with_messages.py` has them carried beside
+                                             `router.py` has another engine carry them
 
 Its calls block in C and cannot be aborted. So they run on a thread of the group, and the caller
-waits for that thread while it looks after deadline and peers. When an operation fails, the thread
-stays where it is with the arrays it works on, the group is of no further use, and the communicator
-is never destroyed: the process can still end, and its memory goes with it.
+waits for that thread while it checks its watch. When an operation fails, the thread stays where it
+is with the arrays it works on, and the communicator is never destroyed: the process can still end,
+and its memory goes with it.
 
 All groups of a process share that thread, and the lane before it: the library serves one call at a
 time, so calls on two communicators must come in the same order on every rank.
@@ -20,12 +20,14 @@ time, so calls on two communicators must come in the same order on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +36,17 @@ import numpy as np
 from echelon.dist.arithmetic import inline
 from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.arithmetic.reduce_numpy import divide
-from echelon.dist.backends.interface import Backend, Members
+from echelon.dist.backends.interface import CHECK_EVERY_S, Engine, Members, Pending, Watch
 from echelon.dist.backends.xccl import library
 from echelon.dist.backends.xccl.ending import keep_for_ever
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error, split_error
-from echelon.dist.membership.survivors import Survivors
 from echelon.dist.operation.arrays import Flat, is_floating
 from echelon.dist.operation.operation import Operation
-from echelon.dist.progress.executor import Lane, LaneBackend, LanePending
+from echelon.dist.progress.executor import Lane, LanePending
 from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
 
-_SLICE_S = 0.1
 _JOIN_S = 1.0
 _BYTE = library.DTYPES["uint8"]
 
@@ -56,7 +56,7 @@ def not_ready() -> str:
     return library.check("xpu" if _has_gpu() else "cpu")
 
 
-def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Make the engine of a group, for Intel GPUs where they are; every member calls this.
 
     Raises:
@@ -69,7 +69,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
     except OSError as err:
         raise ValueError(f"backend 'xccl': {err}") from err
     if device == "cpu":
-        return XcclBackend(members, store, timeout_s)
+        return XcclEngine(members, store, timeout_s)
     from echelon.dist.backends.xccl import device as gpus
 
     return gpus.create(members, store, timeout_s)
@@ -148,29 +148,45 @@ def _give_shared_back(shared: _Shared) -> None:
     shared.worker.close()
 
 
-class XcclBackend(LaneBackend):
+class _Joining:
+    """The watch of a group that is being made."""
+
+    def __init__(self, members: Members, timeout_s: float) -> None:
+        self.operation = Operation("init", 0, timeout_s=timeout_s)
+        self.deadline_s = time.monotonic() + timeout_s
+        self._members = members
+
+    def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
+        """Raise if a member has died, or the time is up."""
+        self._members.check()
+        if time.monotonic() >= self.deadline_s:
+            late = [] if needed is None else needed()
+            raise build.timed_out(self._members, self.operation, late)
+
+
+class XcclEngine:
     """Carries out operations on host memory with oneCCL's CPU plugin."""
 
     name = "xccl"
+    device = "cpu"
+    closes_together = True  # oneCCL's destructor waits for the other members
+    nests = False  # a collective is waited for on its caller's thread, and the library has one turn
 
     def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
-        super().__init__()
         self._members = members
         self._size = members.size
         self._ordered = members.options.reduction == "rank_ordered"
-        self._lost: CollectiveError | None = None
-        self._aborted = False
-        self._closed = False
-        deadline_s = time.monotonic() + timeout_s
-        self._survivors = Survivors(members, store, store, deadline_s)
+        self._is_broken = False
+        self._is_closed = False
         self._communicator: Any = None
         self._shared = _take_shared()
         try:
-            self._join(store, deadline_s, timeout_s)
+            self._join(store, _Joining(members, timeout_s))
         except BaseException:
+            self._is_broken = True
             self.close()
             raise
-        self._run: dict[str, Callable[[Operation, float], None]] = {
+        self._run: dict[str, Callable[[Operation, Watch], None]] = {
             "all_reduce": self._reduce,
             "reduce": self._reduce,
             "all_gather": self._all_gather,
@@ -179,7 +195,7 @@ class XcclBackend(LaneBackend):
             "broadcast": self._broadcast,
             "scatter": self._scatter,
             "all_to_all": self._all_to_all,
-            "barrier": lambda operation, deadline_s: None,  # noqa: ARG005 -- comparing was one
+            "barrier": lambda operation, watch: None,  # noqa: ARG005 -- comparing was one
         }
 
     def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
@@ -188,105 +204,94 @@ class XcclBackend(LaneBackend):
             return "has no messages on the host: oneCCL's CPU plugin crashes in them"
         return ""
 
-    def abort(self) -> None:
-        """End the group on this rank; what waits here notices within a slice."""
-        self._aborted = True
-        self._survivors.leave()
+    def prepare(self, operation: Operation) -> None:
+        """Accept everything that `refuses` does not refuse."""
+
+    def execute(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one operation in its turn; block until it is done on this rank."""
+        self._shared.lane.run(lambda: self._carry_out(operation, watch))
+
+    def submit(self, operation: Operation, watch: Watch) -> Pending:
+        """Queue one operation."""
+        return self._shared.lane.submit(lambda: self._carry_out(operation, watch))
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Launch nothing special: the lane runs as it is filled."""
+        return contextlib.nullcontext()
+
+    def cut(self, reason: CollectiveError | None) -> None:
+        """Note that the communicator may be in use; what waits ends in its next check."""
+        self._is_broken = self._is_broken or reason is not None
 
     def close(self) -> None:
-        """Leave the group; the communicator only goes if nothing is stuck in it."""
-        if self._closed:
+        """Leave the group; the communicator is destroyed only if nothing is stuck in it."""
+        if self._is_closed:
             return
-        self._closed = True
-        if self._lost is None and self._communicator is not None and not self._aborted:
+        self._is_closed = True
+        if not (self._is_broken or self._shared.is_stuck) and self._communicator is not None:
             self._shared.worker.run(self._communicator.close).wait(_JOIN_S)
-        self.abort()
         _give_shared_back(self._shared)
-        self._survivors.close()
 
-    def _lane(self, operation: Operation) -> Lane:  # noqa: ARG002
-        return self._shared.lane
-
-    def _join(self, store: PrefixStore, deadline_s: float, timeout_s: float) -> None:
-        init = Operation("init", 0, timeout_s=timeout_s)
+    def _join(self, store: PrefixStore, joining: _Joining) -> None:
         if self._members.rank == 0:
             store.set("unique_id", library.unique_id())
         try:
-            drawn = store.get("unique_id", timeout=max(0.001, deadline_s - time.monotonic()))
+            left_s = max(0.001, joining.deadline_s - time.monotonic())
+            drawn = store.get("unique_id", timeout=left_s)
         except StoreTimeoutError as err:
-            raise build.timed_out(self._members, init, [0]) from err
+            raise build.timed_out(self._members, joining.operation, [0]) from err
 
         def join() -> None:
             self._communicator = library.Communicator(self._size, self._members.rank, drawn)
 
-        self._wait(init, deadline_s, join)
+        self._wait(joining, join)
 
-    # ---- the way of an operation ----
+    # ---- carrying out ----
 
-    def _carry_out(self, operation: Operation) -> None:
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
-        deadline_s = time.monotonic() + operation.timeout_s
-        try:
-            rows = self._compare_calls(operation, deadline_s)
-            if rows is not None and inline.is_small(operation):
-                inline.finish(operation, rows, self._members.rank)
-            else:
-                self._run[operation.kind](operation, deadline_s)
-        except CollectiveError as err:
-            self._lost = err
-            self._survivors.tell(err)
-            raise
-        except BaseException:  # a signal's handler raised: the others must not wait for us
-            self.abort()
-            raise
+    def _carry_out(self, operation: Operation, watch: Watch) -> None:
+        watch.check()  # the group may have ended while this waited for its turn
+        rows = self._compare_calls(operation, watch)
+        if rows is not None and inline.is_small(operation):
+            inline.finish(operation, rows, self._members.rank)
+        else:
+            self._run[operation.kind](operation, watch)
 
-    def _wait(
-        self, operation: Operation, deadline_s: float, job: Callable[[], None], *kept: Any
-    ) -> None:
+    def _wait(self, watch: Watch, job: Callable[[], None], *kept: Any) -> None:
         pending = self._shared.worker.run(job)
         try:
-            while not pending.wait(max(0.001, min(_SLICE_S, deadline_s - time.monotonic()))):
-                if self._aborted:
-                    raise build.aborted(self._members, operation)
-                self._survivors.look(operation)
-                if time.monotonic() >= deadline_s:
-                    raise self._survivors.find(operation, True)
+            while not pending.wait(CHECK_EVERY_S):
+                watch.check()
         except BaseException:
+            self._is_broken = True
             self._shared.give_up(job, kept)
             raise
-        if isinstance(pending.error, RuntimeError):
-            found = self._survivors.find(operation, False)
-            raise found from pending.error
         if pending.error is not None:
+            watch.check()  # the library may have failed because a rank died
             raise pending.error
 
     def _call(
-        self, operation: Operation, deadline_s: float, name: str, source: Flat, target: Flat,
+        self, watch: Watch, name: str, source: Flat, target: Flat,
         *numbers: int,
     ) -> None:  # fmt: skip
         self._wait(
-            operation,
-            deadline_s,
+            watch,
             lambda: self._communicator.call(name, source.ctypes.data, target.ctypes.data, *numbers),
             source,
             target,
         )
 
-    def _compare_calls(self, operation: Operation, deadline_s: float) -> Flat | None:
+    def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
         if self._size == 1:
             return None
         mine = inline.pack(operation)
         rows = np.empty((self._size, len(mine)), np.uint8)
-        self._gather_bytes(operation, deadline_s, mine, rows)
+        self._gather_bytes(watch, mine, rows)
         if not inline.are_equal(rows, mine):
             raise mismatch_error(self._members, operation, inline.calls(rows))
         return rows
 
-    def _gather_bytes(
-        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
-    ) -> None:
-        self._call(operation, deadline_s, "AllGather", source, target, source.nbytes, _BYTE)
+    def _gather_bytes(self, watch: Watch, source: Flat, target: Flat) -> None:
+        self._call(watch, "AllGather", source, target, source.nbytes, _BYTE)
 
     # ---- sums ----
 
@@ -299,33 +304,33 @@ class XcclBackend(LaneBackend):
             and not (is_floating(operation.dtype) and operation.reduce_op in ("min", "max"))
         )
 
-    def _reduce(self, operation: Operation, deadline_s: float) -> None:
+    def _reduce(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), operation.target
         if not len(source):
             return
         result = np.empty_like(source) if target is None else target
         if self._is_own(operation):
-            self._own_sum(operation, deadline_s, "AllReduce", source, result, len(source))
+            self._own_sum(operation, watch, "AllReduce", source, result, len(source))
         else:
-            parts = self._parts(operation, deadline_s, source)
+            parts = self._parts(watch, source)
             reduce(result, parts, operation.reduce_op, operation.dtype)
 
-    def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _reduce_scatter(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
         if operation.input_splits:
-            self._reduce_scatter_uneven(operation, deadline_s, source, target)
+            self._reduce_scatter_uneven(operation, watch, source, target)
             return
         if not len(target):
             return
         if self._is_own(operation):
-            self._own_sum(operation, deadline_s, "ReduceScatter", source, target, len(target))
+            self._own_sum(operation, watch, "ReduceScatter", source, target, len(target))
             return
         parts = np.empty((self._size, len(target)), source.dtype)
-        self._call(operation, deadline_s, "AllToAll", source, parts, target.nbytes, _BYTE)
+        self._call(watch, "AllToAll", source, parts, target.nbytes, _BYTE)
         reduce(target, list(parts), operation.reduce_op, operation.dtype)
 
     def _reduce_scatter_uneven(
-        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+        self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
         """Exchange parts that are padded to the longest, and sum them here in rank order."""
         longest = max(operation.input_splits)
@@ -337,42 +342,42 @@ class XcclBackend(LaneBackend):
             row[: len(part)] = part
         incoming = np.empty_like(outgoing)
         num_bytes = longest * source.itemsize
-        self._call(operation, deadline_s, "AllToAll", outgoing, incoming, num_bytes, _BYTE)
+        self._call(watch, "AllToAll", outgoing, incoming, num_bytes, _BYTE)
         if len(target):
             parts = [row[: len(target)] for row in incoming]
             reduce(target, parts, operation.reduce_op, operation.dtype)
 
     def _own_sum(
-        self, operation: Operation, deadline_s: float, name: str, source: Flat, target: Flat,
+        self, operation: Operation, watch: Watch, name: str, source: Flat, target: Flat,
         count: int,
     ) -> None:  # fmt: skip
         average = operation.reduce_op == "avg"
         op = library.REDUCE_OPS["sum" if average else operation.reduce_op]
         dtype = library.DTYPES[operation.dtype]
-        self._call(operation, deadline_s, name, source, target, count, dtype, op)
+        self._call(watch, name, source, target, count, dtype, op)
         if average:
             divide(target, self._size, operation.dtype)
 
-    def _parts(self, operation: Operation, deadline_s: float, source: Flat) -> list[Flat]:
+    def _parts(self, watch: Watch, source: Flat) -> list[Flat]:
         parts = np.empty((self._size, len(source)), source.dtype)
-        self._gather_bytes(operation, deadline_s, source, parts)
+        self._gather_bytes(watch, source, parts)
         return list(parts)
 
     # ---- movement ----
 
-    def _all_gather(self, operation: Operation, deadline_s: float) -> None:
+    def _all_gather(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), operation.target
         if operation.output_splits:
-            self._all_gather_uneven(operation, deadline_s, source, _array(target))
+            self._all_gather_uneven(operation, watch, source, _array(target))
             return
         if not len(source):
             return
         if target is None:
             target = np.empty(self._size * len(source), source.dtype)
-        self._gather_bytes(operation, deadline_s, source, target)
+        self._gather_bytes(watch, source, target)
 
     def _all_gather_uneven(
-        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+        self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
         """Collect parts that are padded to the longest, and take what belongs to each."""
         splits = operation.output_splits
@@ -381,32 +386,30 @@ class XcclBackend(LaneBackend):
         padded = np.zeros(max(splits), source.dtype)
         padded[: len(source)] = source
         rows = np.empty((self._size, max(splits)), source.dtype)
-        self._gather_bytes(operation, deadline_s, padded, rows)
+        self._gather_bytes(watch, padded, rows)
         for part, row in zip(np.split(target, np.cumsum(splits)[:-1]), rows, strict=True):
             np.copyto(part, row[: len(part)])
 
-    def _broadcast(self, operation: Operation, deadline_s: float) -> None:
+    def _broadcast(self, operation: Operation, watch: Watch) -> None:
         is_root = self._members.rank == operation.root
         data = _array(operation.source if is_root else operation.target)
-        self._spread(operation, deadline_s, data)
+        self._spread(operation, watch, data)
 
-    def _spread(self, operation: Operation, deadline_s: float, data: Flat) -> None:
+    def _spread(self, operation: Operation, watch: Watch, data: Flat) -> None:
         if len(data):
-            self._call(
-                operation, deadline_s, "Broadcast", data, data, data.nbytes, _BYTE, operation.root
-            )
+            self._call(watch, "Broadcast", data, data, data.nbytes, _BYTE, operation.root)
 
-    def _scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _scatter(self, operation: Operation, watch: Watch) -> None:
         target = _array(operation.target)
         rows = operation.source
         if rows is None:
             rows = np.empty(self._size * len(target), target.dtype)
-        self._spread(operation, deadline_s, rows)
+        self._spread(operation, watch, rows)
         np.copyto(target, rows.reshape(self._size, len(target))[self._members.rank])
 
-    def _all_to_all(self, operation: Operation, deadline_s: float) -> None:
+    def _all_to_all(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
-        longest = self._agree_on_splits(operation, deadline_s)
+        longest = self._agree_on_splits(operation, watch)
         if not longest:
             return
         outgoing = np.zeros((self._size, longest), source.dtype)
@@ -415,15 +418,15 @@ class XcclBackend(LaneBackend):
             outgoing[rank, :count] = source[starts[rank] : starts[rank] + count]
         incoming = np.empty_like(outgoing)
         num_bytes = longest * source.itemsize
-        self._call(operation, deadline_s, "AllToAll", outgoing, incoming, num_bytes, _BYTE)
+        self._call(watch, "AllToAll", outgoing, incoming, num_bytes, _BYTE)
         starts = np.cumsum((0, *operation.output_splits))
         for rank, count in enumerate(operation.output_splits):
             target[starts[rank] : starts[rank] + count] = incoming[rank, :count]
 
-    def _agree_on_splits(self, operation: Operation, deadline_s: float) -> int:
+    def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.empty((self._size, len(mine)), np.int64)
-        self._gather_bytes(operation, deadline_s, mine, tables)
+        self._gather_bytes(watch, mine, tables)
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
         if (sent != wanted).any():
             pairs = np.argwhere(sent != wanted)

@@ -1,0 +1,136 @@
+"""Who is found at fault: liveness checks, verdicts and marks, over a real store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from echelon.dist.backends.interface import ConnectionBroken, Members
+from echelon.dist.errors import build
+from echelon.dist.membership.board import Board
+from echelon.dist.membership.liveness import Liveness
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.watcher import watcher
+from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from echelon.store import PrefixStore, StoreServer, TCPStore
+
+SUM = Operation("all_reduce", 7, timeout_s=1.0)
+BROKEN = ConnectionBroken("connection reset by peer")
+
+
+class World:
+    """Three ranks of three hosts in this process; those in `calls` answer with that number."""
+
+    def __init__(self, port: int, calls: dict[int, int]) -> None:
+        self.ended: dict[int, CollectiveError] = {}
+        self.said = threading.Event()
+        self.ranks: dict[int, Liveness] = {}
+        self._clients: list[TCPStore] = []
+        facts = [{"boot": f"host {rank}", "net": 1, "pids": 1} for rank in range(3)]
+        for rank, count in calls.items():
+            client = TCPStore("127.0.0.1", port, timeout=20)
+            self._clients.append(client)
+            members = Members(name="world", rank=rank, ranks=range(3))
+            store = PrefixStore("group", client)
+            self.ranks[rank] = Liveness(members, store, Board(client), facts)
+            self.ranks[rank].serve(self._state(rank, count))
+
+    def _state(self, rank: int, count: int) -> Any:
+        def fail(error: CollectiveError) -> None:
+            self.ended[rank] = error
+            self.said.set()
+
+        return SimpleNamespace(num_collectives=count, fail=fail)
+
+    def close(self) -> None:
+        for one in self.ranks.values():
+            one.close()
+        for client in self._clients:
+            client.close()
+
+
+@pytest.fixture
+def make():
+    with StoreServer("127.0.0.1", 0) as server, contextlib.ExitStack() as worlds:
+
+        def make(calls: dict[int, int]) -> World:
+            return worlds.enter_context(contextlib.closing(World(server.port, calls)))
+
+        yield make
+
+
+def test_a_rank_that_does_not_answer_is_lost_and_one_that_computes_is_not(make):
+    world = make({0: 8, 2: 3})
+    error = world.ranks[0].find(SUM, BROKEN, None)
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == (1,)
+
+
+def test_a_broken_connection_blames_no_rank_that_answers(make):
+    world = make({0: 8, 1: 8, 2: 3})
+    error = world.ranks[0].find(SUM, BROKEN, None)
+    assert type(error) is CollectiveError
+    assert error.ranks == ()
+    assert "connection reset by peer" in str(error)
+
+
+def test_a_timeout_names_the_ranks_that_have_not_called(make):
+    world = make({0: 8, 1: 8, 2: 7})
+    error = world.ranks[0].find(SUM, None, None)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (2,)
+    assert "not heard from" not in str(error)
+
+
+def test_a_timeout_tells_the_late_from_those_not_heard_from(make):
+    world = make({0: 8, 2: 7})
+    error = world.ranks[0].find(SUM, None, None)
+    assert error.ranks == (1, 2)
+    assert str(error).endswith("not heard from: rank 1")
+
+
+def test_a_rank_that_closed_the_group_is_named_where_another_is_not_heard_from(make):
+    world = make({0: 8, 1: 8})
+    left = world.ranks.pop(1)
+    left.leave()
+    watcher().flush(5.0)
+    left.close()
+    error = world.ranks[0].find(SUM, BROKEN, None)
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == (1,), error
+    assert str(error).endswith("not heard from: rank 2")
+
+
+def test_the_first_verdict_reaches_every_rank_with_its_text(make):
+    world = make({0: 8, 1: 8, 2: 7})
+    members = Members(name="world", rank=1, ranks=range(3))
+    failure = build.local_failure(members, SUM, RuntimeError("ncclUnhandledCudaError: no memory"))
+    world.ranks[1].publish(failure)
+    assert world.said.wait(10)
+    error = world.ranks[0].find(SUM, BROKEN, None)
+    assert error.ranks == (1,)
+    assert "rank 1 failed: RuntimeError: ncclUnhandledCudaError: no memory" in str(error)
+    limit_s = time.monotonic() + 10
+    while 2 not in world.ended and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    assert "ncclUnhandledCudaError" in str(world.ended[2])
+
+
+def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
+    with StoreServer("127.0.0.1", 0) as server:
+        world = World(server.port, {0: 8})
+    began = time.monotonic()
+    error = world.ranks[0].find(SUM, None, None)
+    assert time.monotonic() - began < 3.0
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == ()
+    assert "store does not answer" in str(error)
+    began = time.monotonic()
+    world.ranks[0].publish(error)
+    world.close()
+    assert time.monotonic() - began < 3.0
