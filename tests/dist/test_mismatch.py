@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
+from echelon.dist.backends import registry
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from tests.ranks import run_ranks
 
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.ranks
 
 def _call(world, kind: str, odd: bool) -> np.ndarray:
     x = np.full(6, 7.0, np.float32)
-    if kind == "operation":
+    if kind == "way":  # on two levels it is another one
+        world.all_to_all(np.zeros(8), np.zeros(8)) if odd else world.all_reduce(x)
+    elif kind == "operation":
         world.broadcast(x, 0) if odd else world.all_reduce(x)
     elif kind == "shape":
         world.all_reduce(x[:3] if odd else x)
@@ -42,6 +45,7 @@ def _call(world, kind: str, odd: bool) -> np.ndarray:
 
 
 _TEXTS = {
+    "way": "all_to_all float64[*], the others all_reduce(sum) float32[6]",
     "operation": "broadcast(root 0) float32[6], the others all_reduce(sum) float32[6]",
     "shape": "all_reduce(sum) float32[3], the others all_reduce(sum) float32[6]",
     "dims": "all_reduce(sum) float32[2, 3], the others all_reduce(sum) float32[3, 2]",
@@ -68,13 +72,14 @@ def _differ(rank: int, world_size: int, backend: str, kind: str, odd: tuple[int,
     with pytest.raises(CollectiveError, match="broken since") as again:
         world.barrier()
     assert again.value.ranks == odd
-    _nobody_is_lost()
+    if backend != "shm":  # which leaves no verdict in the store
+        _no_rank_is_called_lost()
     dist.shutdown()
     return str(error).partition(". Called at")[0]
 
 
-def _nobody_is_lost() -> None:
-    """All ranks have ended their group by now, and none may have said that another is gone."""
+def _no_rank_is_called_lost() -> None:
+    """Check that no rank, once all have failed, has published that another one is gone."""
     store = importlib.import_module("echelon.dist.runtime")._need().store
     store.barrier("ended", dist.world().size, timeout=20)
     assert [key for key in store.list_keys() if key.endswith("verdict")] == []
@@ -87,17 +92,45 @@ def test_every_rank_names_the_one_that_differs(kind, engine):
     assert [text.partition(": ")[2] for text in texts] == [f"rank 2 called {_TEXTS[kind]}"] * 4
 
 
-def _differ_on_hosts(rank: int, world_size: int, backend: str, kind: str) -> str:
-    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
-    hierarchy.host_identity = lambda: {"boot": f"host {rank // 2}"}
-    return _differ(rank, world_size, backend, kind, (2,))
+def _differ_in_everything(rank: int, world_size: int, backend: str) -> list[str]:
+    """Differ in each way in turn, in a group of its own."""
+    two_level = importlib.import_module("echelon.dist.backends.two_level")
+    two_level.host_identity = lambda: {"boot": f"host {rank // 2}"}
+    world = dist.init(backend, timeout_s=30)
+    texts = []
+    for kind in _TEXTS:
+        group = dist.new_group(range(world_size), name=kind)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _call(group, kind, rank == 2)
+        assert caught.value.ranks == (2,), caught.value
+        assert (caught.value.group, caught.value.sequence) == (kind, 0)
+        texts.append(str(caught.value).partition(". Called at")[0])
+    group = dist.new_group(range(world_size), name="large")
+    x = np.full(1_000_000 + (rank == 1), 1.0, np.float32)
+    with pytest.raises(CollectiveMismatchError, match="rank 1 called"):
+        group.all_reduce(x)
+    assert (x == 1).all()
+    group = dist.new_group(range(world_size), name="splits")
+    counts = [1, 2, 0, 1] if rank == 2 else [1] * 4
+    with pytest.raises(CollectiveMismatchError, match="what one rank sends") as caught:
+        group.all_to_all(np.zeros(4), np.zeros(4), input_splits=counts)
+    assert caught.value.ranks == (1, 2)
+    _no_rank_is_called_lost()
+    world.barrier()
+    dist.shutdown()
+    return texts
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
-def test_backends_with_connections_name_it_alike(backend):
-    pytest.importorskip("torch")
-    texts = run_ranks(_differ_on_hosts, 4, backend, "dtype")
-    assert [text.partition(": ")[2] for text in texts] == [f"rank 2 called {_TEXTS['dtype']}"] * 4
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo", "xccl"])
+def test_other_backends_name_every_difference_alike(backend):
+    reason = next(status.reason for status in registry.statuses() if status.name == backend)
+    if reason:
+        pytest.skip(reason)
+    everywhere = run_ranks(_differ_in_everything, 4, backend, timeout_s=150)
+    for texts in everywhere:
+        assert [text.partition(": ")[2] for text in texts] == [
+            f"rank 2 called {text}" for text in _TEXTS.values()
+        ]
 
 
 def _differ_in_tie(rank: int, world_size: int) -> tuple[int, ...]:

@@ -188,13 +188,17 @@ class HierarchyBackend(LaneBackend):
         try:
             if operation.is_message:
                 self._message(operation)
-            elif self._is_flat(operation):
+            elif self._across is None:
                 self._flat.execute(operation)
             else:
+                # Compared before a way is chosen: ranks that differ might choose different ones.
                 deadline_s = time.monotonic() + operation.timeout_s
                 agree = self._start_comparing(operation, deadline_s)
                 if inline.is_small(operation):
                     inline.finish(operation, agree(), self._members.rank)
+                elif self._is_flat(operation):
+                    agree()
+                    self._flat.execute(operation)
                 else:
                     self._run[operation.kind](operation, deadline_s, agree)
         except CollectiveError as err:
@@ -209,7 +213,7 @@ class HierarchyBackend(LaneBackend):
     def _is_flat(self, operation: Operation) -> bool:
         ordered = self._members.options.reduction == "rank_ordered" and operation.reduce_op
         is_uneven = bool(operation.input_splits or operation.output_splits)
-        return self._across is None or bool(ordered) or is_uneven or operation.kind not in self._run
+        return bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Speak of what the user called and not of a step of it."""
