@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Tensor = Any
 Start = Callable[..., Work | None]  # called with async_op and timeout_s
 
+_MOMENT_S = 0.001
+
 _open_groups: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
 
 
@@ -278,8 +280,12 @@ class TorchGroup(Identity):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: ARG002 -- the error always names all of them
     ) -> None:
-        """Block until every rank has called it; a timeout names all ranks that have not."""
-        self._group.monitored_barrier(_limit(timeout))
+        """Block until every rank has called it; a timeout names all ranks that have not.
+
+        A timeout of 0 looks once which ranks have called it, as Gloo's does.
+        """
+        limit_s = None if timeout is None else max(timeout.total_seconds(), _MOMENT_S)
+        self._group.monitored_barrier(limit_s)
 
     # ---- several at once ----
 

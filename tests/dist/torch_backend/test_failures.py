@@ -131,6 +131,11 @@ def _monitored(rank: int, world_size: int) -> None:
         error = _raised(lambda: pair.monitored_barrier(timedelta(seconds=0.5)))
         assert isinstance(error, CollectiveTimeoutError)
         assert error.ranks == (1,)
+    again = dist.new_group([0, 1])
+    if rank == 0:
+        assert isinstance(
+            _raised(lambda: again.monitored_barrier(timedelta(0))), CollectiveTimeoutError
+        )
     dist.barrier()
 
 
