@@ -8,6 +8,7 @@
 #include <string.h>
 
 #if PY_VERSION_HEX < 0x030B0000
+#include <frameobject.h>
 #define LASTI(frame) ((frame)->f_lasti)
 #else
 #define LASTI(frame) PyFrame_GetLasti(frame)
