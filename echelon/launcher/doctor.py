@@ -262,6 +262,7 @@ def backends() -> list[str]:
     except (OSError, subprocess.SubprocessError, ValueError) as err:
         return [f"backends not ready: they cannot be asked ({type(err).__name__})"]
     return [
-        f"{one['name']} ready" if one["ready"] else f"{one['name']} not ready: {one['reason']}"
+        f"{one['name']} {'ready' if one['ready'] else 'not ready: ' + one['reason']}"
+        + (f" ({one['versions']})" if one["versions"] else "")
         for one in found
     ]

@@ -66,9 +66,8 @@ def test_the_command_lists_every_backend():
     lines = done.stdout.splitlines()
     assert "shm ready" in lines, done.stdout
     for name in ("gloo", "nccl", "xccl"):
-        assert any(
-            line == f"{name} ready" or line.startswith(f"{name} not ready: ") for line in lines
-        ), done.stdout
+        begins = (f"{name} ready", f"{name} not ready: ")
+        assert any(line.startswith(begins) for line in lines), done.stdout
     assert done.stderr == ""
 
 

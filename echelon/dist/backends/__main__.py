@@ -19,7 +19,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([dataclasses.asdict(status) for status in found]))
     else:
         for status in found:
-            print(f"{status.name:10} {'ready' if status.ready else f'not ready: {status.reason}'}")
+            said = "ready" if status.ready else f"not ready: {status.reason}"
+            print(f"{status.name:10} {said}{f' ({status.versions})' if status.versions else ''}")
     return 0
 
 

@@ -42,6 +42,7 @@ class Status:
     ready: bool
     reason: str = ""
     source: str = "echelon"
+    versions: str = ""  # of the packages that it depends on
 
 
 def create(name: str, members: Members, store: PrefixStore, timeout_s: float) -> Engine:
@@ -110,11 +111,12 @@ def statuses() -> list[Status]:
     found = []
     for name in (*_OWN, *sorted(_plugins())):
         try:
-            _, not_ready, source = _find(name)
+            made, not_ready, source = _find(name)
             reason = not_ready()
+            versions = getattr(made, "versions", lambda: "")()
         except Exception as err:  # noqa: BLE001 -- a broken plug-in is a line in the list, not an end
-            reason, source = f"{type(err).__name__}: {err}", "plug-in"
-        found.append(Status(name, not reason, reason, source))
+            reason, source, versions = f"{type(err).__name__}: {err}", "plug-in", ""
+        found.append(Status(name, not reason, reason, source, versions))
     return found
 
 

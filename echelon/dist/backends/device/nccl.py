@@ -43,12 +43,14 @@ def not_ready() -> str:
 
 
 def versions() -> str:
-    """Return the versions of the installed packages that the backend depends on.
+    """Return the versions of NCCL as torch has it, and of the packages that the backend needs.
 
-    torch loads the NCCL that it was built with. Of two NCCL libraries in a process the one that is
-    loaded first serves both.
+    Of two NCCL libraries in a process the one that is loaded first serves both.
     """
     found = []
+    with contextlib.suppress(Exception):  # a torch without NCCL
+        torch: Any = importlib.import_module("torch")
+        found.append(f"torch's NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
@@ -75,6 +77,7 @@ def _needs_own_device() -> bool:
 
 
 create.needs_own_device = _needs_own_device  # type: ignore[attr-defined]
+create.versions = versions  # type: ignore[attr-defined]
 
 
 class NcclLibrary(DeviceLibrary):
