@@ -11,6 +11,7 @@ that its peer sends it before that one: the plan says which. Then nothing can st
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,6 +27,7 @@ from echelon.recorder import span
 Tensors = list[torch.Tensor]
 _SLICE_S = 0.002  # between two looks at the other inboxes, while one is waited for
 _LONG_S = 0.2
+_LOOK_S = 0.0005  # between two looks at a receive on a device
 _NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
 
 
@@ -135,8 +137,12 @@ class Exchange:
             while not self._is_in(inbox, thing.microbatch):
                 self._advance()
                 work = inbox.next_work(thing.microbatch)
-                if work is not None:
+                if work is None:
+                    continue
+                if work.operation.device == "cpu":
                     work.pending.wait(_SLICE_S if len(self._inboxes) > 1 else _LONG_S)
+                else:  # there `wait` orders streams and returns at once
+                    time.sleep(_LOOK_S)
 
     def _sent_by(self, plan: Plan, source: int) -> deque[Thing]:
         """Return what a rank sends to this one, in its order."""

@@ -96,6 +96,12 @@ class Pipeline:
         self._rooms: dict[int, Room] = {}
         if all(p.device.type == "cpu" for stage in self.stages for p in stage.module.parameters()):
             heap.keep()
+        device = self.stages[0].device
+        if device.type not in (
+            "cpu",
+            "meta",
+        ):  # a group's first operation on a device is collective
+            self.group.all_reduce(torch.zeros(1, device=device))
         self._ties.begin()
 
     @cached_property
