@@ -10,7 +10,7 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
-from echelon.errors import CollectiveTimeoutError
+from echelon.errors import CollectiveError, CollectiveTimeoutError
 from tests.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -105,3 +105,123 @@ def _wait_for_late(rank: int, world_size: int) -> None:
 
 def test_a_stuck_kernel_is_ended_at_the_timeout():
     run_ranks(_wait_for_late, 2, environ=_ONE_GPU, timeout_s=120)
+
+
+def _exchange_without_a_batch(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    world = dist.init("nccl", timeout_s=60)
+    other = 1 - rank
+    for size in (0, 1, 1 << 20):
+        sent = torch.full((size,), float(rank), device="cuda")
+        came = torch.empty(size, device="cuda")
+        world.send(sent, other)  # both ranks send first
+        world.recv(came, other)
+        assert (came == other).all()
+    got = [torch.empty(3, device="cuda") for _ in range(4)]
+    works = [world.recv(one, other, tag=tag % 2, async_op=True) for tag, one in enumerate(got)]
+    total = torch.ones(10, device="cuda")
+    world.all_reduce(total)  # a receive that is posted early holds up nothing
+    assert (total == world_size).all()
+    for number in range(4):
+        value = torch.full((3,), 10.0 * rank + number, device="cuda")
+        works.append(world.send(value, other, tag=number % 2, async_op=True))
+    for work in works:
+        work.wait()
+    assert [one[0].item() for one in got] == [10.0 * other + number for number in range(4)]
+    world.barrier()
+    dist.shutdown()
+
+
+def test_messages_pass_each_other():
+    run_ranks(_exchange_without_a_batch, 2, environ=_ONE_GPU, timeout_s=180)
+
+
+def _capture(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    world = dist.init("nccl", timeout_s=5)
+    x = torch.ones(1000, device="cuda")
+    world.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.all_reduce(x)
+        time.sleep(1)  # the watcher looks at events meanwhile
+    time.sleep(6)  # longer than the timeout
+    x.fill_(1)
+    for _ in range(3):
+        graph.replay()
+    assert (x == world_size**3).all()
+    world.barrier()
+    dist.shutdown()
+
+
+def test_a_graph_replays_collectives():
+    run_ranks(_capture, 2, environ=_ONE_GPU, timeout_s=120)
+
+
+def _use_side_streams(rank: int, world_size: int) -> None:
+    """Memory that the caller frees early is not used again before the operation has read it."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    world = dist.init("nccl", timeout_s=60)
+    side = torch.cuda.Stream()
+    second = dist.new_group([0, 1], name="second")
+    for turn in range(50):
+        with torch.cuda.stream(side):
+            x = torch.full((1 << 20,), float(turn), device="cuda")
+            work = (world if turn % 2 else second).all_reduce(x, async_op=True)
+            kept = x if turn % 10 == 0 else None
+            del x
+            torch.full((1 << 20,), -1.0, device="cuda")
+            work.wait()
+            if kept is not None:
+                assert (kept == turn * world_size).all()
+    world.barrier()
+    dist.shutdown()
+
+
+def test_side_streams_and_two_groups():
+    run_ranks(_use_side_streams, 2, environ=_ONE_GPU, timeout_s=180)
+
+
+def _abort_a_stuck_kernel(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    world = dist.init("nccl", timeout_s=600)
+    x = torch.ones(10, device="cuda")
+    world.all_reduce(x)
+    if rank == 0:
+        work = world.all_reduce(x, async_op=True)
+        began_s = time.monotonic()
+        world.abort()
+        assert time.monotonic() - began_s < 2
+        with pytest.raises(CollectiveError):
+            work.wait()
+        torch.cuda.synchronize()
+        _store().set("aborted", "1")
+    else:
+        _store().get("aborted", timeout=60)
+    dist.shutdown()
+
+
+def test_an_abort_ends_a_stuck_kernel():
+    run_ranks(_abort_a_stuck_kernel, 2, environ=_ONE_GPU, timeout_s=120)
+
+
+def _share_over_the_host(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(0)
+    world = dist.init("shm", timeout_s=60)
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool):
+        x = torch.ones(100_001, device="cuda").to(dtype)
+        world.all_reduce(x, "max" if dtype == torch.bool else "sum")
+        expected = 1 if dtype == torch.bool else world_size
+        assert (x.float() == expected).all()
+    y = torch.full((1000,), float(rank), device="cuda")
+    got = torch.empty(1000, device="cuda")
+    world.send(y, (rank + 1) % world_size)
+    world.recv(got, (rank - 1) % world_size)
+    assert (got == (rank - 1) % world_size).all()
+    world.barrier()
+    dist.shutdown()
+
+
+def test_ranks_share_one_gpu_over_the_host():
+    run_ranks(_share_over_the_host, 3, timeout_s=120)

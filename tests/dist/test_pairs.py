@@ -113,6 +113,33 @@ def test_a_receive_that_is_never_answered_ends_at_its_timeout():
     run_ranks(_wait_for_no_send, 2, timeout_s=60)
 
 
+class _Watch:
+    deadline_s = float("inf")
+
+    def check(self, needed=None):
+        pass
+
+
+def _open_at_once(rank: int, world_size: int) -> None:
+    """Lanes that are made by both ends together: no message connects, in either direction."""
+    world, array = made_up.init("made-up", timeout_s=20)
+    world._engine.engine_for("cuda").open_channel(1 - rank, "tag/4", _Watch())
+    graph = made_up.Graph()
+    x, y = array(torch.full((2,), float(rank))), array(torch.zeros(2))
+    with made_up.accelerator.graph(graph):  # refused, were one of them not connected
+        first, second = (world.send, world.recv) if rank == 0 else (world.recv, world.send)
+        for call in (first, second):
+            call(x if call == world.send else y, 1 - rank, tag=4)
+    graph.replay()
+    assert y.read().tolist() == [1 - rank] * 2
+    world.barrier()
+    made_up.shutdown()
+
+
+def test_a_channel_is_connected_in_both_directions_when_it_is_open():
+    run_ranks(_open_at_once, 2, timeout_s=60)
+
+
 def _use_too_many_tags(rank: int, world_size: int) -> None:
     pairs = __import__("importlib").import_module("echelon.dist.backends.device.stream")
     pairs.MAX_LANES = 3

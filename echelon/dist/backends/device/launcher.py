@@ -30,6 +30,10 @@ class Launcher:
         """Tell whether a job of this key has succeeded, so that the next one does not block."""
         return key in self._known
 
+    def note(self, key: Hashable) -> None:
+        """Note that a call of this key has succeeded, without the launcher."""
+        self._known.add(key)
+
     def launch(self, job: Job, key: Hashable) -> None:
         """Run a job, here or on the launcher's thread.
 

@@ -134,6 +134,7 @@ class Lane:
             pair = (tensor, None) if self._role == _SENDER else (None, tensor)
             with handle.entered() as communicator:
                 self.put(communicator, *pair)
+            self._launcher.note(_MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
         """End what runs; return whether the communicator is free after `wait_s`."""

@@ -210,7 +210,8 @@ class StreamEngine:
             Exception: what the watch or the library raises.
         """
         low, high = sorted((peer, self._members.rank))
-        for way in (Way(low, high, name), Way(high, low, name)):
+        ways = [Way(low, high, name), Way(high, low, name)]
+        for way in ways:
             self._prepare_lane(way)
             lane = self._lane(way)
             opening = _Aside(lambda lane=lane: lane.open(watch.check))  # type: ignore[misc]
