@@ -231,7 +231,7 @@ struct ec_engine {
     struct ec_queue collectives;
     struct ec_queue *sends, *receives; /* per peer; receives that wait for a message */
     struct ec_queue any_receives;
-    int num_sends;
+    int num_sends, num_receives; /* begun and not finished */
     struct ec_inbox *inboxes; /* per peer */
     struct ec_wait *waits;    /* room for every counter that may be slept on at once */
     struct ec_statistics statistics;

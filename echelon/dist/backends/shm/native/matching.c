@@ -126,6 +126,7 @@ static void deliver(struct ec_engine *engine, struct ec_op *op, int peer,
         memcpy(op->target, stashed->bytes, num);
     drop_stashed(inbox, stashed);
     if (whole) {
+        engine->num_receives--;
         ec_finish(engine, op);
         return;
     }
@@ -212,6 +213,7 @@ static void begin_any_receive(struct ec_engine *engine, struct ec_op *op)
 void ec_begin_receive(struct ec_engine *engine, struct ec_op *op)
 {
     op->sender = -1;
+    engine->num_receives++;
     ec_append(queue_of(engine, op), op);
     if (op->root == EC_ANY) {
         begin_any_receive(engine, op);

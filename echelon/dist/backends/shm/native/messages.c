@@ -146,8 +146,10 @@ static void close_message(struct ec_engine *engine, int peer)
     inbox->open = false;
     inbox->op = NULL;
     inbox->stash = NULL;
-    if (op)
+    if (op) {
+        engine->num_receives--;
         ec_finish(engine, op);
+    }
 }
 
 /* Copy what is there of the open message's body, which begins `skipped` bytes behind the head. */
@@ -231,6 +233,8 @@ static bool step_receives(struct ec_engine *engine, int peer)
 
 bool ec_step_messages(struct ec_engine *engine)
 {
+    if (!engine->num_sends && !engine->num_receives)
+        return false;
     bool moved = engine->any_receives.head && step_in_order(engine);
     for (int peer = 0; peer < engine->size; peer++) {
         if (engine->num_sends && step_sends(engine, peer))
@@ -245,6 +249,8 @@ bool ec_step_messages(struct ec_engine *engine)
 int ec_message_waits(struct ec_engine *engine, struct ec_wait *waits)
 {
     int num = 0;
+    if (!engine->num_sends && !engine->num_receives)
+        return 0;
     for (int peer = 0; peer < engine->size; peer++) {
         if (engine->sends[peer].head) {
             struct ec_ring *ring = ec_ring_of(engine, engine->rank, peer);
