@@ -7,6 +7,7 @@ it for a minute.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import echelon.dist as dist
+from echelon.dist.backends import registry
 from echelon.dist.backends.shm import native
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from tests.dist import oracle
@@ -100,13 +102,13 @@ class Case:
             return parts[(me - 1) % self.group.size]
         return parts[me]
 
-    def check(self) -> None:
+    def check(self, *, is_ordered: bool = True) -> None:
         expected = self.expected()
         if expected is not None:
             what = f"#{self.number} {self.kind} {self.op} {self.dtype}[{self.size}]"
             what += f" in {self.group.name}"
             if self.kind in ("all_reduce", "reduce", "reduce_scatter"):
-                oracle.assert_reduced(self.out, expected, what, self.op, ordered=True)
+                oracle.assert_reduced(self.out, expected, what, self.op, ordered=is_ordered)
             else:
                 oracle.assert_same_bits(self.out, expected, what)
 
@@ -167,6 +169,61 @@ def test_a_minute_of_random_operations_gives_no_wrong_byte(engine, seed):
     run_ranks(_stress, 4, seed, 1_000_000, 60.0, timeout_s=180, environ=environ)
 
 
+# One schedule, whatever the delays: every engine must give the same results for all of them.
+_SCHEDULE_SEED = 3
+_NUM_SCHEDULED = 14
+
+
+def _delayed(rank: int, world_size: int, backend: str, seeds: list[int]) -> None:
+    if backend == "shm+gloo":
+        two_level = importlib.import_module("echelon.dist.backends.two_level")
+        two_level.host_identity = lambda: {"boot": f"host {rank * 2 // world_size}"}
+    world = dist.init(backend, timeout_s=60)
+    halves = world.split(world.rank % 2)
+    for seed in seeds:
+        draw, delays = random.Random(_SCHEDULE_SEED), random.Random(seed * 1000 + rank)
+        cases = []
+        for number in range(_NUM_SCHEDULED):
+            group = (world, halves)[draw.randrange(2)]
+            case = Case(random.Random(draw.random()), group, seed * 1000 + number)
+            time.sleep(delays.choice((0, 0, 0, 0.0002, 0.001, 0.004)))
+            cases.append((case, case.start()))
+            if draw.random() < 0.3:
+                _end_all(cases, delays, is_ordered=backend == "shm")
+        _end_all(cases, delays, is_ordered=backend == "shm")
+    world.barrier()
+    dist.shutdown()
+
+
+def _end_all(cases: list, delays: random.Random, *, is_ordered: bool) -> None:
+    delays.shuffle(cases)
+    for case, work in cases:
+        work.wait()
+        if case.kind == "exchange" and case.group.size > 1:
+            case.sent.wait()
+        case.check(is_ordered=is_ordered)
+    cases.clear()
+
+
+_BACKENDS = [("shm", "native"), ("shm", "python"), ("gloo", ""), ("shm+gloo", ""), ("xccl", "")]
+
+
+def _skip_unless_ready(backend: str) -> None:
+    reason = next(status.reason for status in registry.statuses() if status.name == backend)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(("backend", "engine"), _BACKENDS)
+@pytest.mark.parametrize(
+    "seeds", [[0], pytest.param(list(range(1, 10)), marks=pytest.mark.slow)], ids=["one", "nine"]
+)
+def test_one_schedule_gives_the_same_results_under_any_delays(backend, engine, seeds):
+    _skip_unless_ready(backend)
+    environ = {"ECHELON_SHM": engine} if engine else {}
+    run_ranks(_delayed, 4, backend, seeds, environ=environ, timeout_s=180)
+
+
 def _broken(rank: int, world_size: int, seed: int, how: int) -> None:
     world = dist.init(timeout_s=60 if how == signal.SIGKILL else 3)
     draw = random.Random(seed)
@@ -195,8 +252,6 @@ def _broken(rank: int, world_size: int, seed: int, how: int) -> None:
 
 
 def _wait_for_others_then_wake(rank: int, world_size: int, victim: int, pid: int) -> None:
-    import importlib
-
     store = importlib.import_module("echelon.dist.runtime")._need().store
     store.set(f"saw-{rank}", "1")
     store.wait([f"saw-{r}" for r in range(world_size) if r != victim], timeout=30)
