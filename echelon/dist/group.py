@@ -8,6 +8,7 @@ black box never misses an operation.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -184,8 +185,13 @@ class ProcessGroup(Collectives, PointToPoint):
         """Divide the group: ranks of equal `color` form one, ordered by `key`, then rank.
 
         Every member calls it. Returns this rank's new ProcessGroup; None for color None.
+
+        Raises:
+            TypeError: `color` or `key` is not an integer.
         """
         self._check_object_call("split")
+        color, key = None if color is None else operator.index(color), operator.index(key)
+        color = color if color is None else int(color)  # True and 1 are one color
         number = self._num_splits
         self._num_splits += 1
         chosen = self.all_gather_object([color, key])

@@ -295,4 +295,11 @@ def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore
     )
 
 
+def _forget_lock() -> None:
+    """Replace the lock in a forked child: a thread that is not there may hold it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 atexit.register(shutdown)

@@ -59,6 +59,15 @@ class _Descriptors:
 _descriptors = _Descriptors()
 
 
+def _forget() -> None:
+    """Begin again in a forked child: the lock may be held by a thread that is not there."""
+    global _descriptors
+    _descriptors = _Descriptors()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def adopt(process: Process, fd: int) -> None:
     """Watch a process of another PID namespace by the pidfd that it handed over."""
     _descriptors.adopt(process, fd)

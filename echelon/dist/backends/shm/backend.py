@@ -55,4 +55,9 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
         timeout_s,
     )
     engine = native.NativeEngine if plan.native else PythonEngine
-    return engine(members, plan, memory, peers, not crowded)
+    try:
+        return engine(members, plan, memory, peers, not crowded)
+    except BaseException:
+        peers.close()
+        memory.close()
+        raise

@@ -3,7 +3,8 @@
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
 system: it lives as long as somebody maps it, so no death leaves anything behind. Group rank 0 makes
 it and hands the descriptor to the others over a Unix socket with a random abstract name
-(handover.py); the descriptor is closed as soon as the memory is mapped.
+(handover.py); the descriptor is closed as soon as the memory is mapped,
+where Python does not keep a duplicate of it (before 3.13 it does).
 
     one mark of 32 bytes per rank, up to a page boundary | what the engine puts there
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import tempfile
 
 from echelon.errors import CollectiveError
@@ -33,7 +35,9 @@ class SharedMemory:
     def __init__(self, fd: int, size: int, engine_bytes: int) -> None:
         self.size = size
         self.offset = marks_bytes(size)
-        self.map = mmap.mmap(fd, self.offset + engine_bytes)
+        # Before Python 3.13 a mapping keeps a duplicate of its descriptor: one per group.
+        options = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        self.map = mmap.mmap(fd, self.offset + engine_bytes, **options)
 
     def write_mark(self, rank: int, mark: bytes) -> None:
         """Leave the mark by which the others recognise this memory."""
