@@ -15,7 +15,7 @@ import pytest
 import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError
-from tests.dist.example_backend import StoreBackend
+from tests.dist.example_backend import StoreEngine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -40,7 +40,7 @@ class DeviceArray:
         }  # fmt: skip
 
 
-class PretendBackend(StoreBackend):
+class PretendEngine(StoreEngine):
     """The example backend, on arrays of the made-up device."""
 
     name = "pretend"
@@ -48,19 +48,19 @@ class PretendBackend(StoreBackend):
     made: list[str] = []  # noqa: RUF012 -- of this process
 
     def __init__(self, members, store, timeout_s):
-        super().__init__(members, store, timeout_s)
+        super().__init__(members, store)
         self.made.append(f"{members.device}:{members.device_index}")
 
-    def _carry_out(self, operation):
+    def _carry_out(self, operation, watch):
         fields = {name: getattr(operation, name) for name in operation.__slots__}
         for name in ("source", "target"):
             if fields[name] is not None:
                 fields[name] = fields[name].owner.host.reshape(-1)
-        super()._carry_out(type(operation)(**fields))
+        super()._carry_out(type(operation)(**fields), watch)
 
 
 def create(members, store, timeout_s):
-    return PretendBackend(members, store, timeout_s)
+    return PretendEngine(members, store, timeout_s)
 
 
 create.device = "cuda"
@@ -76,7 +76,7 @@ def _mix(rank: int, world_size: int) -> None:
     assert world.backend == "shm"
     with pytest.raises(ValueError, match="first operation on cuda must be a collective"):
         world.send(DeviceArray([1]), (rank + 1) % world_size)
-    made = importlib.import_module("tests.dist.test_by_device").PretendBackend.made
+    made = importlib.import_module("tests.dist.test_by_device").PretendEngine.made
     assert made == []
     for turn in range(3):  # blocking, between the host's, which keep their order and numbers
         x, host = DeviceArray([rank + 1.0, turn], index=rank), np.full(5, rank + 1.0)

@@ -327,6 +327,11 @@ def _call_from_threads(rank: int, world_size: int) -> None:
     world.all_reduce(x)
 
     def call(group, tag):
+        # A stream of its own: on one, a thread's send would wait for another thread's receive.
+        with made_up.accelerator.device(rank), made_up.accelerator.stream(made_up.Stream()):
+            exchange(group, tag)
+
+    def exchange(group, tag):
         for _ in range(10):
             y, z = array(torch.full((2,), float(rank))), array(torch.zeros(2))
             sent = group.send(y, 1 - rank, tag=tag, async_op=True)
