@@ -378,7 +378,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     rows = measure(options)
-    print("\n".join(summary(rows)))
+    for line in summary(rows):
+        print(line)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
 
