@@ -15,6 +15,7 @@ from echelon.dist.checkpoint.foreign.safetensors_file import SafetensorsFile
 from echelon.dist.checkpoint.foreign.torch_file import TorchFile
 from echelon.dist.checkpoint.ranks import pending
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.ranks.reading import read
 from echelon.dist.checkpoint.state.restore import Restore, plain_values
 from echelon.recorder import span
 
@@ -23,8 +24,9 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     """Fill `state` in place with what was saved under `path`, and return it. Collective.
 
     Modules, optimizers, `RandomState`s, objects and tensors in `state` take the saved state over;
-    plain values are replaced, and plain values that `state` does not mention are added. Each rank
-    reads only what it holds, and checks every block that it reads. If the newest version is
+    plain values are replaced, and plain values that `state` does not mention are added. What
+    all ranks hold is read once, each rank a share; shards are read by the ranks that hold them.
+    Every block that is read is checked. If the newest version is
     damaged, the next older one is loaded, on all ranks, with a RuntimeWarning on rank 0. A version
     that is named by itself is loaded or is an error. An error found while reading leaves the state
     partly filled; what does not fit is found before anything is changed.
@@ -74,7 +76,7 @@ def _load_from(place: Path, state: dict[str, Any], peers: Peers, doing: str) -> 
         stack.callback(source.close)
         restore = together(peers, doing, lambda: Restore(source, state, peers.rank, peers.size))
         _require_use(restore, source, peers)
-        together(peers, doing, restore.read)
+        agree(peers, read(peers, source, restore.wanted), doing)
         together(peers, doing, restore.hand_over)
 
 

@@ -30,6 +30,10 @@ class Peers(Protocol):
         """Return every rank's value, by rank."""
         ...
 
+    def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `out` [size * n] with every rank's `own` [n]: uint8 on the CPU."""
+        ...
+
 
 class Alone:
     """One process, of whatever rank."""
@@ -43,6 +47,10 @@ class Alone:
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value."""
         return [value]
+
+    def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Copy `own`."""
+        out.copy_(own)
 
 
 class World:
@@ -58,6 +66,10 @@ class World:
         """Return every rank's value, by rank."""
         return self._group.all_gather_object(value)
 
+    def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `out` with every rank's `own`."""
+        self._group.all_gather(out, own)
+
 
 class TorchWorld:
     """The ranks of torch.distributed's default group. Values go as msgpack, not as pickles."""
@@ -66,8 +78,7 @@ class TorchWorld:
         self.rank = torch_dist.get_rank()
         self.size = torch_dist.get_world_size()
         self.timeout_s = _DEFAULT_TIMEOUT_S
-        on_gpu = torch_dist.get_backend() == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        self._device = _device_of(str(torch_dist.get_backend_config()))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -80,11 +91,27 @@ class TorchWorld:
             for content, size in zip(self._gather(padded), sizes, strict=True)
         ]
 
+    def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill `out` with every rank's `own`."""
+        out.copy_(torch.cat(self._gather(own)))
+
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         mine = mine.to(self._device)
         everyones = [torch.empty_like(mine) for _ in range(self.size)]
         torch_dist.all_gather(everyones, mine)
         return [theirs.cpu() for theirs in everyones]
+
+
+def _device_of(config: str) -> torch.device:
+    """Return where a group carries tensors, preferring the CPU.
+
+    Args:
+        config: such as "cpu:gloo,cuda:nccl".
+    """
+    kinds = [part.partition(":")[0] for part in config.split(",")]
+    if "cpu" in kinds or not kinds[0]:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def find(*, to_write: bool) -> Peers:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.manifest import Manifest
-from echelon.dist.checkpoint.disk.source import Source, check_fit, fill, require
+from echelon.dist.checkpoint.disk.source import Source, check_fit, require
 from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
 from echelon.dist.checkpoint.state.collect import as_tensor
 from echelon.dist.checkpoint.state.entries import (
@@ -41,6 +41,7 @@ class Restore:
     """How to fill one rank's state from a source.
 
     Attributes:
+        wanted: what to fill, and the path of what to fill it with.
         unused: tensors of the state's modules that are stored and that this rank has no use for.
 
     Raises:
@@ -58,7 +59,7 @@ class Restore:
         self._chosen: list[str] = []  # stored for each rank, of which this one takes another's
         self._state = state
         self._problems: list[str] = []
-        self._wanted: list[tuple[Held, str]] = []
+        self.wanted: list[tuple[Held, str]] = []
         self._handovers: list[Callable[[], None]] = []
         self._plain: dict[str, Any] = {}
         self._modules: list[str] = []
@@ -71,15 +72,6 @@ class Restore:
         require(self._problems, source.path)
         self._warn_of_choices()
         self.unused = self._find_unused()
-
-    def read(self) -> None:
-        """Fill all tensors.
-
-        Raises:
-            CheckpointError: a file is missing, cut short or damaged; names it.
-        """
-        for held, path in self._wanted:
-            fill(self._source, held, path)
 
     def hand_over(self) -> None:
         """Give optimizers, objects and the state itself what was read."""
@@ -285,7 +277,7 @@ class Restore:
         if reason:
             self._problems.append(reason)
         else:
-            self._wanted.append((held, path))
+            self.wanted.append((held, path))
 
     def _find_unused(self) -> list[str]:
         manifest = self._source.manifest

@@ -1,0 +1,118 @@
+"""Replicas read a checkpoint once: each rank a share, which it passes on to the others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import echelon.dist as dist  # noqa: E402
+from echelon.dist.checkpoint import load, save  # noqa: E402
+from echelon.dist.checkpoint.disk.folder import versions  # noqa: E402
+from echelon.dist.checkpoint.ranks import reading  # noqa: E402
+from tests.dist.checkpoint.states import make, same  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.ranks
+
+
+def state_of(seed):
+    torch.manual_seed(seed)
+    return {
+        "big": torch.randn(3_000_000),
+        "half": torch.randn(777, 3).bfloat16(),
+        "turned": torch.randn(50, 60).t(),
+        "odd": torch.randint(0, 9, (1001,), dtype=torch.uint8),
+        "flags": torch.tensor([True, False, True]),
+        "none": torch.zeros(0, 4),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+    }
+
+
+class Counted:
+    """The bytes that this process reads from files."""
+
+    def __init__(self):
+        self.num_bytes = 0
+        self._preadv = os.preadv
+
+    def __enter__(self):
+        os.preadv = self._read
+        return self
+
+    def __exit__(self, *_):
+        os.preadv = self._preadv
+
+    def _read(self, *args):
+        count = self._preadv(*args)
+        self.num_bytes += count
+        return count
+
+
+def _read_once(rank, world_size, folder, wants_float):
+    world = dist.init()
+    reading._WINDOW_BYTES = world_size * 4096 if wants_float else 8 << 20
+    tensors = state_of(0)
+    model, optimizer = make()
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    save(folder, {"t": tensors, "model": model, "optimizer": optimizer, "rank": torch.ones(3)})
+    wanted = {name: torch.empty_like(value) for name, value in tensors.items()}
+    if wants_float:
+        tensors["big"] = tensors["big"][:0]  # this many windows of 4 KiB would take too long
+        wanted["big"] = torch.zeros(3_000_000)
+        wanted["half"] = wanted["half"].float()
+        tensors["half"] = tensors["half"].float()
+        if rank == 1:  # wanted by one rank alone: it reads that by itself
+            wanted["big"] = wanted["big"].double()
+    other, theirs = make(seed=1)
+    with Counted() as counted:
+        load(folder, {"t": wanted, "model": other, "optimizer": theirs})
+    if wants_float:
+        assert wanted.pop("big").abs().sum() > 0
+        del tensors["big"]
+    assert same(wanted, tensors)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(theirs.state_dict(), optimizer.state_dict())
+    assert world.size == world_size
+    dist.shutdown()
+    return counted.num_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_replicas_read_each_byte_on_one_rank_and_get_all(tmp_path, num_ranks):
+    read = run_ranks(_read_once, num_ranks, str(tmp_path), False)
+    total = sum(file.stat().st_size for file in versions(tmp_path)[-1].glob("*.bin"))
+    assert total > 12_000_000
+    assert sum(read) < 1.7 * total  # blocks of 1 MiB at the edges are read by two
+    assert max(read) < 0.9 * total
+
+
+def test_what_some_ranks_want_otherwise_they_read_by_themselves(tmp_path):
+    run_ranks(_read_once, 2, str(tmp_path), True)
+
+
+def _damaged(rank, world_size, folder):
+    dist.init()
+    for step in (1, 2):
+        save(folder, {"x": torch.full((3_000_000,), float(step)), "step": step})
+    dist.world().barrier()
+    if rank == 0:
+        file = Path(folder, "000002", "rank_00001.bin")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.world().barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        state = load(folder, {"x": torch.zeros(3_000_000)})
+    dist.shutdown()
+    return state["step"], state["x"].unique().tolist()
+
+
+def test_a_rank_that_reads_damage_does_not_keep_the_others_waiting(tmp_path):
+    assert run_ranks(_damaged, 2, str(tmp_path)) == [(1, [1.0]), (1, [1.0])]
