@@ -1,0 +1,132 @@
+"""Ranks on three hosts: exactly the dead one is named, and a frozen store delays nothing."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from echelon.dist.backends.gloo import backend as gloo
+from tests.hosts import hosts, needs_hosts, run_on
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(
+        not hasattr(gloo, "GlooEngine"), reason="gloo is no engine of the interface yet"
+    ),
+]
+
+_PREAMBLE = """
+import os, signal, sys, time
+import numpy as np
+import echelon.dist as dist
+from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+
+def caught(call):
+    began = time.monotonic()
+    try:
+        call()
+    except CollectiveError as err:
+        return err, time.monotonic() - began
+    raise AssertionError("no error")
+"""
+
+
+def _run(machines, body: str, exit_codes: list[int]) -> list[str]:
+    program = _PREAMBLE + textwrap.dedent(body)
+    ends = run_on(machines, sys.executable, "-c", program, ranks_per_host=1, timeout_s=90)
+    story = "\n".join(f"rank {rank}: {one.stderr}" for rank, one in enumerate(ends))
+    assert [one.returncode for one in ends] == exit_codes, story
+    return [one.stdout for one in ends]
+
+
+@needs_hosts
+@pytest.mark.parametrize("backend", ["gloo", "shm+gloo"])
+def test_of_three_hosts_the_survivors_name_exactly_the_dead_rank(backend):
+    """Rank 1 is killed while rank 2 computes for longer than the liveness check waits."""
+    pytest.importorskip("torch")
+    with hosts(3) as machines:
+        _run(
+            machines,
+            f"""
+            world = dist.init({backend!r}, timeout_s=60)
+            x = np.ones(1000)
+            world.all_reduce(x)
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == 2:
+                time.sleep(5.0)  # a step of its own: not inside any call
+            err, took = caught(lambda: world.all_reduce(x))
+            assert isinstance(err, PeerLostError), err
+            assert err.ranks == (1,), err
+            assert "rank 1 died" in str(err) or "for rank 1" in str(err), err
+            assert took < 30, took
+            dist.shutdown()
+            """,
+            [0, -9, 0],
+        )
+
+
+@needs_hosts
+def test_a_rank_that_computes_is_late_and_not_dead():
+    pytest.importorskip("torch")
+    with hosts(3) as machines:
+        _run(
+            machines,
+            """
+            world = dist.init("gloo", timeout_s=20)
+            x = np.ones(1000)
+            world.all_reduce(x)
+            world.timeout_s = 1.0
+            if world.rank == 2:
+                time.sleep(5.0)
+            err, took = caught(lambda: world.all_reduce(x))
+            assert isinstance(err, CollectiveTimeoutError), err
+            assert err.ranks == (2,), err
+            assert "not heard from" not in str(err), err
+            dist.shutdown()
+            """,
+            [0, 0, 0],
+        )
+
+
+@needs_hosts
+def test_a_frozen_store_delays_neither_a_timeout_nor_an_abort():
+    """Rank 0's process hosts the store; rank 1 freezes it, and no rank can be blamed."""
+    pytest.importorskip("torch")
+    with hosts(3) as machines:
+        _run(
+            machines,
+            """
+            from echelon.dist.membership.peers import start_ticks
+
+            world = dist.init("gloo", timeout_s=60)
+            other = dist.new_group([1, 2])
+            pids = world.all_gather_object(os.getpid())
+            if world.rank == 0:
+                time.sleep(80)  # rank 1 ends it
+            if world.rank == 1:
+                os.kill(pids[0], signal.SIGSTOP)
+                other.timeout_s = 1.0
+                err, took = caught(lambda: other.all_reduce(np.ones(1000)))
+                assert isinstance(err, CollectiveTimeoutError), err
+                assert err.ranks == (), err
+                assert "store does not answer" in str(err), err
+                assert took < 4, took
+            else:
+                while start_ticks(pids[1]) is not None:
+                    time.sleep(0.05)
+            began = time.monotonic()
+            world.abort()
+            assert time.monotonic() - began < 1.0
+            err, _ = caught(world.barrier)
+            assert "aborted on rank" in str(err), err
+            began = time.monotonic()
+            dist.shutdown()
+            assert time.monotonic() - began < 4.0
+            if world.rank == 2:
+                os.kill(pids[0], signal.SIGKILL)
+            """,
+            [-9, 0, 0],
+        )
