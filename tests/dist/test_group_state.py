@@ -1,0 +1,80 @@
+"""The one state under every engine: the first end wins, and no engine is released in use."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.dist.backends.interface import Members
+from echelon.dist.errors.mismatch import mismatch_error
+from echelon.dist.operation.operation import Operation, encode_call
+from echelon.dist.progress.group_state import GroupState
+from echelon.errors import CollectiveError, CollectiveTimeoutError
+
+MEMBERS = Members(name="world", rank=0, ranks=(0, 1, 2))
+CALL = encode_call("all_reduce", "sum", "float32", -1, (3,))
+SUM = Operation("all_reduce", 0, timeout_s=60.0, call=CALL)
+
+
+class Engine:
+    name, device, nests = "fake", "cpu", False
+
+    def __init__(self, act=lambda: None):
+        self.act = act
+        self.log = []
+
+    def prepare(self, operation):
+        pass
+
+    def execute(self, operation, watch):
+        self.log.append("in")
+        self.act()
+        self.log.append("out")
+        watch.check()
+
+    def cut(self, reason):
+        self.log.append("cut")
+
+    def close(self):
+        self.log.append("close")
+
+
+def test_the_first_end_wins_and_cuts_the_engine_once():
+    engine = Engine()
+    state = GroupState(MEMBERS, engine)
+    first = CollectiveTimeoutError("late", operation="all_reduce", sequence=3, ranks=[2])
+    assert state.fail(first) is first
+    assert state.fail(CollectiveError("another")) is first
+    state.abort()
+    state.close()
+    assert engine.log == ["cut", "close"]
+    error = state.end_of(SUM)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (2,)
+
+
+def test_an_engine_is_released_by_the_call_that_closing_interrupts():
+    engine = Engine(lambda: state.close())
+    state = GroupState(MEMBERS, engine)
+    state.admit(SUM)
+    with pytest.raises(CollectiveError, match="closed on rank 0"):
+        state.run(SUM)
+    assert engine.log == ["in", "cut", "out", "close"]
+
+
+def test_a_librarys_own_error_names_this_rank_and_keeps_its_text():
+    def fail():
+        raise RuntimeError("ncclUnhandledCudaError: out of memory")
+
+    state = GroupState(MEMBERS, Engine(fail))
+    with pytest.raises(CollectiveError, match="rank 0 failed: RuntimeError: ncclUnh") as caught:
+        state.run(SUM)
+    assert caught.value.ranks == (0,)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_ranks_that_are_one_call_apart_are_named_with_their_numbers():
+    heads = [number.to_bytes(8, "little") + CALL for number in (4, 5, 5)]
+    error = mismatch_error(MEMBERS, SUM, heads)
+    assert error.ranks == (0,)
+    assert "rank 0 called all_reduce(sum) float32[3] as #4" in str(error)
+    assert "the others all_reduce(sum) float32[3] as #5" in str(error)
