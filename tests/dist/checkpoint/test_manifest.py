@@ -68,9 +68,14 @@ def test_elements_that_no_rank_wrote_are_an_error_that_names_the_first(ranges):
 
 
 def test_elements_that_two_ranks_wrote_are_an_error():
-    """Replicas divide what they hold: these ranks held two tensors of one name."""
-    with pytest.raises(ValueError, match=r"^t: element 4 is in files 0 and 1$"):
-        merge(written(10, [(0, 0, 0, 6)], [(1, 0, 4, 6)]))
+    """... unless they are equal: stages that share a weight may divide it in different ways."""
+    parts = written(10, [(0, 0, 0, 6)], [(1, 0, 4, 6)])
+    with pytest.raises(ValueError, match=r"^t: element 4 is in files 0 and 1, and differs$"):
+        merge(parts)
+    compared = []
+    whole = merge(parts, lambda one, other: not compared.append((one, other)))
+    assert compared == [(Range(1, 0, 4, 2), Range(0, 16, 4, 2))]
+    assert whole.tensors["t"].ranges == (Range(0, 0, 0, 6), Range(1, 8, 6, 4))
 
 
 def test_ranks_that_disagree_on_a_shape_are_an_error():

@@ -28,10 +28,13 @@ from pathlib import Path
 from echelon.dist.checkpoint.disk import files
 from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.dist.checkpoint.disk.manifest import (
+    BLOCK_BYTES,
     Manifest,
+    Range,
     StoredFile,
     check_complete,
     decode,
+    dtype_bytes,
     encode,
     merge,
 )
@@ -144,7 +147,28 @@ class Unfinished:
             if part.save != self.token:
                 raise CheckpointError(f"{path}: belongs to another save", path=path)
             parts.append(part)
-        return merge(parts)
+        return merge(parts, lambda one, other: self._is_equal(parts, one, other))
+
+    def _is_equal(self, parts: Sequence[Manifest], one: Range, other: Range) -> bool:
+        """Compare what two ranks wrote of the same elements."""
+        part = parts[one.file]
+        size = next(
+            dtype_bytes(tensor.dtype)
+            for tensor in part.tensors.values()
+            for known in tensor.ranges
+            if 0 <= one.offset - known.offset < known.length * dtype_bytes(tensor.dtype)
+        )
+        paths = [self.path / parts[of.file].files[of.file].name for of in (one, other)]
+        with paths[0].open("rb") as first, paths[1].open("rb") as second:
+            first.seek(one.offset)
+            second.seek(other.offset)
+            rest = one.length * size
+            while rest:
+                step = min(rest, BLOCK_BYTES)
+                if first.read(step) != second.read(step):
+                    return False
+                rest -= step
+        return True
 
 
 def is_committed(version: Path, token: str | None = None) -> bool:

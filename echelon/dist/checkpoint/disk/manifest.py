@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -290,12 +290,18 @@ def _runs(tensor: StoredTensor) -> Iterable[tuple[int, int, int]]:
 # ---- several ranks' into one ----
 
 
-def merge(parts: Sequence[Manifest]) -> Manifest:
+Compare = Callable[[Range, Range], bool]  # of one length: whether their bytes are equal
+
+
+def merge(parts: Sequence[Manifest], compare: Compare | None = None) -> Manifest:
     """Join what the ranks wrote; of a plain value that several ranks have, the lowest rank's.
+
+    Stages that share a weight may divide it in different ways, so that parts of it are written
+    twice: `compare` then proves them equal.
 
     Raises:
         ValueError: ranks disagree on a tensor's shape or dtype, no rank wrote some elements, or
-            two wrote the same ones: replicas divide what they hold, so these were no replicas.
+            two wrote the same ones with different values.
     """
     whole = Manifest(world_size=len(parts), save=parts[0].save)
     ranges: dict[str, list[Range]] = {}
@@ -313,11 +319,39 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
                 )
             ranges.setdefault(path, []).extend(tensor.ranges)
     for path, tensor in whole.tensors.items():
-        in_order = tuple(sorted(ranges[path], key=lambda one: one.start))
-        whole.tensors[path] = StoredTensor(tensor.shape, tensor.dtype, in_order)
+        in_order = sorted(ranges[path], key=lambda one: (one.start, one.file))
+        if not any(one.repeats for one in in_order):
+            in_order = _without_overlaps(path, dtype_bytes(tensor.dtype), in_order, compare)
+        whole.tensors[path] = StoredTensor(tensor.shape, tensor.dtype, tuple(in_order))
         whole.aliases.pop(path, None)
     check_complete(whole)
     return whole
+
+
+def _without_overlaps(
+    path: str, size: int, in_order: Sequence[Range], compare: Compare | None
+) -> list[Range]:
+    chosen: list[Range] = []
+    position = 0
+    for one in in_order:
+        stop = one.start + one.length
+        for known in chosen:
+            first, last = max(one.start, known.start), min(stop, known.start + known.length)
+            if first >= last:
+                continue
+            pair = _cut(one, first, last, size), _cut(known, first, last, size)
+            if compare is None or not compare(*pair):
+                raise ValueError(
+                    f"{path}: element {first} is in files {known.file} and {one.file}, and differs"
+                )
+        if stop > position:
+            chosen.append(_cut(one, max(position, one.start), stop, size))
+            position = stop
+    return chosen
+
+
+def _cut(one: Range, first: int, last: int, size: int) -> Range:
+    return Range(one.file, one.offset + (first - one.start) * size, first, last - first)
 
 
 def _add(ours: dict[_Key, _Value], theirs: dict[_Key, _Value]) -> None:
