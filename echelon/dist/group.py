@@ -20,6 +20,7 @@ from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.calls.base import Timeout
 from echelon.dist.calls.collectives import Collectives
 from echelon.dist.calls.point_to_point import PointToPoint
+from echelon.dist.channel import Channel, ChannelTags
 from echelon.dist.operation.arrays import View
 from echelon.dist.operation.checks import check_timeout
 from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
@@ -64,6 +65,7 @@ class ProcessGroup(Collectives, PointToPoint):
         timeout_s: float,
         make_group: MakeGroup,
         evidence: Evidence | None = None,
+        channels: ChannelTags | None = None,
     ) -> None:
         self._members = members
         self._engine = engine
@@ -73,6 +75,7 @@ class ProcessGroup(Collectives, PointToPoint):
         self._state.evidence.serve(self._state)
         self.created_mono_ns = time.monotonic_ns()
         self._num_splits = 0
+        self._channels = channels
         self._coalesced = threading.local()
         self._calls: dict[tuple[Any, ...], bytes] = {}  # of collectives the engine accepts
         recorder = black_box.current()
@@ -202,6 +205,27 @@ class ProcessGroup(Collectives, PointToPoint):
         ranks = [self.ranks[rank] for rank in alike]
         title = name or f"{self.name}/{color}"
         return self._make_group(ranks, title, f"split/{number}/{color}")
+
+    def channel(self, peer: int, name: str) -> Channel:
+        """Return a lane to another rank, ordered per pair and name, independent of everything else.
+
+        Both ends call this, in any order and at any time; neither waits for the other. Asks the
+        store, within its timeout, when a name is first used; the same name is the same channel.
+
+        Args:
+            peer: rank at the other end, within this group.
+            name: any text that the other end names too.
+
+        Raises:
+            ValueError: there is no such rank, it is this one, or the name is empty.
+            StoreError: the store does not answer.
+        """
+        peer = self._check_peer(peer, "peer")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"name {name!r}: a channel needs a name")
+        if self._channels is None:
+            raise ValueError(f"group {self.name!r} has no store, which channels need")
+        return Channel(peer, name, self._channels.tag(peer, name), self._message)
 
     # ---- the end ----
 

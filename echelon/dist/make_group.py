@@ -11,6 +11,7 @@ from typing import Any
 from echelon.dist.backends import registry
 from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.backends.router import Router
+from echelon.dist.channel import ChannelTags
 from echelon.dist.group import ProcessGroup
 from echelon.dist.membership.board import Board
 from echelon.dist.membership.host import address_towards, is_same_host, process_identity
@@ -79,7 +80,14 @@ class GroupMaker:
             # Groups of one name may split at once: the rows of a mesh do.
             return self.make(ranks, name, PrefixStore(path, store), timeout_s)
 
-        group = ProcessGroup(members, engine, timeout_s, make_below, liveness)
+        group = ProcessGroup(
+            members,
+            engine,
+            timeout_s,
+            make_below,
+            liveness,
+            channels=ChannelTags(PrefixStore("channels", store), members.rank),
+        )
         self._groups.add(group)
         weakref.finalize(group, self._drop, group.state).atexit = False
         return group

@@ -19,6 +19,8 @@ hosts shares are swapped whole and summed, which moves as much as a ring does, i
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import time
@@ -31,8 +33,10 @@ from echelon.dist.arithmetic import inline
 from echelon.dist.arithmetic.halves import HALVES, narrow, widen
 from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.arithmetic.reduce_numpy import divide
+from echelon.dist.backends.adapter import adapted
 from echelon.dist.backends.gloo import backend as gloo
-from echelon.dist.backends.interface import Backend, Members
+from echelon.dist.backends.host_engine import HostEngine
+from echelon.dist.backends.interface import Engine, Members, Pending, Watch
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
@@ -40,7 +44,6 @@ from echelon.dist.membership.host import host_identity
 from echelon.dist.membership.meet import gather
 from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import Operation, encode_call
-from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from echelon.store import PrefixStore
 
@@ -50,13 +53,13 @@ def not_ready() -> str:
     return shm.not_ready() or gloo.not_ready()
 
 
-def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Make the engine of a group; every member calls this.
 
     Raises:
         CollectiveTimeoutError: members did not come within `timeout_s`.
     """
-    return HierarchyBackend(members, store, timeout_s)
+    return TwoLevelEngine(members, store, timeout_s)
 
 
 _CHUNK_BYTES = 2 << 20  # of a share, between two hosts
@@ -67,9 +70,10 @@ _Agree = Callable[[], Flat]  # returns everybody's call and small data, in rank 
 class _Level:
     """A sub-group on one level, with its own numbers for what it is asked to do."""
 
-    def __init__(self, members: Members, backend: Backend) -> None:
+    def __init__(self, members: Members, engine: Engine) -> None:
         self.members = members
-        self.backend = backend
+        self.engine = engine
+        self._carry_out = engine.carry_out if isinstance(engine, HostEngine) else engine.execute
         self._sequence = 0
 
     def run(
@@ -78,7 +82,7 @@ class _Level:
         source: Flat | None,
         target: Flat | None,
         like: Operation,
-        timeout_s: float,
+        watch: Watch,
         *,
         dtype: str = "",
         reduce_op: str = "",
@@ -97,24 +101,21 @@ class _Level:
             source=source,
             target=target,
             shape=shape or (),
-            timeout_s=timeout_s,
+            timeout_s=max(0.001, watch.deadline_s - time.monotonic()),
             call=encode_call(kind, reduce_op, dtype, root, shape),
         )
         self._sequence += 1
-        self.backend.execute(operation)
+        self._carry_out(operation, watch)
 
 
-class HierarchyBackend(LaneBackend):
+class TwoLevelEngine(HostEngine):
     """Carries out operations on two levels."""
 
     name = "shm+gloo"
 
     def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
-        super().__init__()
-        self._members = members
-        self._size = members.size
-        self._lost: CollectiveError | None = None
-        self._closed = False
+        super().__init__(members)
+        self._is_closed = False
         self._kept: dict[str, Flat] = {}
         deadline_s = time.monotonic() + timeout_s
         facts = gather(members, store, "levels", host_identity(), deadline_s)
@@ -127,14 +128,16 @@ class HierarchyBackend(LaneBackend):
         self._place = self._hosts[self._mine].index(members.rank)
         self._order = [rank for ranks in self._hosts for rank in ranks]  # by host, then place
         self._deadline_s = deadline_s
-        self._flat = gloo.GlooBackend(members, PrefixStore("flat", store), timeout_s,
-                                      verdicts=store)  # fmt: skip
-        self._inside = self._level(self._hosts[self._mine], f"inside/{self._mine}", store)
         self._across: _Level | None = None
-        if self._is_even and 1 < len(self._hosts) < self._size:
-            column = [ranks[self._place] for ranks in self._hosts]
-            self._across = self._level(column, f"across/{self._place}", store, is_inside=False)
-        self._run: dict[str, Callable[[Operation, float, _Agree], None]] = {
+        with contextlib.ExitStack() as made:
+            self._flat = gloo.GlooEngine(members, PrefixStore("flat", store), timeout_s)
+            made.callback(self._flat.close)
+            self._inside = self._level_inside(f"inside/{self._mine}", store)
+            made.callback(self._inside.engine.close)
+            if self._is_even and 1 < len(self._hosts) < self._size:
+                self._gloo, self._across = self._level_across(f"across/{self._place}", store)
+            made.pop_all()
+        self._run: dict[str, Callable[[Operation, Watch, _Agree], None]] = {
             "barrier": self._barrier,
             "all_reduce": self._all_reduce,
             "all_gather": self._all_gather,
@@ -142,73 +145,76 @@ class HierarchyBackend(LaneBackend):
             "broadcast": self._broadcast,
         }
 
-    def _level(
-        self, ranks: list[int], path: str, store: PrefixStore, *, is_inside: bool = True
-    ) -> _Level:
-        members = Members(
-            name=self._members.name,
+    def _level_inside(self, path: str, store: PrefixStore) -> _Level:
+        members = self._some(self._hosts[self._mine])
+        left_s = max(0.001, self._deadline_s - time.monotonic())
+        return _Level(members, adapted(shm.create(members, PrefixStore(path, store), left_s)))
+
+    def _level_across(self, path: str, store: PrefixStore) -> tuple[gloo.GlooEngine, _Level]:
+        members = self._some([ranks[self._place] for ranks in self._hosts])
+        left_s = max(0.001, self._deadline_s - time.monotonic())
+        engine = gloo.GlooEngine(members, PrefixStore(path, store), left_s, is_step=True)
+        return engine, _Level(members, engine)
+
+    def _some(self, ranks: list[int]) -> Members:
+        return dataclasses.replace(
+            self._members,
             rank=ranks.index(self._members.rank),
             ranks=[self._members.ranks[rank] for rank in ranks],
-            options=self._members.options,
         )
-        own = PrefixStore(path, store)
-        left_s = max(0.001, self._deadline_s - time.monotonic())
-        if is_inside:
-            return _Level(members, shm.create(members, own, left_s))
-        self._gloo = gloo.GlooBackend(members, own, left_s, verdicts=store, compares=False)
-        return _Level(members, self._gloo)
 
-    def abort(self) -> None:
-        """End the group on this rank, on both levels."""
-        for backend in self._backends():
-            backend.abort()
+    def execute(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one operation; block until it is done on this rank."""
+        if operation.is_message:
+            engine, operation = self._route(operation)
+            engine.execute(operation, watch)
+        else:
+            super().execute(operation, watch)
+
+    def submit(self, operation: Operation, watch: Watch) -> Pending:
+        """Start one operation."""
+        if operation.is_message:
+            engine, operation = self._route(operation)
+            return engine.submit(operation, watch)
+        return super().submit(operation, watch)
+
+    def cut(self, reason: CollectiveError | None) -> None:
+        """End all progress on both levels."""
+        for engine in self._engines():
+            engine.cut(reason)
 
     def close(self) -> None:
-        """Give both levels back."""
-        if self._closed:
+        """Release both levels."""
+        if self._is_closed:
             return
-        self._closed = True
-        # Members may still be in our last operation, though it is over here: they fail if we say
-        # that we gave up, and not if we merely leave, as the levels' own `close` says.
-        if not self.is_idle():
-            self.abort()
-        self.close_lanes()
-        for backend in self._backends():
-            backend.close()
+        self._is_closed = True
+        self.close_threads()
+        for engine in self._engines():
+            engine.close()
 
-    def _backends(self) -> list[Backend]:
+    def _engines(self) -> list[Engine]:
         levels = [self._inside] + ([self._across] if self._across is not None else [])
-        return [self._flat, *(level.backend for level in levels)]
+        return [self._flat, *(level.engine for level in levels)]
 
-    # ---- the way of an operation ----
+    # ---- dispatch ----
 
-    def _carry_out(self, operation: Operation) -> None:
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
+    def carry_out(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one collective on this thread, whose turn it is."""
         try:
-            if operation.is_message:
-                self._message(operation)
-            elif self._across is None:
-                self._flat.execute(operation)
+            if self._across is None:
+                self._flat.carry_out(operation, watch)
+                return
+            # Compared before a way is chosen: ranks that differ might choose different ones.
+            agree = self._start_comparing(operation, watch)
+            if inline.is_small(operation):
+                inline.finish(operation, agree(), self._members.rank)
+            elif self._is_flat(operation):
+                agree()
+                self._flat.carry_out(operation, watch)
             else:
-                # Compared before a way is chosen: ranks that differ might choose different ones.
-                deadline_s = time.monotonic() + operation.timeout_s
-                agree = self._start_comparing(operation, deadline_s)
-                if inline.is_small(operation):
-                    inline.finish(operation, agree(), self._members.rank)
-                elif self._is_flat(operation):
-                    agree()
-                    self._flat.execute(operation)
-                else:
-                    self._run[operation.kind](operation, deadline_s, agree)
+                self._run[operation.kind](operation, watch, agree)
         except CollectiveError as err:
-            error = self._retold(operation, err)
-            self._lost = error
-            self._flat.survivors.tell(error)
-            if self._across is not None:
-                self._gloo.survivors.tell(error)
-            self.abort()
-            raise error from None
+            raise self._retold(operation, err) from None
 
     def _is_flat(self, operation: Operation) -> bool:
         ordered = self._members.options.reduction == "rank_ordered" and operation.reduce_op
@@ -216,7 +222,7 @@ class HierarchyBackend(LaneBackend):
         return bool(ordered) or is_uneven or operation.kind not in self._run
 
     def _retold(self, operation: Operation, error: CollectiveError) -> CollectiveError:
-        """Speak of what the user called and not of a step of it."""
+        """Return an error that names what the user called and not a step of it."""
         told = str(error).startswith(build.place(self._members, operation))
         if told or isinstance(error, CollectiveMismatchError):
             return error
@@ -228,23 +234,23 @@ class HierarchyBackend(LaneBackend):
             return build.timed_out(self._members, operation, ranks)
         return build.peer_lost(self._members, operation, ranks)
 
-    def _start_comparing(self, operation: Operation, deadline_s: float) -> _Agree:
+    def _start_comparing(self, operation: Operation, watch: Watch) -> _Agree:
         """Compare calls inside, and start to compare them across; what is returned ends it.
 
-        It comes back before the end only if all calls of this host are equal, so that the host's
-        ranks may take a step inside; nothing of the caller's is to be written before the end.
+        It returns before the end only if all calls of this host are equal, so that the host's ranks
+        may take a step inside; nothing of the caller's is to be written before the end.
         """
         assert self._across is not None
         plain = Operation("all_gather", 0, dtype="uint8")
         mine = inline.pack(operation)
         inside = np.empty((self._inside.members.size, len(mine)), np.uint8)
-        self._step(self._inside, "all_gather", mine, inside.reshape(-1), plain, deadline_s)
+        self._step(self._inside, "all_gather", mine, inside.reshape(-1), plain, watch)
         by_host = np.empty((self._size, len(mine)), np.uint8)
         across = self._gloo
         work = across.start_all_gather(by_host.reshape(-1), inside.reshape(-1))
 
         def agree() -> Flat:
-            across.finish(operation, deadline_s, work)
+            across.finish(watch, work)
             rows = np.empty_like(by_host)
             rows[self._order] = by_host
             if not inline.are_equal(rows, mine):
@@ -262,71 +268,66 @@ class HierarchyBackend(LaneBackend):
         source: Flat | None,
         target: Flat | None,
         like: Operation,
-        deadline_s: float,
+        watch: Watch,
         *,
         dtype: str = "",
         reduce_op: str = "",
         root: int = -1,
     ) -> None:
-        left_s = max(0.001, deadline_s - time.monotonic())
-        level.run(kind, source, target, like, left_s, dtype=dtype, reduce_op=reduce_op, root=root)
+        level.run(kind, source, target, like, watch, dtype=dtype, reduce_op=reduce_op, root=root)
 
     # ---- the collectives ----
 
-    def _barrier(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:  # noqa: ARG002
+    def _barrier(self, operation: Operation, watch: Watch, agree: _Agree) -> None:  # noqa: ARG002
         agree()
 
-    def _all_reduce(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
+    def _all_reduce(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
         data = _array(operation.target)
         if len(self._hosts) == 2 and len(data):
-            self._all_reduce_between_two(operation, deadline_s, agree)
+            self._all_reduce_between_two(operation, watch, agree)
             return
-        total = self._total_inside(operation, deadline_s, data)
+        total = self._total_inside(operation, watch, data)
         agree()
         self._step(
-            self._across, "all_reduce", total, total, operation, deadline_s,
+            self._across, "all_reduce", total, total, operation, watch,
             dtype=_wide(operation), reduce_op=_summing(operation),
         )  # fmt: skip
-        self._gather_inside(operation, deadline_s, total, data)
+        self._gather_inside(operation, watch, total, data)
 
-    def _all_reduce_between_two(
-        self, operation: Operation, deadline_s: float, agree: _Agree
-    ) -> None:
+    def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         """Swap shares with the other host in chunks: while one travels, the next is summed."""
         data, num_inside = _array(operation.target), self._inside.members.size
         most = max(1, _CHUNK_BYTES // np.dtype(_carried(operation)).itemsize)
         flying: Callable[[], None] | None = None
         for turn, start in enumerate(range(0, len(data), num_inside * most)):
             chunk, side = data[start : start + num_inside * most], str(turn & 1)
-            mine = self._total_inside(operation, deadline_s, chunk, side)
+            mine = self._total_inside(operation, watch, chunk, side)
             if turn == 0:
                 agree()
             theirs = self._scratch("theirs" + side, len(mine), mine.dtype)
-            work = self._gloo.start_swap(theirs, mine, deadline_s)
+            work = self._gloo.start_swap(theirs, mine, watch.deadline_s)
             if flying is not None:
                 flying()
-            flying = functools.partial(self._land, operation, deadline_s, work, mine, theirs, chunk)
+            flying = functools.partial(self._land, operation, watch, work, mine, theirs, chunk)
         assert flying is not None
         flying()
 
     def _land(
         self,
         operation: Operation,
-        deadline_s: float,
+        watch: Watch,
         work: Any,
         mine: Flat,
         theirs: Flat,
         chunk: Flat,
     ) -> None:
-        self._gloo.finish(operation, deadline_s, work)
+        self._gloo.finish(watch, work)
         parts = [mine, theirs] if self._mine == 0 else [theirs, mine]
         reduce(mine, parts, _summing(operation), _wide(operation))
-        self._gather_inside(operation, deadline_s, mine, chunk)
+        self._gather_inside(operation, watch, mine, chunk)
 
-    def _total_inside(
-        self, operation: Operation, deadline_s: float, data: Flat, side: str = ""
-    ) -> Flat:
+    def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
         """Return my share of the host's total, in the dtype in which levels are added up.
 
         Shares are equal: what the last one lacks is filled with zeros.
@@ -340,14 +341,12 @@ class HierarchyBackend(LaneBackend):
             given[len(data) :] = 0
         total = self._scratch("total" + side, length, carried)
         self._step(
-            self._inside, "reduce_scatter", given, total, operation, deadline_s,
+            self._inside, "reduce_scatter", given, total, operation, watch,
             dtype=_wide(operation), reduce_op=_summing(operation),
         )  # fmt: skip
         return total
 
-    def _gather_inside(
-        self, operation: Operation, deadline_s: float, total: Flat, data: Flat
-    ) -> None:
+    def _gather_inside(self, operation: Operation, watch: Watch, total: Flat, data: Flat) -> None:
         """Collect this host's shares of the result in `data`."""
         share = total
         if total.dtype != data.dtype:
@@ -357,7 +356,7 @@ class HierarchyBackend(LaneBackend):
         whole = data
         if num_padded != len(data):
             whole = self._scratch("whole", num_padded, data.dtype)
-        self._step(self._inside, "all_gather", share, whole, operation, deadline_s)
+        self._step(self._inside, "all_gather", share, whole, operation, watch)
         if whole is not data:
             np.copyto(data, whole[: len(data)])
 
@@ -389,7 +388,7 @@ class HierarchyBackend(LaneBackend):
             kept = self._kept[name] = np.empty(max(num_bytes, 1), np.uint8)
         return kept[:num_bytes].view(dtype)
 
-    def _reduce_scatter(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
+    def _reduce_scatter(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
         source, target = _array(operation.source), _array(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
@@ -401,33 +400,33 @@ class HierarchyBackend(LaneBackend):
             self._convert(operation, row, rows[rank])
         column = self._scratch("total", num_hosts * len(target), carried)
         self._step(
-            self._inside, "reduce_scatter", given, column, operation, deadline_s,
+            self._inside, "reduce_scatter", given, column, operation, watch,
             dtype=_wide(operation), reduce_op=op,
         )  # fmt: skip
         agree()
         total = self._scratch("share", len(target), carried)
         self._step(
-            self._across, "reduce_scatter", column, total, operation, deadline_s,
+            self._across, "reduce_scatter", column, total, operation, watch,
             dtype=_wide(operation), reduce_op=op,
         )  # fmt: skip
         self._conclude(operation, target, total)
 
-    def _all_gather(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
+    def _all_gather(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
         agree()
         source, target = _array(operation.source), _array(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
         column = self._scratch("share", num_hosts * len(source), source.dtype)
-        self._step(self._across, "all_gather", source, column, operation, deadline_s)
+        self._step(self._across, "all_gather", source, column, operation, watch)
         whole = self._scratch("whole", num_inside * len(column), source.dtype)
-        self._step(self._inside, "all_gather", column, whole, operation, deadline_s)
+        self._step(self._inside, "all_gather", column, whole, operation, watch)
         blocks = whole.reshape(num_inside, num_hosts, len(source))
         rows = target.reshape(self._size, len(source))
         for host, ranks in enumerate(self._hosts):
             for place, rank in enumerate(ranks):
                 np.copyto(rows[rank], blocks[place, host])
 
-    def _broadcast(self, operation: Operation, deadline_s: float, agree: _Agree) -> None:
+    def _broadcast(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
         agree()
         is_root = self._members.rank == operation.root
@@ -436,27 +435,18 @@ class HierarchyBackend(LaneBackend):
         place = self._hosts[host].index(operation.root)
         if self._place == place:
             source, target = (data, None) if is_root else (None, data)
-            self._step(self._across, "broadcast", source, target, operation, deadline_s, root=host)
+            self._step(self._across, "broadcast", source, target, operation, watch, root=host)
         source, target = (data, None) if self._place == place else (None, data)
-        self._step(self._inside, "broadcast", source, target, operation, deadline_s, root=place)
+        self._step(self._inside, "broadcast", source, target, operation, watch, root=place)
 
-    def _message(self, operation: Operation) -> None:
+    # ---- messages ----
+
+    def _route(self, operation: Operation) -> tuple[Engine, Operation]:
+        """Return the level that carries a message, and the message as it is called there."""
         near = self._hosts[self._mine]
         if operation.peer not in near:
-            self._flat.execute(operation)
-            return
-        inside = Operation(
-            kind=operation.kind,
-            sequence=operation.sequence,
-            dtype=operation.dtype,
-            peer=near.index(operation.peer),
-            tag=operation.tag,
-            source=operation.source,
-            target=operation.target,
-            shape=operation.shape,
-            timeout_s=operation.timeout_s,
-        )
-        self._inside.backend.execute(inside)
+            return self._flat, operation
+        return self._inside.engine, dataclasses.replace(operation, peer=near.index(operation.peer))
 
 
 def _array(data: Flat | None) -> Flat:

@@ -71,6 +71,7 @@ class Liveness:
         self._path = path_of(store)
         self._others = [rank for rank in range(members.size) if rank != members.rank]
         self._peers = Peers(processes_here(facts, members.rank))
+        self._world_board = board
         self._board = board if self._peers.watched != set(self._others) else None
         self._state: GroupState | None = None
         self._has_heard = False  # of a verdict: it needs no other
@@ -79,6 +80,9 @@ class Liveness:
     def serve(self, state: GroupState) -> None:
         """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
         self._state = state
+        if state.engine.name != "shm" and self._others:
+            # Connections tell that a rank left or failed, but not which, nor why.
+            self._board = self._world_board
         if self._board is not None:
             self._board.attach(self._path, self._take)
 

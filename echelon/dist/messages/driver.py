@@ -110,15 +110,20 @@ class Driver:
             self._end = error
         self._streams.wake()
 
-    def close(self, error: BaseException, timeout_s: float) -> None:
-        """Cut, and release the streams; blocks until the thread has ended or the time is up."""
-        self.cut(error)
-        nobody = threading.Thread(name=self._name)
-        thread = self._thread.setdefault("driver", nobody)
-        if thread is nobody:
+    def close(self, timeout_s: float, error: BaseException | None = None) -> bool:
+        """End the thread, which `cut` has asked to end, and release the streams.
+
+        Returns:
+            Whether the thread has ended in time.
+        """
+        self.cut(error or RuntimeError("the messages of the group are closed"))
+        none = threading.Thread(name=self._name)
+        thread = self._thread.setdefault("driver", none)
+        if thread is none:
             self._finish()
         elif thread.ident is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
+        return not thread.is_alive()
 
     # ---- the thread ----
 

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from echelon.dist.messages.transfer import ANY_SOURCE, Transfer
+from echelon.dist.messages.transfer import Transfer
+from echelon.dist.operation.operation import ANY_SOURCE
 
 
 @dataclass(slots=True)

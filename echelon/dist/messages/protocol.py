@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from echelon.dist.messages import frames
 from echelon.dist.messages.frames import HEADER_BYTES, FrameError, FrameKind, Header
 from echelon.dist.messages.matching import Arrival, Matcher
-from echelon.dist.messages.transfer import ANY_SOURCE, Transfer
+from echelon.dist.messages.transfer import Transfer
+from echelon.dist.operation.operation import ANY_SOURCE
 
 EAGER_BYTES = 256 << 10
 WINDOW_BYTES = 4 << 20

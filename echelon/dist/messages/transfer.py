@@ -10,9 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from echelon.dist.messages.frames import dtype_key
-from echelon.dist.operation.operation import Operation
-
-ANY_SOURCE = -2  # as `Operation.peer` of a receive: whichever rank sends first
+from echelon.dist.operation.operation import ANY_SOURCE, Operation
 
 
 class Watch(Protocol):

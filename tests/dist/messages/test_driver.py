@@ -18,8 +18,8 @@ from echelon.dist.backends.shm.rings import Rings
 from echelon.dist.backends.shm.segment import Segment, segment_bytes
 from echelon.dist.messages.driver import Driver
 from echelon.dist.messages.protocol import Protocol
-from echelon.dist.messages.transfer import ANY_SOURCE, Transfer
-from echelon.dist.operation.operation import Operation
+from echelon.dist.messages.transfer import Transfer
+from echelon.dist.operation.operation import ANY_SOURCE, Operation
 
 RING_BYTES = 5 * 64 * 100  # no power of two
 SLOT_BYTES = 4096
@@ -66,7 +66,7 @@ class Group:
 
     def close(self) -> None:
         for driver in self.drivers:
-            driver.close(Closed(), 10)
+            driver.close(10, Closed())
 
 
 def _sockets(size: int) -> list[Sockets]:
@@ -164,7 +164,7 @@ def test_what_a_rank_sent_before_it_left_arrives_though_it_has_left():
         receives = [group.recv(1, 0, out, tag=1) for out in outs[:4]]
         for send in sends[:4]:
             assert send.wait(10)
-        group.drivers[0].close(Closed(), 10)
+        group.drivers[0].close(10, Closed())
         assert all(receive.wait(10) and receive.error is None for receive in receives), turn
         assert early.wait(10)
         assert isinstance(early.error, Lost)
@@ -175,7 +175,7 @@ def test_a_peer_that_ends_is_noticed_by_a_rank_that_only_waits_for_it(make):
     group = make(3)
     receive = group.recv(0, 1, np.zeros(1))
     other = group.recv(0, 2, np.zeros(1))
-    group.drivers[1].close(Closed(), 10)
+    group.drivers[1].close(10, Closed())
     group.gone.append((1, "left"))
     assert receive.wait(10)
     assert isinstance(receive.error, Lost)

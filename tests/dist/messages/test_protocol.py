@@ -11,8 +11,8 @@ import pytest
 from echelon.dist.messages import protocol as protocol_module
 from echelon.dist.messages.frames import FrameError, FrameKind, dtype_key, pack
 from echelon.dist.messages.protocol import Protocol
-from echelon.dist.messages.transfer import ANY_SOURCE, Transfer
-from echelon.dist.operation.operation import Operation
+from echelon.dist.messages.transfer import Transfer
+from echelon.dist.operation.operation import ANY_SOURCE, Operation
 
 
 def _mismatch(_: Transfer, sent: str) -> TypeError:

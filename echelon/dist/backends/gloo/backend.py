@@ -10,40 +10,46 @@
     two ranks: all_reduce, reduce_scatter, all_gather     swaps, see `Transport.swap`
 
 Before every collective the ranks exchange what they called, so that a mismatch is an error with
-names. That exchange is the barrier, too, and carries data of up to 256 bytes (`small.py`). When a
-connection breaks, each rank closes its own, so that everybody wakes, and those that are left meet
-once more at the store: who does not come is the one to name.
+names. That exchange is the barrier, too, and carries data of up to 256 bytes (`inline.py`).
+Messages have connections of their own (`sockets.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import struct
-import threading
+import os
+import re
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from echelon.dist.arithmetic import inline
 from echelon.dist.arithmetic.reduce import reduce
-from echelon.dist.backends.interface import Members
+from echelon.dist.backends.gloo.sockets import SECRET_BYTES, Sockets
+from echelon.dist.backends.host_engine import HostEngine
+from echelon.dist.backends.interface import ConnectionBroken, Members, Watch
 from echelon.dist.errors import build
-from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
-from echelon.dist.membership.environment import Rendezvous
-from echelon.dist.membership.survivors import Survivors
+from echelon.dist.errors.mismatch import mismatch_error, split_error
+from echelon.dist.membership.address import own_address
+from echelon.dist.membership.meet import gather
 from echelon.dist.operation.arrays import Flat, is_floating
 from echelon.dist.operation.operation import Operation
-from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
 _OWN_SUMS = frozenset({"float32", "float64", "int32", "int64"})
 _OWN_OPS = frozenset({"sum", "min", "max", "prod"})
-_MESSAGE = struct.Struct("<16sQ")
+# Gloo's own words, in its TCP transport and its waits.
+_CONNECTION = re.compile(
+    r"connection|closed by peer|reset by peer|broken pipe|timed? ?out|pair closure|"
+    r"socket|remote end|read error|write error",
+    re.IGNORECASE,
+)
 
 
 def not_ready() -> str:
@@ -53,50 +59,51 @@ def not_ready() -> str:
     return ""
 
 
-def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooBackend:
+def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine:
     """Make the engine of a group; every member calls this.
 
     Raises:
-        CollectiveTimeoutError: members did not come within `timeout_s`.
+        CollectiveTimeoutError: members did not join within `timeout_s`.
     """
-    return GlooBackend(members, store, timeout_s)
+    return GlooEngine(members, store, timeout_s)
 
 
-class GlooBackend(LaneBackend):
-    """Carries out operations over TCP."""
+class GlooEngine(HostEngine):
+    """Carries out operations over TCP: collectives by Gloo, messages over connections of ours."""
 
     name = "gloo"
 
     def __init__(
-        self,
-        members: Members,
-        store: PrefixStore,
-        timeout_s: float,
-        *,
-        verdicts: PrefixStore | None = None,
-        compares: bool = True,
+        self, members: Members, store: PrefixStore, timeout_s: float, *, is_step: bool = False
     ) -> None:
         """Connect the members.
 
         Args:
-            verdicts: where ranks leave whom they blame; groups that fail together share it.
-            compares: whether the ranks exchange what they call; False where the caller has.
+            is_step: whether it carries out steps of another engine's collectives: then that engine
+                compares the calls, and there are no messages.
+
+        Raises:
+            CollectiveTimeoutError: members did not join within `timeout_s`.
+            CollectiveError: this host cannot be reached at its own address.
         """
-        super().__init__()
-        self._compares = compares
-        self._members = members
-        self._rank = members.rank
-        self._size = members.size
-        self._store = store
+        super().__init__(members)
+        self._compares = not is_step
         self._ordered = members.options.reduction == "rank_ordered"
-        self._lost: CollectiveError | None = None
-        self._lost_lock = threading.Lock()
-        self._aborted = False
-        self._closed = False
-        deadline_s = time.monotonic() + timeout_s
-        self.survivors = Survivors(members, store, verdicts or store, deadline_s)
-        self._transport: Any = None if self._size == 1 else self._connect(deadline_s)
-        self._run: dict[str, Callable[[Operation, float], None]] = {
+        self._is_closed = False
+        self._transport: Any = None
+        self._sockets: Sockets | None = None
+        if self._others:
+            deadline_s = time.monotonic() + timeout_s
+            address = members.address or own_address(store.endpoint)
+            with contextlib.ExitStack() as made:
+                if not is_step:
+                    self._sockets = _meet(members, store, address, deadline_s)
+                    made.callback(self._sockets.close)
+                    self.carry_messages(self._sockets)
+                self._transport = _connect(members, store, address, deadline_s)
+                made.pop_all()
+            _engines.add(self)
+        self._run: dict[str, Callable[[Operation, Watch], None]] = {
             "all_reduce": self._all_reduce,
             "reduce": self._reduce,
             "all_gather": self._all_gather,
@@ -105,167 +112,96 @@ class GlooBackend(LaneBackend):
             "all_to_all": self._all_to_all,
             "gather": self._gather,
             "scatter": self._scatter,
-            "barrier": lambda operation, deadline_s: None,  # noqa: ARG005
+            "barrier": lambda operation, watch: None,  # noqa: ARG005
         }
 
-    def execute(self, operation: Operation) -> None:
-        """Carry out one operation; a message of the main thread on its lane's.
+    def carry_out(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one collective on this thread, whose turn it is."""
+        with _telling_apart():
+            rows = self._compare_calls(operation, watch)
+            if rows is not None and inline.is_small(operation):
+                inline.finish(operation, rows, self._rank)
+            else:
+                self._run[operation.kind](operation, watch)
 
-        Gloo waits for messages in C, where no signal's handler would run.
-        """
-        if operation.is_message and threading.current_thread() is threading.main_thread():
-            self.execute_on_lane(operation)
-        else:
-            super().execute(operation)
-
-    def abort(self) -> None:
-        """End the group on this rank: what waits here and at the others raises."""
-        self._aborted = True
-        self.survivors.give_up()
-        if self._transport is not None:
+    def cut(self, reason: CollectiveError | None) -> None:
+        """Break the connections, here and at the peers; in order where nothing is under way."""
+        if self._transport is not None and not (reason is None and self._serial.is_idle):
             self._transport.break_off()
+        super().cut(reason)
 
     def close(self) -> None:
-        """Close the connections and forget the peers."""
-        if self._closed:
+        """Close the connections and end the threads."""
+        if self._is_closed:
             return
-        self._closed = True
-        if not self.is_idle():
-            self.abort()
-        self._aborted = True
-        self.survivors.leave()
-        self.close_lanes()
+        self._is_closed = True
+        if not self.close_threads() and self._transport is not None:
+            self._transport.keep()
         if self._transport is not None:
             self._transport.close()
-        self.survivors.close()
 
-    def _connect(self, deadline_s: float) -> Any:
-        from echelon.dist.backends.gloo.transport import Transport, address_towards
+    def close_in_child(self) -> None:
+        """Drop a forked child's copies of the connections, and destroy nothing of Gloo's."""
+        if self._transport is not None:
+            self._transport.keep()
+        if self._sockets is not None:
+            self._sockets.close_in_child()
 
-        where = Rendezvous.from_environment()
-        address = address_towards(where.master_addr, where.master_port)
-        left_s = max(0.001, deadline_s - time.monotonic())
-        try:
-            return Transport(self._store, self._rank, self._size, address, left_s)
-        except RuntimeError as err:
-            raise build.peer_lost(
-                self._members, Operation("init", 0, timeout_s=left_s), []
-            ) from err
-
-    # ---- the way of an operation ----
-
-    def _carry_out(self, operation: Operation) -> None:
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
-        deadline_s = time.monotonic() + operation.timeout_s
-        with self._failing(operation, deadline_s):
-            if operation.is_message:
-                self._message(operation, deadline_s)
-            else:
-                rows = self._compare_calls(operation, deadline_s)
-                if rows is not None and inline.is_small(operation):
-                    inline.finish(operation, rows, self._rank)
-                else:
-                    self._run[operation.kind](operation, deadline_s)
+    # ---- steps of another engine ----
 
     def start_all_gather(self, out: Flat, data: Flat) -> Any:
-        """Start collecting bytes of all; `finish` waits for them. All members must come to it."""
+        """Start collecting the bytes of all members; `finish` waits for them."""
         return self._transport.all_gather(out, data)
 
     def start_swap(self, out: Flat, data: Flat, deadline_s: float) -> Any:
         """Start to swap `data` with the only other member; both know both sizes."""
         return self._transport.swap(out, data, max(0.001, deadline_s - time.monotonic()))
 
-    def finish(self, operation: Operation, deadline_s: float, work: Any) -> None:
-        """Wait for what was started, in place of `operation`."""
-        with self._failing(operation, deadline_s):
-            self._wait(operation, deadline_s, work)
+    def finish(self, watch: Watch, work: Any) -> None:
+        """Wait for what was started."""
+        with _telling_apart():
+            self._wait(watch, work)
 
-    @contextlib.contextmanager
-    def _failing(self, operation: Operation, deadline_s: float) -> Iterator[None]:
-        """Turn what goes wrong into our errors, and tell the others."""
-        try:
-            yield
-        except CollectiveError as err:
-            self._give_up(err)
-            raise
-        except RuntimeError as err:
-            found = self._find_lost(operation, deadline_s)
-            raise found from err
-        except BaseException:  # a signal's handler raised: the others must not wait for us
-            self.abort()
-            raise
-
-    def _wait(self, operation: Operation, deadline_s: float, work: Any) -> None:
+    def _wait(self, watch: Watch, work: Any) -> None:
         from echelon.dist.backends.gloo.transport import wait
 
-        if not wait(work, deadline_s, lambda: self._look_around(operation)):
-            raise self._find_lost(operation, deadline_s)
+        wait(work, watch)
 
-    def _look_around(self, operation: Operation) -> None:
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
-        if self._aborted:
-            raise build.aborted(self._members, operation)
-        self.survivors.look(operation)
-
-    def _find_lost(self, operation: Operation, deadline_s: float) -> CollectiveError:
-        """Say who is gone, once for the group: every lane comes here when the connections break."""
-        with self._lost_lock:
-            if self._lost is not None:
-                return build.broken_since(self._members, operation, self._lost)
-            if self._aborted:
-                return build.aborted(self._members, operation)
-            if self._transport is not None:
-                self._transport.break_off()
-            self._lost = self.survivors.find(operation, time.monotonic() >= deadline_s)
-            self.survivors.tell(self._lost)
-            return self._lost
-
-    def _give_up(self, error: CollectiveError) -> None:
-        with self._lost_lock:
-            if self._lost is not None:
-                return
-            self._lost = error
-        self.survivors.tell(error)
-        if self._transport is not None:
-            self._transport.break_off()
-
-    def _compare_calls(self, operation: Operation, deadline_s: float) -> Flat | None:
-        """Return everybody's call, with data if that is small; None where nothing is compared."""
+    def _compare_calls(self, operation: Operation, watch: Watch) -> Flat | None:
+        """Return every rank's call, with data if that is small; None where nothing is compared."""
         if self._size == 1 or not self._compares:
             return None
         mine = inline.pack(operation)
         rows = np.empty((self._size, len(mine)), np.uint8)
-        self._wait(operation, deadline_s, self._transport.all_gather(rows.reshape(-1), mine))
+        self._wait(watch, self._transport.all_gather(rows.reshape(-1), mine))
         if not inline.are_equal(rows, mine):
             raise mismatch_error(self._members, operation, inline.calls(rows))
         return rows
 
     # ---- sums ----
 
-    def _all_reduce(self, operation: Operation, deadline_s: float) -> None:
+    def _all_reduce(self, operation: Operation, watch: Watch) -> None:
         data = _array(operation.target)
         if self._size == 1 or not len(data):
             self._alone(operation)
             return
         if self._size == 2:
-            self._all_reduce_of_two(operation, deadline_s, data)
+            self._all_reduce_of_two(operation, watch, data)
             return
         own = operation.dtype in _OWN_SUMS and operation.reduce_op in _OWN_OPS
         if is_floating(operation.dtype) and operation.reduce_op in ("min", "max"):
             own = False  # Gloo's comparison drops a NaN that is not rank 0's
         if own and not self._ordered:
             work = self._transport.all_reduce(data, operation.reduce_op)
-            self._wait(operation, deadline_s, work)
+            self._wait(watch, work)
             return
-        shares = self._summed_share(operation, deadline_s, data)
+        shares = self._summed_share(operation, watch, data)
         whole = np.empty((self._size, len(shares)), data.dtype)
         work = self._transport.all_gather(whole.reshape(-1), shares)
-        self._wait(operation, deadline_s, work)
+        self._wait(watch, work)
         np.copyto(data, whole.reshape(-1)[: len(data)])
 
-    def _all_reduce_of_two(self, operation: Operation, deadline_s: float, data: Flat) -> None:
+    def _all_reduce_of_two(self, operation: Operation, watch: Watch, data: Flat) -> None:
         """Swap halves and sum one, then swap the sums; what is small is swapped at once."""
         middle = (len(data) + 1) // 2
         halves = [data[:middle], data[middle:]]
@@ -273,25 +209,25 @@ class GlooBackend(LaneBackend):
             halves[self._rank] = halves[1 - self._rank] = data
         mine, other = halves[self._rank], halves[1 - self._rank]
         theirs = np.empty_like(mine)
-        self._swap(operation, deadline_s, theirs, other)
+        self._swap(watch, theirs, other)
         parts = [mine, theirs] if self._rank == 0 else [theirs, mine]
         reduce(mine, parts, operation.reduce_op, operation.dtype)
         if mine is not data:
-            self._swap(operation, deadline_s, other, mine)
+            self._swap(watch, other, mine)
 
-    def _reduce(self, operation: Operation, deadline_s: float) -> None:
+    def _reduce(self, operation: Operation, watch: Watch) -> None:
         source = _array(operation.source)
         if self._size == 1 or not len(source):
             self._alone(operation)
             return
-        share = self._summed_share(operation, deadline_s, source)
+        share = self._summed_share(operation, watch, source)
         whole = np.empty((self._size, len(share)), source.dtype)
         rows = list(whole) if operation.target is not None else None
-        self._wait(operation, deadline_s, self._transport.gather(rows, share, operation.root))
+        self._wait(watch, self._transport.gather(rows, share, operation.root))
         if operation.target is not None:
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
-    def _summed_share(self, operation: Operation, deadline_s: float, source: Flat) -> Flat:
+    def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
         """Sum my 1/size of everybody's data, padded so that all shares are equal."""
         length = -(-len(source) // self._size)
         padded = source
@@ -299,48 +235,46 @@ class GlooBackend(LaneBackend):
             padded = np.zeros(length * self._size, source.dtype)
             padded[: len(source)] = source
         share = np.empty(length, source.dtype)
-        self._sum_rows(operation, deadline_s, padded, share)
+        self._sum_rows(operation, watch, padded, share)
         return share
 
-    def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _reduce_scatter(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
         if self._size == 1 or not (len(target) or operation.input_splits):
             self._alone(operation)
         elif operation.input_splits:
-            self._sum_uneven_rows(operation, deadline_s, source, target)
+            self._sum_uneven_rows(operation, watch, source, target)
         else:
-            self._sum_rows(operation, deadline_s, source, target)
+            self._sum_rows(operation, watch, source, target)
 
     def _sum_uneven_rows(
-        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
+        self, operation: Operation, watch: Watch, source: Flat, target: Flat
     ) -> None:
         parts = np.empty((self._size, len(target)), source.dtype)
         outs = [target.nbytes] * self._size
         ins = [count * source.itemsize for count in operation.input_splits]
         work = self._transport.all_to_all(parts.reshape(-1), source, outs, ins)
-        self._wait(operation, deadline_s, work)
+        self._wait(watch, work)
         if len(target):
             reduce(target, list(parts), operation.reduce_op, operation.dtype)
 
-    def _sum_rows(
-        self, operation: Operation, deadline_s: float, source: Flat, target: Flat
-    ) -> None:
+    def _sum_rows(self, operation: Operation, watch: Watch, source: Flat, target: Flat) -> None:
         rows = list(source.reshape(self._size, len(target)))
         if self._size == 2:
             other = 1 - self._rank
             theirs = np.empty(len(target), source.dtype)
-            self._swap(operation, deadline_s, theirs, rows[other])
+            self._swap(watch, theirs, rows[other])
             rows[other] = theirs
         else:
             parts = np.empty((self._size, len(target)), source.dtype)
             splits = [target.nbytes] * self._size
             work = self._transport.all_to_all(parts.reshape(-1), source, splits, splits)
-            self._wait(operation, deadline_s, work)
+            self._wait(watch, work)
             rows = list(parts)
         reduce(target, rows, operation.reduce_op, operation.dtype)
 
-    def _swap(self, operation: Operation, deadline_s: float, out: Flat, data: Flat) -> None:
-        self._wait(operation, deadline_s, self.start_swap(out, data, deadline_s))
+    def _swap(self, watch: Watch, out: Flat, data: Flat) -> None:
+        self._wait(watch, self.start_swap(out, data, watch.deadline_s))
 
     def _alone(self, operation: Operation) -> None:
         if operation.source is not None and operation.target is not None:
@@ -348,7 +282,7 @@ class GlooBackend(LaneBackend):
 
     # ---- movement ----
 
-    def _all_gather(self, operation: Operation, deadline_s: float) -> None:
+    def _all_gather(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
         if self._size == 1 or not (len(source) or operation.output_splits):
             np.copyto(target, source)
@@ -357,88 +291,114 @@ class GlooBackend(LaneBackend):
             outs = [count * source.itemsize for count in operation.output_splits]
             copies, ins = np.tile(source, self._size), [source.nbytes] * self._size
             work = self._transport.all_to_all(target, copies, outs, ins)
-            self._wait(operation, deadline_s, work)
+            self._wait(watch, work)
         elif self._size == 2:
             rows = target.reshape(2, len(source))
-            self._swap(operation, deadline_s, rows[1 - self._rank], source)
+            self._swap(watch, rows[1 - self._rank], source)
             np.copyto(rows[self._rank], source)
         else:
-            self._wait(operation, deadline_s, self._transport.all_gather(target, source))
+            self._wait(watch, self._transport.all_gather(target, source))
 
-    def _broadcast(self, operation: Operation, deadline_s: float) -> None:
+    def _broadcast(self, operation: Operation, watch: Watch) -> None:
         is_root = self._rank == operation.root
         data = _array(operation.source if is_root else operation.target)
         if self._size > 1 and len(data):
-            self._wait(operation, deadline_s, self._transport.broadcast(data, operation.root))
+            self._wait(watch, self._transport.broadcast(data, operation.root))
 
-    def _all_to_all(self, operation: Operation, deadline_s: float) -> None:
+    def _all_to_all(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
         if self._size == 1:
             np.copyto(target, source)
             return
-        self._agree_on_splits(operation, deadline_s)
+        self._agree_on_splits(operation, watch)
         ins = [count * source.itemsize for count in operation.input_splits]
         outs = [count * target.itemsize for count in operation.output_splits]
-        self._wait(operation, deadline_s, self._transport.all_to_all(target, source, outs, ins))
+        self._wait(watch, self._transport.all_to_all(target, source, outs, ins))
 
-    def _agree_on_splits(self, operation: Operation, deadline_s: float) -> None:
+    def _agree_on_splits(self, operation: Operation, watch: Watch) -> None:
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
         tables = np.empty((self._size, len(mine)), np.int64)
-        self._wait(operation, deadline_s, self._transport.all_gather(tables.reshape(-1), mine))
+        self._wait(watch, self._transport.all_gather(tables.reshape(-1), mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
         if (sent != wanted).any():
             pairs = np.argwhere(sent != wanted)
             raise split_error(self._members, operation, sorted(set(pairs.reshape(-1).tolist())))
 
-    def _gather(self, operation: Operation, deadline_s: float) -> None:
+    def _gather(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), operation.target
         if self._size == 1 or not len(source):
             if target is not None:
                 np.copyto(target, source)
             return
         rows = None if target is None else list(target.reshape(self._size, len(source)))
-        self._wait(operation, deadline_s, self._transport.gather(rows, source, operation.root))
+        self._wait(watch, self._transport.gather(rows, source, operation.root))
 
-    def _scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _scatter(self, operation: Operation, watch: Watch) -> None:
         source, target = operation.source, _array(operation.target)
         if self._size == 1 or not len(target):
             if source is not None:
                 np.copyto(target, source)
             return
         rows = None if source is None else list(source.reshape(self._size, len(target)))
-        self._wait(operation, deadline_s, self._transport.scatter(target, rows, operation.root))
-
-    # ---- messages: a head with dtype and size, then the data, in this order under one tag ----
-
-    def _message(self, operation: Operation, deadline_s: float) -> None:
-        tag = operation.tag
-        if operation.kind == "send":
-            source = _array(operation.source)
-            head = np.frombuffer(
-                _MESSAGE.pack(operation.dtype.encode(), source.nbytes), np.uint8
-            ).copy()
-            works = [(self._transport.send(head, operation.peer, tag), head)]
-            if source.nbytes:
-                works.append((self._transport.send(source, operation.peer, tag), source))
-            for work, _ in works:
-                self._wait_message(deadline_s, work)
-            return
-        target = _array(operation.target)
-        head = np.empty(_MESSAGE.size, np.uint8)
-        self._wait_message(deadline_s, self._transport.receive(head, operation.peer, tag))
-        dtype, num_bytes = _MESSAGE.unpack(head.tobytes())
-        if dtype.rstrip(b"\0").decode() != operation.dtype or num_bytes != target.nbytes:
-            raise message_error(self._members, operation, sorted((self._rank, operation.peer)))
-        if target.nbytes:
-            work = self._transport.receive(target, operation.peer, tag)
-            self._wait_message(deadline_s, work)
-
-    def _wait_message(self, deadline_s: float, work: Any) -> None:
-        """Not in slices: a wait that times out closes the connections. `break_off` ends it."""
-        left_s = max(0.001, deadline_s - time.monotonic())
-        work.wait(timedelta(seconds=left_s))
+        self._wait(watch, self._transport.scatter(target, rows, operation.root))
 
 
 def _array(data: Flat | None) -> Flat:
     assert data is not None
     return data
+
+
+def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float) -> Sockets:
+    """Listen for messages, and tell the other members where."""
+    try:
+        sockets = Sockets(members.rank, address)
+    except OSError as err:
+        raise CollectiveError(
+            f"setting up group {members.name!r}: cannot listen at {address}, this host's address "
+            f"towards the store: {err}",
+            group=members.name,
+            operation="init",
+            ranks=[members.ranks[members.rank]],
+        ) from err
+    try:
+        mine = {"at": sockets.address, "secret": secrets.token_hex(SECRET_BYTES)}
+        facts = gather(members, store, "messages", mine, deadline_s)
+    except BaseException:
+        sockets.close()
+        raise
+    addresses = [(str(fact["at"][0]), int(fact["at"][1])) for fact in facts]
+    sockets.introduce(addresses, bytes.fromhex(facts[0]["secret"]))
+    return sockets
+
+
+def _connect(members: Members, store: PrefixStore, address: str, deadline_s: float) -> Any:
+    from echelon.dist.backends.gloo.transport import Transport
+
+    left_s = max(0.001, deadline_s - time.monotonic())
+    try:
+        return Transport(store, members.rank, members.size, address, left_s)
+    except RuntimeError as err:
+        raise build.connection_broken(members, Operation("init", 0, timeout_s=left_s), err) from err
+
+
+@contextlib.contextmanager
+def _telling_apart() -> Iterator[None]:
+    """Raise a broken connection as one, and every other error of Gloo's as it is."""
+    try:
+        yield
+    except RuntimeError as err:
+        text = " ".join(str(err).split())
+        if not _CONNECTION.search(text):
+            raise
+        raise ConnectionBroken(text) from err
+
+
+_engines: weakref.WeakSet[GlooEngine] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for engine in list(_engines):
+        engine.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

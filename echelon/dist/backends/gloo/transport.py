@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import socket
-import time
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as torch_dist
 
+from echelon.dist.backends.interface import Watch
 from echelon.dist.operation.arrays import Flat
-from echelon.dist.progress.executor import Lane, LanePending
 from echelon.store import PrefixStore
 
 _SLICE_S = 0.1
+_SLICE = timedelta(seconds=_SLICE_S)
+_CLOSE_S = 1.0
 _NEVER_SENT = (1 << 31) - 1  # a tag under which nobody sends
 _SWAPPED = (1 << 31) - 2  # the tag of `swap`; both are above the users'
 _NO_LIMIT = timedelta(days=365)
@@ -62,15 +64,26 @@ class Swap:
     """A receive and a send under way, to be waited for as one of Gloo's collectives.
 
     Gloo waits for messages in C and closes all connections when that times out, so a thread of the
-    mesh does it, and who waits for that thread can look around meanwhile.
+    mesh does it, and what waits for that thread can look around in between.
     """
 
-    def __init__(self, pending: LanePending) -> None:
-        self._pending = pending
+    def __init__(self, wait_for_both: Callable[[], None]) -> None:
+        self._wait_for_both = wait_for_both
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Wait for both, on the thread of the mesh."""
+        try:
+            self._wait_for_both()
+        except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits
+            self._error = err
+        del self._wait_for_both
+        self._finished.set()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
-        return self._pending.done
+        """Whether it has ended, with success or failure."""
+        return self._finished.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until then.
@@ -78,10 +91,39 @@ class Swap:
         Raises:
             RuntimeError: a connection broke, or the time is up.
         """
-        if not self._pending.wait(None if timeout is None else timeout.total_seconds()):
+        if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("not done yet")
-        if self._pending.error is not None:
-            raise self._pending.error
+        if self._error is not None:
+            raise self._error
+
+
+class _Swapper:
+    """The thread that waits for swaps, started with the first one."""
+
+    def __init__(self) -> None:
+        self._swaps: SimpleQueue[Swap | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, swap: Swap) -> Swap:
+        """Wait for a swap after those before it."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name="echelon-gloo-swaps", daemon=True
+            )
+            self._thread.start()
+        self._swaps.put(swap)
+        return swap
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after the swaps that were submitted."""
+        self._swaps.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        while (swap := self._swaps.get()) is not None:
+            swap.run()
+            del swap  # an idle thread keeps no arrays
 
 
 class Transport:
@@ -100,8 +142,7 @@ class Transport:
         self._made: Any = _core.ProcessGroupGloo(self._store, rank, size, options)
         self._made.set_timeout(_NO_LIMIT)  # each operation has its own, which its caller holds
         self._peer = (rank + 1) % size
-        self._waiter = Lane("echelon-gloo-swaps")
-        self._is_broken = False
+        self._swapper = _Swapper()
 
     @property
     def _group(self) -> Any:
@@ -111,9 +152,9 @@ class Transport:
         return made
 
     def close(self) -> None:
-        """Let go of the connections: they close once nothing waits on them."""
+        """Release the connections: they close once nothing waits on them. At most 1 s."""
         self._made = None
-        self._waiter.close(wait=not self._is_broken)
+        self._swapper.close(_CLOSE_S)
 
     def break_off(self) -> None:
         """Close the connections under whatever waits on them, here and at the peers.
@@ -122,13 +163,21 @@ class Transport:
         and then one of its threads is not woken by that, and its destructor waits for its threads
         while it holds the interpreter's lock: so what is broken is never destroyed.
         """
-        made, self._made = self._made, None
+        made = self._made
+        self.keep()
         if made is not None:
-            self._is_broken = True
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             nothing = torch.empty(1, dtype=torch.uint8)
             with contextlib.suppress(RuntimeError):
                 made.recv([nothing], self._peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def keep(self) -> None:
+        """Never destroy Gloo's object: its destructor waits for threads that may not end.
+
+        In a forked child they do not even exist.
+        """
+        made, self._made = self._made, None
+        if made is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
 
     def all_gather(self, out: Flat, data: Flat) -> Any:
         """Start collecting everyone's bytes."""
@@ -167,7 +216,7 @@ class Transport:
             for work, _ in works:
                 work.wait(limit)
 
-        return Swap(self._waiter.submit(wait_for_both))
+        return self._swapper.submit(Swap(wait_for_both))
 
     def broadcast(self, data: Flat, root: int) -> Any:
         """Start sending the root's bytes to all."""
@@ -207,33 +256,23 @@ def tensor(data: Flat) -> Any:
     return torch.from_numpy(raw)
 
 
-def wait(work: Any, deadline_s: float, look: Callable[[], None]) -> bool:
-    """Wait for a collective, looking around every 100 ms; False once the time is up.
+def wait(work: Any, watch: Watch) -> None:
+    """Wait for a collective, checking the watch every 100 ms.
 
     Raises:
-        RuntimeError: Gloo's own error: a connection broke.
+        RuntimeError: Gloo's own error.
+        CollectiveError: the watch ended it.
     """
     while True:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            return False
-        if work.is_completed():
-            work.wait()
-            return True
         try:
-            work.wait(timedelta(seconds=max(0.001, min(_SLICE_S, left_s))))
+            if work.is_completed():
+                work.wait()
+                return
+            work.wait(_SLICE)
         except RuntimeError:
             if work.is_completed():
                 work.wait()  # raises what it ended with; nothing if it ended just after the slice
-                return True
-            look()
+                return
+            watch.check()
         else:
-            return True
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return the address by which this machine would reach the store: the others can reach it."""
-    family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(target)  # sends nothing: it only chooses the route
-        return str(probe.getsockname()[0])
+            return

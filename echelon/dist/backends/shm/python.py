@@ -26,19 +26,19 @@ from collections.abc import Callable
 import numpy as np
 
 from echelon.dist.arithmetic.reduce_numpy import reduce_into
-from echelon.dist.backends.interface import Members
+from echelon.dist.backends.host_engine import HostEngine
+from echelon.dist.backends.interface import CHECK_EVERY_S, ConnectionBroken, Members, Watch
 from echelon.dist.backends.shm import futex
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
-from echelon.dist.backends.shm.messages import Mailbox
 from echelon.dist.backends.shm.rendezvous import Plan
+from echelon.dist.backends.shm.rings import Rings
 from echelon.dist.backends.shm.segment import CONTROL_BYTES, Segment, segment_bytes
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import message_error, mismatch_error, split_error
 from echelon.dist.membership.peers import Peers
 from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import HEAD_BYTES, Operation
-from echelon.dist.progress.executor import LaneBackend
 from echelon.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -48,13 +48,20 @@ from echelon.errors import (
 
 _SLOT_BYTES = 1 << 20  # larger than the C core's: a phase costs more here
 SMALL_BYTES = 16 << 10
-_SLICE_S = 0.1  # longest sleep before looking after abort, deadline and the peers' lives
 _YIELD_S = 300e-6
 _SLOW_YIELD_S = 30e-6
 _NO_YIELD_S = 0.2  # after a slow one
 _WORDS = CONTROL_BYTES // 4
 _HALF = 1 << 31
 _U32 = 0xFFFFFFFF
+_ENDS = {
+    Fault.LEFT: "it has left",
+    Fault.TIMED_OUT: "it ended the group after a timeout",
+    Fault.PEER_LOST: "it ended the group after a rank was lost",
+    Fault.MISMATCH: "it ended the group after calls that differ",
+    Fault.ABORTED: "it aborted the group",
+    Fault.NO_MEMORY: "it ended the group for want of memory",
+}
 
 
 def engine_bytes(size: int, plan: Plan) -> int:
@@ -62,7 +69,7 @@ def engine_bytes(size: int, plan: Plan) -> int:
     return segment_bytes(size, _SLOT_BYTES, plan.ring_bytes)
 
 
-class PythonEngine(LaneBackend):
+class PythonEngine(HostEngine):
     """Carries out operations of ranks on one host, in Python."""
 
     name = "shm"
@@ -71,27 +78,23 @@ class PythonEngine(LaneBackend):
     def __init__(
         self, members: Members, plan: Plan, memory: SharedMemory, peers: Peers, yields: bool
     ) -> None:
-        super().__init__()
-        self._members = members
-        self._rank = members.rank
-        self._size = members.size
-        self._others = [r for r in range(members.size) if r != members.rank]
+        super().__init__(members)
         self._memory = memory
         self._peers = peers
         self._segment = Segment(memory, _SLOT_BYTES, plan.ring_bytes)
         self._words = self._segment.words
-        self._mailbox = Mailbox(self._segment, self._rank, self._wait_for_message)
+        if self._others:
+            self.carry_messages(Rings(self._segment, self._rank, self._gone))
         self._published = 0
         self._chunk = 0
         self._call = b""
         self._turn = 0  # which of the two headers is the running collective's
         self._agreed = -1  # sequence of the last operation whose call all members share
-        self._lost: CollectiveError | None = None
-        self._aborted = False
-        self._closed = False
+        self._is_cut = False
+        self._is_closed = False
         self._yields = yields
         self._yields_from_s = 0.0
-        self._run: dict[str, Callable[[Operation, float], None]] = {
+        self._run: dict[str, Callable[[Operation, Watch], None]] = {
             "all_reduce": self._all_reduce,
             "reduce": self._reduce,
             "all_gather": self._all_gather,
@@ -101,69 +104,61 @@ class PythonEngine(LaneBackend):
             "gather": self._gather,
             "scatter": self._scatter,
             "barrier": self._barrier,
-            "send": self._send,
-            "recv": self._recv,
         }
 
-    def _carry_out(self, operation: Operation) -> None:
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
-        deadline_s = time.monotonic() + operation.timeout_s
-        if not operation.is_message:
-            self._call = operation.head
-            self._turn ^= 1
-            self._segment.write_header(self._rank, self._turn, operation.head)
-        try:
-            self._run[operation.kind](operation, deadline_s)
-        except CollectiveError as err:
-            self._give_up(err)
-            raise
-        except BaseException:  # a signal's handler raised: the others must not wait for us
-            self.abort()
-            raise
+    def carry_out(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one collective on this thread, whose turn it is."""
+        self._call = operation.head
+        self._turn ^= 1
+        self._segment.write_header(self._rank, self._turn, self._call)
+        self._run[operation.kind](operation, watch)
 
-    def abort(self) -> None:
-        """End the group on this rank; what waits here notices within a slice."""
-        self._aborted = True
-        self._blame(Fault.ABORTED, [self._rank])
+    def cut(self, reason: CollectiveError | None) -> None:
+        """End the group in the shared memory: ranks that wait for this one notice at once."""
+        if self._is_cut or self._is_closed:
+            return
+        self._is_cut = True
+        if reason is None:
+            # A rank that leaves in order names itself, so ranks that still need it name it at once.
+            self._blame(Fault.LEFT, [self._rank])
+        else:
+            self._give_up(reason)
+        super().cut(reason)
 
     def close(self) -> None:
-        """Leave the group, unmap the memory and forget the peers."""
-        if self._closed:
+        """Unmap the memory, unless a thread still uses it."""
+        if self._is_closed:
             return
-        self._closed = True
-        self._aborted = True
-        # Who leaves in order blames itself: others that still need it then name it at once.
-        self._blame(Fault.LEFT, [self._rank])
-        self.close_lanes()
+        self.cut(None)
+        self._is_closed = True
         self._peers.close()
-        self._mailbox.close()
-        self._segment.close()
-        self._memory.close()
+        if self.close_threads():
+            self._segment.close()
+            self._memory.close()
 
     # ---- the collectives ----
 
-    def _all_reduce(self, operation: Operation, deadline_s: float) -> None:
-        self._reduce_chunks(operation, deadline_s, _array(operation.source), operation.target)
+    def _all_reduce(self, operation: Operation, watch: Watch) -> None:
+        self._reduce_chunks(operation, watch, _array(operation.source), operation.target)
 
-    def _reduce(self, operation: Operation, deadline_s: float) -> None:
-        self._reduce_chunks(operation, deadline_s, _array(operation.source), operation.target)
+    def _reduce(self, operation: Operation, watch: Watch) -> None:
+        self._reduce_chunks(operation, watch, _array(operation.source), operation.target)
 
     def _reduce_chunks(
-        self, operation: Operation, deadline_s: float, source: Flat, target: Flat | None
+        self, operation: Operation, watch: Watch, source: Flat, target: Flat | None
     ) -> None:
         per_slot = _SLOT_BYTES // source.itemsize
         for start in _chunks(len(source), per_slot):
             part = slice(start, start + per_slot)
-            parts = self._exchange(operation, deadline_s, source[part])
+            parts = self._exchange(operation, watch, source[part])
             out = None if target is None else target[part]
             if self._size > 2 and source[part].nbytes > SMALL_BYTES:
-                self._reduce_by_shares(operation, deadline_s, parts, out)
+                self._reduce_by_shares(operation, watch, parts, out)
             elif out is not None:
                 reduce_into(out, parts, operation.reduce_op, operation.dtype)
 
     def _reduce_by_shares(
-        self, operation: Operation, deadline_s: float, parts: list[Flat], out: Flat | None
+        self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
         """Sum my share of the chunk in my own slot, then copy everybody's share."""
         shares = _shares(len(parts[0]), self._size)
@@ -174,15 +169,15 @@ class PythonEngine(LaneBackend):
             operation.reduce_op,
             operation.dtype,
         )
-        self._meet(operation, deadline_s)
+        self._meet(operation, watch)
         if out is not None:
             for part, share in zip(parts, shares, strict=True):
                 np.copyto(out[share], part[share])
 
-    def _all_gather(self, operation: Operation, deadline_s: float) -> None:
-        self._gather(operation, deadline_s)
+    def _all_gather(self, operation: Operation, watch: Watch) -> None:
+        self._gather(operation, watch)
 
-    def _gather(self, operation: Operation, deadline_s: float) -> None:
+    def _gather(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), operation.target
         splits = operation.output_splits or (len(source),) * self._size
         rows = None if target is None else np.split(target, np.cumsum(splits)[:-1])
@@ -190,19 +185,19 @@ class PythonEngine(LaneBackend):
         for start in _chunks(max(splits), per_slot):
             lengths = [min(per_slot, max(0, split - start)) for split in splits]
             chunk = source[start : start + per_slot]
-            parts = self._exchange(operation, deadline_s, chunk, lengths)
+            parts = self._exchange(operation, watch, chunk, lengths)
             if rows is not None:
                 for row, part in zip(rows, parts, strict=True):
                     np.copyto(row[start : start + per_slot], part)
 
-    def _reduce_scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _reduce_scatter(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
         splits = operation.input_splits or (len(target),) * self._size
         rows = np.split(source, np.cumsum(splits)[:-1])
         per_slot = max(1, _SLOT_BYTES // (source.itemsize * self._size))
         for start in _chunks(max(splits), per_slot):
             columns = [row[start : start + per_slot] for row in rows]
-            parts = self._exchange(operation, deadline_s, np.concatenate(columns))
+            parts = self._exchange(operation, watch, np.concatenate(columns))
             first = sum(len(column) for column in columns[: self._rank])
             mine = slice(first, first + len(columns[self._rank]))
             reduce_into(
@@ -212,17 +207,17 @@ class PythonEngine(LaneBackend):
                 operation.dtype,
             )
 
-    def _broadcast(self, operation: Operation, deadline_s: float) -> None:
+    def _broadcast(self, operation: Operation, watch: Watch) -> None:
         is_root = self._rank == operation.root
         data = _array(operation.source if is_root else operation.target)
         per_slot = _SLOT_BYTES // data.itemsize
         for start in _chunks(len(data), per_slot):
             chunk = data[start : start + per_slot]
-            parts = self._exchange(operation, deadline_s, chunk, write=is_root)
+            parts = self._exchange(operation, watch, chunk, write=is_root)
             if not is_root:
                 np.copyto(chunk, parts[operation.root])
 
-    def _scatter(self, operation: Operation, deadline_s: float) -> None:
+    def _scatter(self, operation: Operation, watch: Watch) -> None:
         target = _array(operation.target)
         per_slot = max(1, _SLOT_BYTES // (target.itemsize * self._size))
         for start in _chunks(len(target), per_slot):
@@ -231,14 +226,14 @@ class PythonEngine(LaneBackend):
             if operation.source is not None:
                 rows = operation.source.reshape(self._size, len(target))
                 columns = np.ascontiguousarray(rows[:, start : start + width]).reshape(-1)
-            self._exchange(operation, deadline_s, columns)
+            self._exchange(operation, watch, columns)
             parity = (self._chunk - 1) & 1
             part = self._segment.typed(operation.root, parity, target, width * self._size)
             np.copyto(target[start : start + width], part.reshape(self._size, width)[self._rank])
 
-    def _all_to_all(self, operation: Operation, deadline_s: float) -> None:
+    def _all_to_all(self, operation: Operation, watch: Watch) -> None:
         source, target = _array(operation.source), _array(operation.target)
-        longest = self._agree_on_splits(operation, deadline_s)
+        longest = self._agree_on_splits(operation, watch)
         per_slot = max(1, _SLOT_BYTES // (source.itemsize * self._size))
         to, come = np.cumsum((0, *operation.input_splits)), np.cumsum((0, *operation.output_splits))
         for start in range(0, longest, per_slot):
@@ -246,49 +241,32 @@ class PythonEngine(LaneBackend):
             for rank in range(self._size):
                 part = source[to[rank] + start : min(to[rank] + start + per_slot, to[rank + 1])]
                 outgoing[rank, : len(part)] = part
-            parts = self._exchange(operation, deadline_s, outgoing.reshape(-1))
+            parts = self._exchange(operation, watch, outgoing.reshape(-1))
             for rank, part in enumerate(parts):
                 place = target[
                     come[rank] + start : min(come[rank] + start + per_slot, come[rank + 1])
                 ]
                 np.copyto(place, part.reshape(self._size, per_slot)[self._rank, : len(place)])
 
-    def _agree_on_splits(self, operation: Operation, deadline_s: float) -> int:
+    def _agree_on_splits(self, operation: Operation, watch: Watch) -> int:
         """Compare what each sends with what its peers expect; return the longest piece."""
         mine = np.array([*operation.input_splits, *operation.output_splits], np.int64)
-        tables = np.stack(self._exchange(operation, deadline_s, mine))
+        tables = np.stack(self._exchange(operation, watch, mine))
         sent, wanted = tables[:, : self._size], tables[:, self._size :].T
         if (sent != wanted).any():
             pairs = np.argwhere(sent != wanted)
             raise split_error(self._members, operation, sorted(set(pairs.reshape(-1).tolist())))
         return int(sent.max())
 
-    def _barrier(self, operation: Operation, deadline_s: float) -> None:
-        self._exchange(operation, deadline_s, np.empty(0, np.uint8))
-
-    # ---- messages ----
-
-    def _send(self, operation: Operation, deadline_s: float) -> None:
-        self._mailbox.send(operation, deadline_s)
-
-    def _recv(self, operation: Operation, deadline_s: float) -> None:
-        if not self._mailbox.receive(operation, deadline_s):
-            raise message_error(self._members, operation, sorted((self._rank, operation.peer)))
-
-    def _wait_for_message(
-        self, operation: Operation, deadline_s: float, word: int, seen: int
-    ) -> None:
-        """Sleep a slice while a ring's word is `seen`; raise if the peer will not come."""
-        futex.wait(self._segment.address(word), seen, _SLICE_S)
-        if self._words[word] == seen:
-            self._look_around(operation, deadline_s, [operation.peer], lambda: [operation.peer])
+    def _barrier(self, operation: Operation, watch: Watch) -> None:
+        self._exchange(operation, watch, np.empty(0, np.uint8))
 
     # ---- phases ----
 
     def _exchange(
         self,
         operation: Operation,
-        deadline_s: float,
+        watch: Watch,
         chunk: Flat,
         lengths: list[int] | None = None,
         *,
@@ -306,19 +284,19 @@ class PythonEngine(LaneBackend):
         self._chunk += 1
         if write:
             np.copyto(self._segment.typed(self._rank, parity, chunk, len(chunk)), chunk)
-        self._meet(operation, deadline_s)
+        self._meet(operation, watch)
         self._check_same_call(operation)
         if lengths is None:
             lengths = [len(chunk)] * self._size
         return [self._segment.typed(r, parity, chunk, lengths[r]) for r in range(self._size)]
 
-    def _meet(self, operation: Operation, deadline_s: float) -> None:
+    def _meet(self, operation: Operation, watch: Watch) -> None:
         """Announce a phase and wait until every member has announced it."""
         self._published = (self._published + 1) & _U32
         futex.publish(self._segment, self._rank * _WORDS, self._published, self._size > 1)
         for rank in self._others:
             if not self._has_announced(rank):
-                self._wait(operation, deadline_s, rank)
+                self._wait(operation, watch, rank)
 
     def _has_announced(self, rank: int) -> bool:
         return (self._words[rank * _WORDS] - self._published) & _U32 < _HALF
@@ -326,7 +304,7 @@ class PythonEngine(LaneBackend):
     def _late(self) -> list[int]:
         return [r for r in self._others if not self._has_announced(r)]
 
-    def _wait(self, operation: Operation, deadline_s: float, rank: int) -> None:
+    def _wait(self, operation: Operation, watch: Watch, rank: int) -> None:
         now = time.perf_counter()
         if self._yields and now >= self._yields_from_s:
             stop = now + _YIELD_S
@@ -342,38 +320,35 @@ class PythonEngine(LaneBackend):
             seen = self._words[rank * _WORDS]
             if (seen - self._published) & _U32 < _HALF:
                 return
-            left = max(0.0, min(_SLICE_S, deadline_s - time.monotonic()))
-            futex.wait(self._segment.address(rank * _WORDS), seen, left)
+            left_s = max(0.0, min(CHECK_EVERY_S, watch.deadline_s - time.monotonic()))
+            futex.wait(self._segment.address(rank * _WORDS), seen, left_s)
             if not self._has_announced(rank):
-                self._look_around(operation, deadline_s, self._late(), self._late)
+                self._look_around(operation, watch)
 
     # ---- faults ----
 
-    def _look_around(
-        self,
-        operation: Operation,
-        deadline_s: float,
-        late: list[int],
-        still_late: Callable[[], list[int]],
-    ) -> None:
-        """Raise if who has not come will not come, or if the time is up."""
-        if self._lost is not None:
-            raise build.broken_since(self._members, operation, self._lost)
-        if self._aborted:
-            raise build.aborted(self._members, operation)
-        dead = self._peers.dead(late)
-        late = still_late()
-        gone = {rank for rank in dead if rank in late and not self._segment.blamed_by(rank)[0]}
+    def _look_around(self, operation: Operation, watch: Watch) -> None:
+        """Raise if a missing rank cannot arrive any more, or if the time is up."""
+        gone: set[int] = set()
         reason = Fault.PEER_LOST
-        for rank in late:
+        for rank in self._late():
             fault, blamed = self._segment.blamed_by(rank)
+            if fault and not blamed:  # for ranks outside this group, or none that is known
+                raise ConnectionBroken(_ENDS[Fault(fault)], rank)
             gone.update(blamed)
             if fault in (Fault.TIMED_OUT, Fault.MISMATCH):
                 reason = Fault(fault)
         if gone:
             raise self._explain(operation, reason, sorted(gone))
-        if late and time.monotonic() >= deadline_s:
-            raise build.timed_out(self._members, operation, late)
+        watch.check(self._late)
+
+    def _gone(self) -> list[tuple[int, str]]:
+        """Return the ranks that have ended the group or left it; asked by the message thread."""
+        return [
+            (rank, _ENDS[Fault(fault)])
+            for rank in self._others
+            if (fault := self._segment.blamed_by(rank)[0])
+        ]
 
     def _explain(self, operation: Operation, reason: Fault, gone: list[int]) -> CollectiveError:
         if reason == Fault.TIMED_OUT:
@@ -383,9 +358,7 @@ class PythonEngine(LaneBackend):
         return build.peer_lost(self._members, operation, gone)
 
     def _give_up(self, error: CollectiveError) -> None:
-        """Tell the others whom we blame, so that they name the same ranks and not us."""
-        if self._lost is None:
-            self._lost = error
+        """Name the ranks at fault, so that the others name the same ones and not this rank."""
         fault = Fault.ABORTED
         if isinstance(error, CollectiveMismatchError):
             fault = Fault.MISMATCH
@@ -399,7 +372,6 @@ class PythonEngine(LaneBackend):
     def _blame(self, fault: Fault, ranks: list[int]) -> None:
         self._segment.blame(self._rank, fault, ranks)
         futex.wake(self._segment.address(self._rank * _WORDS))
-        self._mailbox.wake_all()
 
     def _check_same_call(self, operation: Operation) -> None:
         if self._agreed == operation.sequence:

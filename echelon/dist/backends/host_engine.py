@@ -1,0 +1,103 @@
+"""HostEngine: what the Python engine and gloo have in common.
+
+Collectives run one after the other on one thread (progress/serial.py), messages on another
+(messages/driver.py), both started when they are first needed. So any number of operations under any
+number of tags takes two threads, a caller only ever waits, and a signal handler may call anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+
+from echelon.dist.backends.interface import CHECK_EVERY_S, ConnectionBroken, Members, Pending, Watch
+from echelon.dist.errors import build
+from echelon.dist.errors.mismatch import message_error
+from echelon.dist.messages.driver import Driver, Streams
+from echelon.dist.messages.protocol import Protocol
+from echelon.dist.messages.transfer import Transfer
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.serial import Serial
+from echelon.errors import CollectiveError
+
+CLOSE_S = 1.0
+
+
+class HostEngine(ABC):
+    """Base of engines whose collectives block and whose messages are streams of bytes."""
+
+    name = ""
+    device = "cpu"
+    nests = True
+    needs_watcher = False
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._rank = members.rank
+        self._size = members.size
+        self._others = [rank for rank in range(members.size) if rank != members.rank]
+        self._serial = Serial(f"echelon-{self.name}", self.carry_out)
+        self._driver: Driver | None = None
+
+    def carry_messages(self, streams: Streams) -> None:
+        """Set the streams of the group's messages."""
+        protocol = Protocol(self._size, self._mismatch)
+        self._driver = Driver(f"echelon-{self.name}-messages", protocol, streams, self._lost)
+
+    @abstractmethod
+    def carry_out(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one collective on this thread, whose turn it is; block until it is done."""
+
+    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
+        """Return "": everything is carried."""
+        return ""
+
+    def prepare(self, operation: Operation) -> None:  # noqa: B027 -- most have nothing to add
+        """Check nothing more."""
+
+    def execute(self, operation: Operation, watch: Watch) -> None:
+        """Carry out one operation; block until it is done on this rank."""
+        if not operation.is_message:
+            self._serial.run(operation, watch)
+            return
+        transfer = self._post(Transfer(operation, None))
+        needed = None if operation.peer < 0 else transfer.needed
+        while not transfer.wait(CHECK_EVERY_S):
+            watch.check(needed)
+        if transfer.error is not None:
+            raise transfer.error
+
+    def submit(self, operation: Operation, watch: Watch) -> Pending:
+        """Start one operation."""
+        if operation.is_message:
+            return self._post(Transfer(operation, watch))
+        return self._serial.submit(operation, watch)
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Launch nothing special: what is submitted runs at once."""
+        return contextlib.nullcontext()
+
+    def cut(self, reason: CollectiveError | None) -> None:
+        """End what waits for messages; collectives end in their next check."""
+        if self._driver is not None:
+            self._driver.cut(reason or build.closed(self._members, Operation("close", 0)))
+
+    def close_threads(self) -> bool:
+        """End both threads; return whether they have ended. Call `cut` first."""
+        has_ended = self._serial.close(CLOSE_S)
+        if self._driver is not None:
+            has_ended &= self._driver.close(CLOSE_S)
+        return has_ended
+
+    def _post(self, transfer: Transfer) -> Transfer:
+        assert self._driver is not None, "a group of one sends nothing"
+        self._driver.post(transfer)
+        return transfer
+
+    def _mismatch(self, receive: Transfer, sent: str) -> CollectiveError:  # noqa: ARG002
+        return message_error(self._members, receive.operation, sorted((self._rank, receive.source)))
+
+    def _lost(self, peer: int, why: str) -> BaseException:
+        rank = self._members.ranks[peer]
+        return ConnectionBroken(f"the connection with rank {rank} ended: {why}", peer)

@@ -1,0 +1,96 @@
+"""Channels: ordered lanes between two ranks, independent of everything else in their group.
+
+A channel is a tag that no user's message has: below zero, and the same number at both ends. The two
+ends agree on it at the store, so that two names never share one, and neither end waits for the
+other to open it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from echelon.dist.calls.base import Timeout
+from echelon.dist.operation.arrays import view
+from echelon.dist.work import Work
+from echelon.store.base import Store
+
+_FIRST_TAG = -16  # those above are left to engines
+_LAST_TAG = -(1 << 31)
+
+
+class ChannelTags:
+    """The tags of one group's channels."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """`store` is a part of the store that all members share for nothing else."""
+        self._store = store
+        self._rank = rank
+        self._known: dict[tuple[int, str], int] = {}
+        self._lock = threading.Lock()
+
+    def tag(self, peer: int, name: str) -> int:
+        """Return the tag of a channel; its two ends get the same one, whichever asks first.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        with self._lock:
+            tag = self._known.get((peer, name))
+            if tag is None:
+                low, high = sorted((self._rank, peer))
+                mine = str(_FIRST_TAG + 1 - self._store.add("num", 1))
+                tag = int(self._store.compare_set(f"{low}-{high}/{name}", "", mine))
+                assert _LAST_TAG <= tag <= _FIRST_TAG, tag
+                self._known[peer, name] = tag
+            return tag
+
+
+class Channel:
+    """One end of a lane to another rank. Made by `ProcessGroup.channel`, never directly.
+
+    Messages of one channel and direction arrive in order. A channel on which nothing is received
+    blocks nothing: no collective, no tag, no other channel.
+
+    Attributes:
+        peer: rank at the other end, within the group.
+        name: the channel's name.
+    """
+
+    def __init__(self, peer: int, name: str, tag: int, message: Callable[..., Work | None]) -> None:
+        self.peer = peer
+        self.name = name
+        self._tag = tag
+        self._message = message
+
+    def __repr__(self) -> str:
+        return f"Channel({self.name!r} to group rank {self.peer})"
+
+    def send(self, x: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+        """Send `x` to the other end, which receives it with the same dtype and size.
+
+        May return before the other end has called `recv`; `x` may be changed then.
+
+        Args:
+            x: any shape.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        data = view(x, "x", writable=False)
+        return self._message(
+            "send", self.peer, data, self._tag, timeout_s=timeout_s, async_op=async_op
+        )
+
+    def recv(self, x: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+        """Receive into `x` what the other end sends next on this channel.
+
+        Args:
+            x: any shape; dtype and number of elements are the sender's.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this operation; None: the group's.
+        """
+        data = view(x, "x", writable=True)
+        return self._message(
+            "recv", self.peer, data, self._tag, timeout_s=timeout_s, async_op=async_op
+        )
