@@ -11,24 +11,28 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import echelon.recorder.current as black_box
 from echelon.dist.backends import registry
+from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
 from echelon.dist.make_group import GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
+from echelon.dist.membership.meet import next_round
 from echelon.dist.operation.checks import check_ranks
 from echelon.dist.options import Options
-from echelon.errors import CollectiveError, StoreError
+from echelon.errors import CollectiveError, StoreConnectionError, StoreError
 from echelon.recorder import span
 from echelon.recorder.clock import ClockOffset
 from echelon.store import MemoryStore, PrefixStore, TCPStore
 
 DEFAULT_TIMEOUT_S = 600.0
 _CLOCKS_S = 30.0
+_RECONNECT_S = 0.05
 _LONGEST_TIMEOUT_S = 1e9  # about 30 years: infinity fits no library's clock
 
 
@@ -42,10 +46,11 @@ class _World:
         backend: str | None,
         options: Options,
         timeout_s: float,
+        number: int,
     ) -> None:
         self.rendezvous = rendezvous
         self.connection = connection
-        self.store = PrefixStore(rendezvous.namespace or "echelon/solo", connection)
+        self.store = PrefixStore(f"world_{number}", _attempt(rendezvous, connection))
         self.timeout_s = timeout_s
         self.num_made = 0
         self.pid = os.getpid()
@@ -93,6 +98,7 @@ class _Joining:
 
 _current: _World | None = None
 _joining: _Joining | None = None
+_has_left = False  # a world, earlier in this process
 _lock = threading.RLock()  # held for moments only; a signal handler may take it again
 
 
@@ -101,7 +107,9 @@ def init(
     timeout_s: float | timedelta = DEFAULT_TIMEOUT_S,
     reduction: str = "fast",
 ) -> ProcessGroup:
-    """Join the world and return its group. Blocks until all ranks have come.
+    """Join the world and return its group. Blocks until all ranks have joined.
+
+    After `shutdown` a program may join again, at the same store, if every rank does.
 
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None: "shm" where
@@ -113,7 +121,7 @@ def init(
 
     Raises:
         ValueError: a bad argument or environment, or `init` was called before.
-        CollectiveTimeoutError: ranks did not come within `timeout_s`; names them.
+        CollectiveTimeoutError: ranks did not join within `timeout_s`; names them.
         StoreError: the store cannot be reached.
     """
     global _current, _joining
@@ -213,7 +221,7 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    global _current
+    global _current, _has_left
     with _lock:
         state, joining = _current, _joining
         if joining is not None and joining.pid == os.getpid():
@@ -221,6 +229,7 @@ def _leave() -> None:
         if state is None or os.getpid() != state.pid:
             return
         _current = None
+        _has_left = True
     state.close()
 
 
@@ -253,8 +262,8 @@ def _join(
     options: Options,
     timeout_s: float,
 ) -> _World:
-    joining.connection = _connect(rendezvous, timeout_s)
-    state = _World(rendezvous, joining.connection, backend, options, timeout_s)
+    connection, number = _meet(joining, rendezvous, options, timeout_s)
+    state = _World(rendezvous, connection, backend, options, timeout_s, number)
     try:
         joining.check()
         state.world = state.make(range(rendezvous.world_size), "world", "world")
@@ -264,6 +273,44 @@ def _join(
             joining.check()
         raise
     return state
+
+
+def _attempt(rendezvous: Rendezvous, connection: TCPStore | MemoryStore) -> PrefixStore:
+    """Return the launcher's attempt's part of the store; each of its worlds has a part in it."""
+    return PrefixStore(rendezvous.namespace or "echelon/solo", connection)
+
+
+def _meet(
+    joining: _Joining, rendezvous: Rendezvous, options: Options, timeout_s: float
+) -> tuple[TCPStore | MemoryStore, int]:
+    """Connect to the store and agree with all ranks on the new world's number.
+
+    [Note: a store that ends with its world] Where rank 0 hosts the store, its `shutdown` ends it. A
+    rank that left earlier and joins again may have connected to that store: it connects to the next
+    one, which rank 0 opens when it joins.
+    """
+    members = Members(
+        name="world", rank=rendezvous.rank, ranks=range(rendezvous.world_size), options=options
+    )
+    can_repeat = rendezvous.rank_0_hosts_store and not rendezvous.hosts_store and _has_left
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        connection = None
+        try:
+            left_s = max(0.001, deadline_s - time.monotonic())
+            connection = joining.connection = _connect(rendezvous, left_s)
+            joining.check()
+            return connection, next_round(members, _attempt(rendezvous, connection), deadline_s)
+        except BaseException as err:
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.close()
+            if isinstance(err, Exception):
+                joining.check()
+            is_lost = isinstance(err, StoreConnectionError)
+            if not (is_lost and can_repeat and time.monotonic() < deadline_s):
+                raise
+        time.sleep(_RECONNECT_S)
 
 
 def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:

@@ -29,7 +29,8 @@ class Rendezvous:
     local_world_size: int = 1
     master_addr: str = ""
     master_port: int = 0
-    hosts_store: bool = False
+    hosts_store: bool = False  # this rank does
+    rank_0_hosts_store: bool = False
     namespace: str = ""
     secret: str | None = None
 
@@ -56,6 +57,7 @@ class Rendezvous:
             master_addr=_text("MASTER_ADDR"),
             master_port=_number("MASTER_PORT"),
             hosts_store=rank == 0 and not agent_store,
+            rank_0_hosts_store=not agent_store,
             namespace=(
                 f"echelon/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
                 f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

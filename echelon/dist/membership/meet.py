@@ -44,6 +44,25 @@ def gather(
     return [json.loads(text) for text in values]
 
 
+def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
+    """Agree on the number of the world that these ranks are about to make.
+
+    Every key of a world lies below its number, so a process that leaves and joins again never reads
+    what an earlier world left in the store. The store keeps the count, not the ranks: a restarted
+    process has forgotten how many worlds it was in. Rank 0 draws the number and all ranks receive
+    it in one gather, which completes only when every rank is joining.
+
+    Raises:
+        CollectiveTimeoutError: members did not join by `deadline_s`; names them.
+    """
+    if members.size == 1:
+        return 0
+    drawn = store.add("worlds", 1) if members.rank == 0 else 0
+    number = int(gather(members, store, "join", drawn, deadline_s)[0])
+    store.delete_key(f"join/came/{members.rank}")  # the next round uses these keys again
+    return number
+
+
 def exchange(
     members: Members,
     store: PrefixStore,
