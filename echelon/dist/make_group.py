@@ -80,6 +80,8 @@ class GroupMaker:
             # Groups of one name may split at once: the rows of a mesh do.
             return self.make(ranks, name, PrefixStore(path, store), timeout_s)
 
+        if liveness is not None and engine.name != "shm":
+            liveness.use_board()
         group = ProcessGroup(
             members,
             engine,

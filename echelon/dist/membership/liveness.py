@@ -77,12 +77,17 @@ class Liveness:
         self._has_heard = False  # of a verdict: it needs no other
         self._is_closed = False
 
+    def use_board(self) -> None:
+        """Use the world's board though every member is watched; call it before `serve`.
+
+        A broken connection shows that a rank left or failed, but not which one, nor why.
+        """
+        if self._others:
+            self._board = self._world_board
+
     def serve(self, state: GroupState) -> None:
         """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
         self._state = state
-        if state.engine.name != "shm" and self._others:
-            # Connections tell that a rank left or failed, but not which, nor why.
-            self._board = self._world_board
         if self._board is not None:
             self._board.attach(self._path, self._take)
 
