@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 _PEER_CREDENTIALS = struct.Struct("3i")
 _GROUP_RANK = struct.Struct("<I")
 _SLICE_S = 0.1
+_RETRY_S = 0.01
 _STRANGER_S = 1.0  # what a stranger that connects and is silent costs
 _MAX_FDS = 128  # of one message; the kernel takes 253
 
@@ -32,7 +33,7 @@ class Handover:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(f"\0{self.name}")
-            self._socket.listen(128)
+            self._socket.listen(socket.SOMAXCONN)
         except BaseException:
             self._socket.close()
             raise
@@ -90,8 +91,7 @@ def receive(
         OSError: it is gone, runs under another user, or did not answer by `deadline_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(max(0.001, deadline_s - time.monotonic()))
-        peer.connect(f"\0{name}")
+        _connect(peer, name, deadline_s, check)
         if _uid(peer) != os.getuid():
             raise PermissionError("the segment's owner runs under another user")
         socket.send_fds(peer, [_GROUP_RANK.pack(rank)], [] if pidfd < 0 else [pidfd])
@@ -105,6 +105,19 @@ def receive(
         except BaseException:
             os.close(fds[0])
             raise
+
+
+def _connect(peer: socket.socket, name: str, deadline_s: float, check: Check) -> None:
+    """Connect, and try again while more ranks wait to be accepted than the socket's backlog."""
+    while True:
+        peer.settimeout(max(0.001, deadline_s - time.monotonic()))
+        try:
+            return peer.connect(f"\0{name}")
+        except BlockingIOError:
+            check()
+            if time.monotonic() >= deadline_s:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _greet(peer: socket.socket) -> tuple[int, list[int]]:
