@@ -30,7 +30,6 @@ class Traits:
     no_dtypes: tuple[str, ...] = ()  # refused for reductions
     no_ops: tuple[str, ...] = ()
     is_slow: bool = False  # the library polls: a few dtypes stand for all
-    no_checks: tuple[str, ...] = ()  # what an engine does not keep yet
 
 
 def _compare(seen: Any, expected: Any, op: str, traits: Traits, what: str) -> None:

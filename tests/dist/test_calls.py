@@ -160,6 +160,6 @@ def _from_any(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ["native"])
+@pytest.mark.parametrize("engine", ["native", "python"])
 def test_a_receive_from_any_rank_names_the_sender(engine):
     run_ranks(_from_any, 3, environ={"ECHELON_SHM": engine})

@@ -19,17 +19,11 @@ pytestmark = pytest.mark.ranks
 def _keep_contract(rank: int, world_size: int, backend: str, traits: contract.Traits) -> str:
     group = dist.init(backend, timeout_s=60)
     for check in contract.CHECKS:
-        if check.__name__ not in traits.no_checks:
-            check(group, traits)
+        check(group, traits)
     dist.shutdown()
     core = native.core()
     assert core is None or core.lost_wakes() == 0
     return group.backend
-
-
-# What these engines' messages do not keep yet.
-_NO_LONG_DTYPES = ("check_messages_of_a_dtype_with_a_long_name",)
-_NO_ORDER = ("check_message_order", *_NO_LONG_DTYPES)
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])
@@ -39,7 +33,7 @@ def test_shm_keeps_the_contract(world_size, engine):
         _keep_contract,
         world_size,
         "shm",
-        contract.Traits(no_checks=_NO_LONG_DTYPES if engine == "python" else ()),
+        contract.Traits(),
         timeout_s=240,
         environ={"ECHELON_SHM": engine},
     )
@@ -52,7 +46,7 @@ def test_shm_keeps_the_contract(world_size, engine):
 )
 def test_gloo_keeps_the_contract(world_size, is_slow):
     pytest.importorskip("torch")
-    traits = contract.Traits(ordered=False, is_slow=is_slow, no_checks=_NO_ORDER)
+    traits = contract.Traits(ordered=False, is_slow=is_slow)
     assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=240) == (
         ["gloo"] * world_size
     )
@@ -79,7 +73,7 @@ def _keep_contract_on_hosts(
     hierarchy = importlib.import_module("echelon.dist.backends.two_level")
     hierarchy.host_identity = lambda: {"boot": f"host {hosts[rank]}"}
     hierarchy._CHUNK_BYTES = 100_000  # so that arrays of a few MB are cut into many
-    traits = contract.Traits(ordered=False, is_slow=is_slow, no_checks=_NO_ORDER)
+    traits = contract.Traits(ordered=False, is_slow=is_slow)
     return _keep_contract(rank, world_size, "shm+gloo", traits)
 
 

@@ -143,9 +143,6 @@ def _close_from_a_thread(rank: int, world_size: int, backend: str) -> None:
     dist.shutdown()
 
 
-@pytest.mark.xfail(
-    strict=False, reason="close() does not reach calls in engines behind the adapter"
-)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_group_that_another_thread_closes_raises_in_the_waiting_call(engine):
     _run(_close_from_a_thread, engine, 4 if engine == "shm+gloo" else 2)

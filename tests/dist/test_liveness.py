@@ -7,15 +7,9 @@ import textwrap
 
 import pytest
 
-from echelon.dist.backends.gloo import backend as gloo
 from tests.hosts import hosts, needs_hosts, run_on
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.skipif(
-        not hasattr(gloo, "GlooEngine"), reason="gloo is no engine of the interface yet"
-    ),
-]
+pytestmark = pytest.mark.netns
 
 _PREAMBLE = """
 import os, signal, sys, time

@@ -26,13 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from echelon.dist.operation.operation import Operation
 from echelon.dist.options import Options
 from echelon.errors import CollectiveError
 
-Backend = Any  # of the older interface: see `adapter`
 CHECK_EVERY_S = 0.1  # the longest time between two calls of `Watch.check` in a wait loop
 
 

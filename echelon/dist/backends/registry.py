@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-from echelon.dist.backends.adapter import adapted
 from echelon.dist.backends.interface import Engine, Members
 from echelon.store import PrefixStore
 
@@ -31,7 +30,7 @@ _MODULES = {
 
 _DEVICES = {"cuda": "nccl", "xpu": "xccl"}
 
-Create = Callable[[Members, PrefixStore, float], Any]
+Create = Callable[[Members, PrefixStore, float], Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def create(name: str, members: Members, store: PrefixStore, timeout_s: float) ->
         reason = f"{type(err).__name__}: {err}"
     if reason:
         raise ValueError(f"backend {name!r} is not ready: {reason}")
-    return adapted(found(members, store, timeout_s))
+    return found(members, store, timeout_s)
 
 
 def check_name(name: str) -> None:

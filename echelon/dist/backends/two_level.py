@@ -33,7 +33,6 @@ from echelon.dist.arithmetic import inline
 from echelon.dist.arithmetic.halves import HALVES, narrow, widen
 from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.arithmetic.reduce_numpy import divide
-from echelon.dist.backends.adapter import adapted
 from echelon.dist.backends.gloo import backend as gloo
 from echelon.dist.backends.host_engine import HostEngine
 from echelon.dist.backends.interface import Engine, Members, Pending, Watch
@@ -148,7 +147,7 @@ class TwoLevelEngine(HostEngine):
     def _level_inside(self, path: str, store: PrefixStore) -> _Level:
         members = self._some(self._hosts[self._mine])
         left_s = max(0.001, self._deadline_s - time.monotonic())
-        return _Level(members, adapted(shm.create(members, PrefixStore(path, store), left_s)))
+        return _Level(members, shm.create(members, PrefixStore(path, store), left_s))
 
     def _level_across(self, path: str, store: PrefixStore) -> tuple[gloo.GlooEngine, _Level]:
         members = self._some([ranks[self._place] for ranks in self._hosts])

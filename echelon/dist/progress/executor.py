@@ -7,16 +7,10 @@ runs on the caller's thread if its lane is idle, and waits its turn otherwise.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
-
-from echelon.dist.operation.operation import Operation
-from echelon.errors import CollectiveError
+from collections.abc import Callable
 
 _CLOSE_S = 5.0
 
@@ -132,78 +126,3 @@ class Lane:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-
-
-class LaneBackend(ABC):
-    """Base of backends whose `_carry_out` blocks."""
-
-    name = ""
-    device = "cpu"
-
-    def __init__(self) -> None:
-        self._lanes: dict[Hashable, Lane] = {}
-        self._lanes_lock = threading.Lock()
-
-    @abstractmethod
-    def _carry_out(self, operation: Operation) -> None:
-        """Carry out one operation. Called by one thread at a time for each lane."""
-
-    def refuses(self, kind: str, dtype: str, reduce_op: str) -> str:  # noqa: ARG002
-        """Carry everything, unless a backend says otherwise."""
-        return ""
-
-    def execute(self, operation: Operation) -> None:
-        """Carry out one operation in its lane's turn."""
-        with self._ends_when_interrupted():
-            self._lane(operation).run(lambda: self._carry_out(operation))
-
-    def execute_on_lane(self, operation: Operation) -> None:
-        """Carry out one operation on its lane's thread, where no signal's handler has to run."""
-        with self._ends_when_interrupted():
-            self.submit(operation).join()
-
-    @contextlib.contextmanager
-    def _ends_when_interrupted(self) -> Iterator[None]:
-        """End the group if a signal's handler raises: the others must not wait for us."""
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except BaseException:
-            self.abort()
-            raise
-
-    @abstractmethod
-    def abort(self) -> None:
-        """End the group on this rank, from any thread: what runs raises, on the others too."""
-
-    def submit(self, operation: Operation) -> LanePending:
-        """Queue one operation."""
-        return self._lane(operation).submit(lambda: self._carry_out(operation))
-
-    def batch(self) -> AbstractContextManager[object]:
-        """Launch nothing special: lanes run as they are filled."""
-        return contextlib.nullcontext()
-
-    def is_idle(self) -> bool:
-        """Whether no operation runs or is queued."""
-        with self._lanes_lock:
-            return all(lane.is_idle for lane in self._lanes.values())
-
-    def close_lanes(self) -> None:
-        """End the lanes' threads; call it once their operations fail or are done."""
-        with self._lanes_lock:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.close()
-
-    def _lane(self, operation: Operation) -> Lane:
-        key: Hashable = "collectives"
-        if operation.is_message:
-            is_send = operation.kind == "send"
-            key = (operation.kind, operation.peer, 0 if is_send else operation.tag)
-        with self._lanes_lock:
-            lane = self._lanes.get(key)
-            if lane is None:
-                lane = self._lanes[key] = Lane(f"echelon-{self.name}-lane-{len(self._lanes)}")
-            return lane

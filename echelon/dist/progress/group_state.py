@@ -291,7 +291,7 @@ class GroupState:
         with self._lock:
             works = list(self._works)
         for work in works:
-            if work.operation.device == "cpu" or hasattr(work.pending, "is_watched"):
+            if work.operation.device == "cpu":
                 continue  # a thread of the engine checks it
             try:
                 work.watch.check()

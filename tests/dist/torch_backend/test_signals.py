@@ -64,7 +64,7 @@ def _say_when_inside(store: object, group: object, before: int, rank: int) -> No
     store.set(f"inside/{rank}", "")
 
 
-@pytest.mark.parametrize("engine", ["native"])
+@pytest.mark.parametrize("engine", ["native", "python"])
 def test_a_collective_in_a_signal_handler_follows_the_interrupted_one(engine):
     ends = run_ranks(_preempted, 3, timeout_s=60, environ={"ECHELON_SHM": engine})
     assert ends == [[8.0]] * 3

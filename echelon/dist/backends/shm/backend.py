@@ -6,7 +6,7 @@ environment, brings the whole group to the pure-Python one.
 
 from __future__ import annotations
 
-from echelon.dist.backends.interface import Backend, Members
+from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.backends.shm import futex, native
 from echelon.dist.backends.shm.cores import usable_cores
 from echelon.dist.backends.shm.python import PythonEngine
@@ -28,7 +28,7 @@ def not_ready() -> str:
     return "" if futex.available() else "needs Linux on a known architecture, for its futex"
 
 
-def create(members: Members, store: PrefixStore, timeout_s: float) -> Backend:
+def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Make the engine of a group; every member calls this.
 
     Raises:
