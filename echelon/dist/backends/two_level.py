@@ -42,7 +42,7 @@ from echelon.dist.errors.mismatch import mismatch_error
 from echelon.dist.membership.host import host_identity
 from echelon.dist.membership.meet import gather
 from echelon.dist.operation.arrays import Flat
-from echelon.dist.operation.operation import Operation, encode_call
+from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from echelon.store import PrefixStore
 
@@ -439,6 +439,21 @@ class TwoLevelEngine(HostEngine):
         self._step(self._inside, "broadcast", source, target, operation, watch, root=place)
 
     # ---- messages ----
+
+    def prepare(self, operation: Operation) -> None:
+        """Refuse a receive from any rank where both levels may carry the message.
+
+        The levels know nothing of each other's messages, so neither could tell which came first.
+
+        Raises:
+            ValueError: it has no source, and there are ranks on this host and on others.
+        """
+        near = self._hosts[self._mine]
+        if operation.peer == ANY_SOURCE and 1 < len(near) < self._size:
+            raise ValueError(
+                "a receive without a source cannot span the hosts of backend 'shm+gloo'; "
+                "name the source, or use backend 'gloo'"
+            )
 
     def _route(self, operation: Operation) -> tuple[Engine, Operation]:
         """Return the level that carries a message, and the message as it is called there."""
