@@ -178,7 +178,12 @@ class TwoLevelEngine(HostEngine):
         return super().submit(operation, watch)
 
     def cut(self, reason: CollectiveError | None) -> None:
-        """End all progress on both levels."""
+        """End all progress on both levels; in order only where no collective is under way.
+
+        The levels' own threads are idle while this engine's drives them, so they cannot tell.
+        """
+        if reason is None and not self._serial.is_idle:
+            reason = build.closed(self._members, Operation("close", 0))
         for engine in self._engines():
             engine.cut(reason)
 
