@@ -23,6 +23,7 @@ class StoreEngine:
     def __init__(self, members, store):
         self._members, self._store = members, store
         self._serial = Serial("echelon-store", self._carry_out)
+        self._written = []  # keys; numbers may have gaps, where another engine took an operation
 
     # ---- what the group calls ----
 
@@ -66,8 +67,9 @@ class StoreEngine:
         data = b"" if operation.source is None else operation.source.tobytes()
         keys = [f"{operation.sequence}/{rank}" for rank in range(self._members.size)]
         self._store.set(keys[self._members.rank], operation.call + data)
-        if operation.sequence >= 2:  # all ranks called the one between: none still reads it
-            self._store.delete_key(f"{operation.sequence - 2}/{self._members.rank}")
+        self._written.append(keys[self._members.rank])
+        if len(self._written) > 2:  # all ranks have ended the one before the last: none reads it
+            self._store.delete_key(self._written.pop(0))
         values = self._wait(keys, watch)
         calls = [value[: len(operation.call)] for value in values]
         if set(calls) != {operation.call}:
