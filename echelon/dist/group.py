@@ -169,7 +169,11 @@ class ProcessGroup(Collectives, PointToPoint):
 
     @contextlib.contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Launch the operations called inside together; all are done when the block ends."""
+        """Launch the operations called inside together; all are done when the block ends.
+
+        What the block itself raises is passed on. On a device nothing is launched then, and if the
+        block had called an operation, the group ends: the other ranks may have launched theirs.
+        """
         if self._batch() is not None:
             raise ValueError("coalesce() does not nest")
         recorder = black_box.current()
@@ -179,6 +183,9 @@ class ProcessGroup(Collectives, PointToPoint):
         try:
             with self._engine.batch():
                 yield
+        except BaseException:
+            self._state.sweep()  # what was called and not launched ends the group, at once
+            raise
         finally:
             self._coalesced.batch = None
         for work in works:

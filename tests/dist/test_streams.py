@@ -438,19 +438,47 @@ def _raise_in_batch(rank: int, world_size: int) -> None:
     x.read()
     before = made_up.num_launched()
     with pytest.raises(KeyError, match="ours"):
-        _fail_within(world, x)
+        _fail_within(world, x, called_by=world_size)
     assert made_up.num_launched() == before
+    with pytest.raises(CollectiveError, match="broken since all_reduce #1"):
+        world.all_reduce(x)
     made_up.shutdown()
 
 
-def _fail_within(world, x) -> None:
+def _fail_within(world, x, called_by: int = 0) -> None:
+    store = made_up.store()
     with world.coalesce():
-        world.all_reduce(x)
+        if called_by:
+            world.all_reduce(x)
+            store.add("called", 1)
+            made_up.wait_until(lambda: store.add("called", 0) == called_by)
         raise KeyError("ours")
 
 
-def test_a_batch_whose_block_raises_launches_nothing():
+def test_a_batch_whose_block_raises_launches_nothing_and_ends_the_group():
     run_ranks(_raise_in_batch, 2, timeout_s=60)
+
+
+def _raise_alone(rank: int, world_size: int) -> None:
+    """Rank 0's operation has a number and is never launched: rank 1 need not wait 600 s for it."""
+    world, array = made_up.init("made-up", timeout_s=600)
+    x = array(torch.ones(2))
+    with pytest.raises(KeyError, match="ours"):
+        _fail_within(world, x)  # nothing was called in it: nothing is lost
+    world.all_reduce(x)
+    x.read()
+    if rank == 0:
+        with pytest.raises(KeyError, match="ours"):
+            _fail_within(world, x, called_by=1)
+    else:
+        with pytest.raises(CollectiveError, match=r"not launched.*KeyError\('ours'\)") as caught:
+            _all_reduce_to_its_end(world, x)
+        assert caught.value.ranks == (0,)
+    made_up.shutdown()
+
+
+def test_a_batch_that_raises_on_one_rank_ends_the_others_at_once_with_its_name():
+    run_ranks(_raise_alone, 2, timeout_s=60)
 
 
 # ---- barriers, graphs, other streams, memory, times ----

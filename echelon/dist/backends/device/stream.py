@@ -159,7 +159,8 @@ class StreamEngine:
     def batch(self) -> Iterator[None]:
         """Launch what this thread submits inside when the block ends, collectives as one.
 
-        Nothing is launched if the block raises.
+        Nothing is launched if the block raises. Its operations have failed then, since they have
+        numbers and the other ranks may launch theirs.
         """
         batch: list[_Call] = []
         self._here.batch = batch
