@@ -31,6 +31,11 @@ class BrokenLink:
     unread_bytes: int
     retransmits: int  # -1: the kernel did not say
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether packets vanish: sent, not acknowledged, and the other end is not just slow."""
+        return bool(self.unsent_bytes) and not self.unread_bytes
+
     def __str__(self) -> str:
         """Say what was seen: `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
         ends = (

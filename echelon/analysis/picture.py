@@ -15,6 +15,7 @@ import numpy as np
 
 from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.lanes import Lanes, all_lanes
+from echelon.analysis.links import BrokenLink, broken_links
 from echelon.analysis.waits import Wait, WaitGraph, wait_graph
 from echelon.recorder.schema import State
 
@@ -53,6 +54,22 @@ class Picture:
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
         return frozenset(inside | failed | ended)
+
+    @cached_property
+    def broken_links(self) -> tuple[BrokenLink, ...]:
+        """Connections between ranks that carry nothing although something waits."""
+        return broken_links(self.evidence.ranks)
+
+    def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
+        """Return the broken connections whose ends are both among `ranks`."""
+        within = set(ranks)
+        return tuple(
+            one for one in self.broken_links if one.sender in within and one.receiver in within
+        )
+
+    def is_cut_off(self, wait: Wait) -> bool:
+        """Tell whether packets vanish between ranks of a wait, or those that completed it."""
+        return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
     def in_trouble(self) -> bool:

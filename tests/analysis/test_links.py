@@ -68,3 +68,28 @@ def test_connections_that_are_idle_accuse_nobody():
     verdict = job.report("stall").verdict
     assert (verdict.culprit_ranks, verdict.confidence.value) == ((), "possible")
     assert verdict.would_settle
+
+
+@pytest.mark.parametrize("behind", [(2, 3), (0, 1), (3,)])
+def test_one_hosts_ranks_are_through_and_the_packets_of_the_others_vanished(behind):
+    """Over a dead link one side may complete what the other never does: not a device."""
+    job = Job(4).train(3)
+    for rank in job.ranks:
+        rank.all_reduce(inside=rank.rank in behind)
+        if rank.rank not in behind:
+            rank.all_reduce(inside=True)
+    _connect(job, (1, 1, 2, 2), broken={(0, 2), (2, 0)})
+    verdict = job.report("stall").verdict
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("network", ())
+    assert verdict.confidence.value == "likely"
+    assert "not acknowledged" in " ".join(verdict.evidence)
+
+
+def test_unread_bytes_do_not_excuse_a_device():
+    job = Job(3).train(3)
+    job[2].all_reduce(inside=True)
+    for rank in job.others(2):
+        rank.all_reduce().all_reduce(inside=True)
+    _connect(job, (1, 2, 3), deaf={(0, 2)})
+    verdict = job.report("stall").verdict
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("device_stuck", (2,))

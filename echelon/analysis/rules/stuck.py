@@ -127,9 +127,10 @@ def is_left_behind(picture: Picture, wait: Wait) -> bool:
 
     In foreign dumps, which do not say when they were made, a few ranks may simply have been dumped
     earlier: then most peers must be through and wait in a later operation already, or the
-    operation must have been given up.
+    operation must have been given up. Over a dead link, one side may complete what the other never
+    receives: that is the network's fault.
     """
-    if wait.absent or not wait.completed:
+    if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False
     if not picture.evidence.foreign or wait.gave_up:
         return True

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
-from echelon.analysis.links import BrokenLink, broken_links, common_end
+from echelon.analysis.links import BrokenLink, common_end
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.ended import is_secondary
 from echelon.analysis.waits import Wait
@@ -30,7 +30,9 @@ def find_transport(picture: Picture) -> list[Finding]:
 
 
 def _is_full(picture: Picture, wait: Wait) -> bool:
-    if wait.absent or wait.completed or wait.vague or wait.members < 2:
+    if wait.absent or wait.vague or wait.members < 2:
+        return False
+    if wait.completed and not picture.is_cut_off(wait):
         return False
     return not (wait.is_p2p and picture.evidence.incident.kind != "stall")
 
@@ -38,7 +40,7 @@ def _is_full(picture: Picture, wait: Wait) -> bool:
 def _describe(picture: Picture, wait: Wait) -> Finding:
     age_s = picture.waited_s(wait)
     since = f" for {seconds(age_s)}" if age_s >= 0.001 else ""
-    links = _links_of(picture, wait)
+    links = picture.links_within((*wait.waiting, *wait.completed))
     culprits = common_end(links)
     return Finding(
         cause=Cause.NETWORK,
@@ -47,10 +49,10 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
         group=wait.group,
         operation=wait.operation,
         sequence=wait.number,
-        summary=f"all {wait.members} ranks are inside {wait} of group '{wait.group}'{since} and "
-        f"none is through: {_whose(links, culprits)}",
+        summary=f"all {wait.members} ranks entered {wait} of group '{wait.group}'{since} and "
+        f"{_progress(wait)}: {_whose(links, culprits)}",
         evidence=(
-            f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', none done",
+            f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', {_progress(wait)}",
             *(str(link) for link in links[:_SHOWN_LINKS]),
         ),
         fallout_ranks=tuple(rank for rank in wait.waiting if rank not in culprits),
@@ -61,9 +63,10 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
     )
 
 
-def _links_of(picture: Picture, wait: Wait) -> tuple[BrokenLink, ...]:
-    everybody = picture.evidence.ranks
-    return broken_links({rank: everybody[rank] for rank in wait.waiting if rank in everybody})
+def _progress(wait: Wait) -> str:
+    if wait.completed:
+        return f"only {rank_list(wait.completed)} completed it"
+    return "none is through"
 
 
 def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
