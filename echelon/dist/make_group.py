@@ -14,12 +14,13 @@ from echelon.dist.backends.router import Router
 from echelon.dist.channel import ChannelTags
 from echelon.dist.group import ProcessGroup
 from echelon.dist.membership.board import Board
-from echelon.dist.membership.host import address_towards, is_same_host, process_identity
+from echelon.dist.membership.host import address_towards
 from echelon.dist.membership.liveness import Liveness
 from echelon.dist.membership.meet import gather
 from echelon.dist.options import Options
 from echelon.dist.progress.group_state import GroupState
 from echelon.dist.progress.watcher import watcher
+from echelon.host.identity import is_same_host, process_identity
 from echelon.store import PrefixStore, TCPStore
 from echelon.store.base import Store
 

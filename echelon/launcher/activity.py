@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 
-from echelon.recorder.proc import read_text
-from echelon.recorder.sockets import sockets
-from echelon.recorder.threads import descendants, program_of, threads
+from echelon.host.identity import stat_fields
+from echelon.host.sockets import sockets
+from echelon.host.threads import descendants, program_of, threads
 
 _NO_SHARE = 0.02  # of a core
 _MIN_TICKS = 2
@@ -78,5 +78,5 @@ class Activity:
 
 
 def _cpu_ticks(pid: int) -> int:
-    fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
+    fields = stat_fields(pid)
     return sum(int(field) for field in fields[11:15]) if len(fields) > 14 else 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from echelon.errors import LaunchError
-from echelon.launcher.devices import numa_nodes_of_gpus
+from echelon.host.accelerators import numa_nodes_of_gpus
 
 MODES = ("node", "socket", "exclusive", "core-complex")
 _SYS = Path("/sys")

@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon import __version__
+from echelon.host.cgroup import usable_cores
+from echelon.host.process import sample
 from echelon.launcher.arguments import Defaults, Parser, add_node_options
 from echelon.launcher.conf import read_conf
 from echelon.launcher.endpoint import Rendezvous, is_local, rendezvous, split
 from echelon.launcher.options import dashes
 from echelon.launcher.tls import TlsFiles, tls_files
 from echelon.recorder.place import file_system, is_remote
-from echelon.recorder.signals import sample
 
 _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
 _SMALL_SHM_BYTES = 1 << 30
@@ -134,8 +135,7 @@ def python() -> Check:
 
 def cores() -> Check:
     """How many cores may be used."""
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 0
-    return Check("cores", f"{usable} usable of {there}")
+    return Check("cores", f"{usable_cores()} usable of {os.cpu_count() or 0}")
 
 
 def host_name() -> Check:

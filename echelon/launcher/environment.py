@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.launcher.devices import visible_to
+from echelon.host.accelerators import visible_to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

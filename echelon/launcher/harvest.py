@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import DumpFormatError
+from echelon.host import process
+from echelon.host.stacks import can_spy, spy_stacks
+from echelon.host.threads import program_of, threads
 from echelon.launcher.error_file import read_error_file
 from echelon.launcher.torch_dumps import TorchDump
-from echelon.recorder import signals
 from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
-from echelon.recorder.spy import can_spy, spy_stacks
-from echelon.recorder.threads import program_of, threads
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
@@ -80,7 +80,7 @@ class _Stacks:
         self._pid = pid
         self._spied = ""
         self._seen = (self._from, time.monotonic())
-        self._asked = identity.stack_signal != 0 and signals.send(
+        self._asked = identity.stack_signal != 0 and process.send(
             pid, identity.pid_start_ticks, identity.stack_signal
         )
 
@@ -121,8 +121,8 @@ class _Witness:
         self._waits_for_torch = (
             worker.alive and not record.has_ring and worker.torch is not None and worker.torch.ask()
         )
-        self._before = signals.sample(self._pid) if worker.alive else signals.Sample()
-        self._surroundings = signals.Surroundings(self._pid) if worker.alive else None
+        self._before = process.sample(self._pid) if worker.alive else process.Sample()
+        self._surroundings = process.Surroundings(self._pid) if worker.alive else None
         self._sampled_s = time.monotonic()
         self.record = record
         self.ask()
@@ -189,9 +189,9 @@ class _Witness:
 
     def _facts(self) -> HostFacts:
         worker = self.worker
-        after = signals.sample(self._pid) if worker.alive else signals.Sample()
+        after = process.sample(self._pid) if worker.alive else process.Sample()
         elapsed_s = time.monotonic() - self._sampled_s
-        tail = signals.tail(worker.logs / "stderr.log", _STDERR_TAIL_BYTES)
+        tail = process.tail(worker.logs / "stderr.log", _STDERR_TAIL_BYTES)
         facts = HostFacts(
             alive=worker.alive,
             exit_code=worker.exit_code,
@@ -200,7 +200,7 @@ class _Witness:
             stopped_by_agent=worker.stopped_by_agent,
             process_state=after.state,
             wait_channel=after.wait_channel,
-            cpu_share=signals.cpu_share(self._before, after, elapsed_s),
+            cpu_share=process.cpu_share(self._before, after, elapsed_s),
             rss_bytes=after.rss_bytes,
             oom_kill=self._was_killed_for_memory(),
             stacks="" if self._stacks is None else self._stacks.text(),
@@ -222,7 +222,7 @@ class _Witness:
         before = self._occasion.oom_kills_before
         if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
             return False if self.worker.exit_code is not None else None
-        now = signals.oom_kills(os.getpid())
+        now = process.oom_kills(os.getpid())
         return None if before is None or now is None else now > before
 
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from echelon.errors import DumpFormatError, LaunchError
+from echelon.host.accelerators import visible_to
+from echelon.host.process import oom_kills
 from echelon.launcher import environment
 from echelon.launcher.activity import Activity
 from echelon.launcher.binding import bind, describe
 from echelon.launcher.control import messages as m
-from echelon.launcher.devices import visible_to
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from echelon.launcher.options import Options
 from echelon.launcher.output import Source, Stream, Terminal
@@ -33,7 +34,6 @@ from echelon.launcher.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.dump import pack_dump, write_dump
 from echelon.recorder.read import LiveRing, read_ring
-from echelon.recorder.signals import oom_kills
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
 _SWEEP_S = 2.0

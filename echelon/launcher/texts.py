@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
-from echelon.launcher.devices import num_intel, num_nvidia
+from echelon.host.accelerators import num_intel, num_nvidia
+from echelon.host.cgroup import usable_cores
 
 _T = TypeVar("_T")
 _MAX_LOCAL_RANKS = 4096
@@ -18,7 +19,7 @@ _NOT_CATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
 def num_workers(text: str) -> int:
     """Read a number of workers, or what it is to be counted by."""
     counts: dict[str, Callable[[], int]] = {
-        "cpu": lambda: len(os.sched_getaffinity(0)),
+        "cpu": usable_cores,
         "gpu": lambda: num_nvidia(os.environ),
         "xpu": num_intel,
     }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 NUM_ROUNDS = 16
 NOT_MEASURED = -1  # as `Identity.clock_error_ns`
@@ -24,21 +23,6 @@ class ClockOffset:
 
     offset_ns: int
     error_ns: int
-
-
-def clock_id() -> str:
-    """Name this process's monotonic clock: two with equal names read the same one.
-
-    That is one boot of one kernel, and one time namespace of it. "" if that cannot be known.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-    try:
-        return f"{boot}/{Path('/proc/self/ns/time').stat().st_ino}"
-    except OSError:
-        return boot  # a kernel without time namespaces
 
 
 def measure_offset(

@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.recorder import signals
+from echelon.host import process
 from echelon.recorder.dump import write_dump
 from echelon.recorder.read import LiveRing, read_ring
 from echelon.recorder.recorder import Recorder
@@ -67,16 +67,16 @@ class InsideWatch:
 
     def _keep(self, stall: Stall) -> Path:
         pid = os.getpid()
-        around = signals.Surroundings(pid)
-        before, sampled_s = signals.sample(pid), time.monotonic()
+        around = process.Surroundings(pid)
+        before, sampled_s = process.sample(pid), time.monotonic()
         stacks, first = own_stacks(), self._ring.activity()
         self._recorder.closing.wait(SECOND_LOOK_S)
-        after, gap_s = signals.sample(pid), time.monotonic() - sampled_s
+        after, gap_s = process.sample(pid), time.monotonic() - sampled_s
         host = HostFacts(
             alive=True,
             process_state=after.state,
             wait_channel=after.wait_channel,
-            cpu_share=signals.cpu_share(before, after, gap_s),
+            cpu_share=process.cpu_share(before, after, gap_s),
             rss_bytes=after.rss_bytes,
             stacks=stacks,
             snapshot_mono_ns=time.monotonic_ns(),

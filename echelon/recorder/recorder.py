@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import Any
 
 from echelon.recorder import native, sites
-from echelon.recorder.liveness import HEARTBEAT_S
 from echelon.recorder.open_span import OpenSpan
 from echelon.recorder.operations import NOT_RECORDED as NOT_RECORDED
 from echelon.recorder.operations import Operations, OperationWriter
 from echelon.recorder.ring import Ring
 from echelon.recorder.schema import NUM_OPEN_SPANS, Identity, LastWords, Live, encode_ranks
 
+HEARTBEAT_S = 0.5
 _STEP = int(Live.STEP)
 _MAX_STEP = (1 << 63) - 2
 _ERROR_CHARS = 600

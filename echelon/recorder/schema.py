@@ -28,6 +28,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echelon.host.facts import HostFacts as HostFacts
+from echelon.host.facts import HostThread as HostThread
+from echelon.host.facts import Socket as Socket
+
 FORMAT_MAJOR = 2
 FORMAT_MINOR = 0
 RING_MAGIC = b"ECHELRNG"
@@ -318,73 +322,6 @@ class LastWords:
     traceback: str
     mono_ns: int
     bases: tuple[str, ...] = ()  # qualified names of the type's base classes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Socket:
-    """A TCP connection of a rank, as its host sees it. -1: the kernel did not say."""
-
-    local: str = ""  # "10.0.0.1:29500"
-    peer: str = ""
-    state: str = ""  # "ESTABLISHED", ...
-    unread_bytes: int = 0  # they have come, and the rank has not taken them
-    unsent_bytes: int = 0  # or sent, and not acknowledged
-    retransmits: int = -1
-    sent_bytes: int = -1  # and acknowledged, since it was opened
-    received_bytes: int = -1
-    moved_bytes: int = -1  # both ways, during the snapshot's sample
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostThread:
-    """A thread of a rank that records nothing, as its host sees it."""
-
-    name: str = ""
-    call: str = ""  # the kernel call it waits in; "": it runs, or that is not known
-    timed: bool = False  # it waits in a futex with a timeout
-
-    @property
-    def is_gloos(self) -> bool:
-        """Whether it is one of those on which torch's Gloo backend runs its collectives."""
-        return self.name == "pt_gloo_runloop"
-
-    @property
-    def is_in_collective(self) -> bool:
-        """Whether it is inside one: only for its peers does it wait with a timeout."""
-        return self.is_gloos and self.call == "futex" and self.timed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostFacts:
-    """What the agent saw of a rank from outside. None or "": not known, or not permitted."""
-
-    alive: bool | None = None
-    exit_code: int | None = None  # as in `subprocess`: -9 is SIGKILL
-    exited_mono_ns: int = 0
-    exit_order: int = -1  # 0: the first rank of this attempt that ended; -1: it has not
-    stopped_by_agent: bool = False  # the agent's own signal ended it
-    process_state: str = ""  # /proc state letter: R S D T Z ...
-    wait_channel: str = ""
-    cpu_share: float | None = None  # of one core, over the snapshot's sample
-    rss_bytes: int | None = None
-    oom_kill: bool | None = None
-    stacks: str = ""  # faulthandler's text, most recent call first
-    stderr_tail: str = ""
-    error_file: str = ""  # the traceback, or else the message, in TORCHELASTIC_ERROR_FILE
-    snapshot_mono_ns: int = 0
-    later_gap_s: float = 0.0  # a stall is looked at twice, this far apart; 0: only once
-    later_recorded: int = -1  # operations, spans and steps begun or ended in between; -1: unknown
-    later_stacks: str = ""  # the stacks at the second look
-    later_heartbeat_mono_ns: int = 0  # the Python heartbeat at the second look
-    num_threads: int | None = None
-    frozen: bool | None = None  # its cgroup is
-    throttled_share: float | None = None  # of the sample, by the cgroup's processor limit
-    memory_bytes: int | None = None  # of the cgroup, and its limit
-    memory_limit_bytes: int | None = None
-    pressure: Mapping[str, float] = field(default_factory=dict)  # cpu, io, memory: see limits.py
-    sockets: tuple[Socket, ...] = ()
-    threads: tuple[HostThread, ...] = ()  # of ranks without a ring; the first one is the main one
-    not_permitted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from echelon.host.identity import boot_id, start_ticks
 from echelon.recorder.clock import NOT_MEASURED
 from echelon.recorder.environment import Settings, claim_ownership
 from echelon.recorder.pauses import GarbagePauses
@@ -51,7 +52,7 @@ def _claim(settings: Settings) -> tuple[Path, Settings]:
         settings.rank_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         return settings.rank_dir, settings
     assert settings.record_dir is not None
-    if not claim_ownership(f"{os.getpid()}:{_start_ticks()}"):
+    if not claim_ownership(f"{os.getpid()}:{start_ticks(os.getpid()) or 0}"):
         raise FileExistsError
     rank_dir, attempt = claim_attempt(settings.record_dir, settings.rank)
     return rank_dir, replace(settings, attempt=attempt)
@@ -120,9 +121,9 @@ def _identity(settings: Settings, place: Place) -> Identity:
         attempt=settings.attempt,
         job_id=settings.job_id,
         host=socket.gethostname(),
-        boot_id=_first_line("/proc/sys/kernel/random/boot_id"),
+        boot_id=boot_id(),
         pid=os.getpid(),
-        pid_start_ticks=_start_ticks(),
+        pid_start_ticks=start_ticks(os.getpid()) or 0,
         mono_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
         clock_error_ns=0 if settings.has_rank_0s_clock else NOT_MEASURED,
@@ -155,16 +156,3 @@ def _chain_excepthook(recorder: Recorder) -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _start_ticks() -> int:
-    """Field 22 of /proc/self/stat: with the pid it names a process for ever."""
-    text = _first_line("/proc/self/stat")
-    return int(text.rpartition(")")[2].split()[19]) if text else 0

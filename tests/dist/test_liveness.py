@@ -93,7 +93,7 @@ def test_a_frozen_store_delays_neither_a_timeout_nor_an_abort():
         _run(
             machines,
             """
-            from echelon.dist.membership.peers import start_ticks
+            from echelon.host.identity import start_ticks
 
             world = dist.init("gloo", timeout_s=60)
             other = dist.new_group([1, 2])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from echelon.errors import LaunchError
+from echelon.host.accelerators import num_intel, num_nvidia, numa_nodes_of_gpus, visible_to
 from echelon.launcher.binding import Topology, describe, runs
-from echelon.launcher.devices import num_intel, num_nvidia, numa_nodes_of_gpus, visible_to
 
 
 def write(root, files):

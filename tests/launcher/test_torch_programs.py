@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 
+from echelon.host.stacks import can_spy
 from echelon.launcher.torch_dumps import TorchDump, torch_environment
-from echelon.recorder.spy import can_spy
 from tests.hosts import hosts, needs_hosts
 from tests.launcher.background import Node
 from tests.ranks import read_json, run_echelon

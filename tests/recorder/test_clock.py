@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from echelon.recorder.clock import NOT_MEASURED, ClockOffset, clock_id, measure_offset
+from echelon.host.identity import clock_id
+from echelon.recorder.clock import NOT_MEASURED, ClockOffset, measure_offset
 from echelon.recorder.read import read_ring
 from tests.ranks import run_ranks
 

@@ -39,11 +39,11 @@ from echelon.dist.backends.interface import Engine, Members, Pending, Watch
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
-from echelon.dist.membership.host import host_identity
 from echelon.dist.membership.meet import gather
 from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
 from echelon.errors import CollectiveError, CollectiveMismatchError
+from echelon.host.identity import host_identity
 from echelon.store import PrefixStore
 
 

@@ -11,7 +11,8 @@ import json
 import time
 from collections.abc import Callable
 
-from echelon.recorder.clock import NUM_ROUNDS, ClockOffset, clock_id, measure_offset
+from echelon.host.identity import clock_id
+from echelon.recorder.clock import NUM_ROUNDS, ClockOffset, measure_offset
 from echelon.store import PrefixStore
 
 

@@ -1,33 +1,11 @@
-"""Which host and which process this is, as facts that other ranks can compare."""
+"""The other ranks' processes on this host, and this host's address towards another."""
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from echelon.dist.membership.peers import Process, namespace, start_ticks
-
-
-def host_identity() -> dict[str, Any]:
-    """Return which host this is: ranks may share memory only if "boot" and "net" are equal."""
-    return {
-        "boot": _text("/proc/sys/kernel/random/boot_id"),
-        "net": _inode("/proc/self/ns/net"),
-        "pids": namespace(),
-    }
-
-
-def process_identity() -> dict[str, Any]:
-    """Return which process of which host this is."""
-    return host_identity() | {"pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
-
-
-def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two ranks may share memory."""
-    return all(one.get(key) == other.get(key) for key in ("boot", "net"))
+from echelon.host.identity import Process, is_same_host, process_of
 
 
 def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]:
@@ -39,11 +17,6 @@ def processes_here(facts: list[dict[str, Any]], rank: int) -> dict[int, Process]
     }
 
 
-def process_of(fact: Mapping[str, Any]) -> Process:
-    """Return the process that a rank's identity is about."""
-    return (fact.get("pids", 0), fact.get("pid", 0), fact.get("start", 0))
-
-
 def address_towards(host: str, port: int) -> str:
     """Return this machine's address on the route to another; "" if there is no route."""
     try:
@@ -53,17 +26,3 @@ def address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _inode(path: str) -> int:
-    try:
-        return Path(path).stat().st_ino
-    except OSError:
-        return 0

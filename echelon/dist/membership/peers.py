@@ -12,9 +12,8 @@ import os
 import select
 import threading
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-Process = tuple[int, int, int]  # inode of its PID namespace, pid, start ticks
+from echelon.host.identity import Process, pid_namespace, start_ticks
 
 
 class _Descriptors:
@@ -37,7 +36,7 @@ class _Descriptors:
         with self._lock:
             fd, users = self._open.get(process, (-1, 0))
             if fd < 0:
-                if process[0] != namespace():
+                if process[0] != pid_namespace():
                     return None
                 try:
                     fd = os.pidfd_open(process[1])
@@ -78,7 +77,7 @@ class Peers:
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self._processes = dict(processes)
-        self._namespace = namespace()
+        self._namespace = pid_namespace()
         self._pidfds: dict[int, int] = {}
         for rank in self._processes:
             self._take(rank)
@@ -140,21 +139,3 @@ class Peers:
             return bool(poll.poll(0))
         _, pid, ticks = self._processes[rank]
         return self._is_near(rank) and start_ticks(pid) != ticks
-
-
-def namespace() -> int:
-    """Return the inode of this process's PID namespace; 0 if it cannot be read."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from echelon.dist.membership.host import host_identity
+from echelon.host.identity import host_identity
 
 
 class DeviceRuntime:

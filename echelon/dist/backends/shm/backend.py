@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.backends.shm import futex, native
-from echelon.dist.backends.shm.cores import usable_cores
 from echelon.dist.backends.shm.python import PythonEngine
 from echelon.dist.backends.shm.python import engine_bytes as python_bytes
 from echelon.dist.backends.shm.rendezvous import Plan, join
 from echelon.dist.membership.environment import num_ranks_here, wants_python_engine
+from echelon.host.cgroup import usable_cores
 from echelon.store import PrefixStore
 
 _SLOT_BYTES = 256 << 10

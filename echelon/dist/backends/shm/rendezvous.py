@@ -24,11 +24,12 @@ from echelon.dist.backends.shm.memory import (
     marks_bytes,
 )
 from echelon.dist.errors import build
-from echelon.dist.membership.host import is_same_host, process_identity, process_of, processes_here
+from echelon.dist.membership.host import processes_here
 from echelon.dist.membership.meet import exchange, gather
 from echelon.dist.membership.peers import Peers, adopt
 from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveTimeoutError, PeerLostError
+from echelon.host.identity import is_same_host, process_identity, process_of
 from echelon.store import PrefixStore
 
 

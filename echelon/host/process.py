@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.recorder.limits import limits, pressure
-from echelon.recorder.proc import read_text
-from echelon.recorder.schema import HostFacts
-from echelon.recorder.sockets import moved, sockets
+from echelon.host.cgroup import limits, pressure
+from echelon.host.facts import HostFacts
+from echelon.host.procfs import read_text
+from echelon.host.sockets import moved, sockets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

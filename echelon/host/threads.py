@@ -12,8 +12,8 @@ import platform
 import re
 from collections.abc import Mapping
 
-from echelon.recorder.proc import read_text
-from echelon.recorder.schema import HostThread
+from echelon.host.facts import HostThread
+from echelon.host.procfs import read_text
 
 MAX_THREADS = 64
 _FUTEX_TIMEOUT = 3  # index among a futex's arguments

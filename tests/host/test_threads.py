@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.recorder import threads
+from echelon.host import threads
 from echelon.recorder.dump import empty_record, write_dump
 from echelon.recorder.read import read_dump
 from echelon.recorder.schema import HostFacts, HostThread, Identity

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.recorder import limits, signals, sockets
+from echelon.host import cgroup, process, sockets
 from echelon.recorder.dump import empty_record, write_dump
 from echelon.recorder.read import read_dump
 from echelon.recorder.schema import HostFacts, Identity, Socket
@@ -35,7 +35,7 @@ def seen(found, one: socket.socket) -> Socket:
 
 def test_unread_bytes_and_what_has_moved_are_seen(pair):
     here, there = pair
-    around = signals.Surroundings(os.getpid())
+    around = process.Surroundings(os.getpid())
     here.sendall(b"x" * 1000)
     facts = around.add_to(HostFacts(not_permitted=("wchan",)))
     mine, theirs = seen(facts.sockets, here), seen(facts.sockets, there)
@@ -83,15 +83,15 @@ def test_the_cgroup_of_a_process_is_read(tmp_path, monkeypatch):
         "cgroup.events": "populated 1\nfrozen 1\n",
     }.items():
         (group / file).write_text(text)
-    monkeypatch.setattr(limits, "_CGROUPS", str(tmp_path))
-    real = limits.read_text
+    monkeypatch.setattr(cgroup, "_CGROUPS", str(tmp_path))
+    real = cgroup.read_text
     monkeypatch.setattr(
-        limits,
+        cgroup,
         "read_text",
         lambda path, *rest: "0::/job.slice\n" if path.endswith("/cgroup") else real(path, *rest),
     )
-    found = limits.limits(1, [])
-    assert found == limits.Limits(
+    found = cgroup.limits(1, [])
+    assert found == cgroup.Limits(
         throttled_ns=2_500_000, memory_bytes=4096, oom_kills=1, frozen=True
     )
 
@@ -105,21 +105,21 @@ def test_the_cgroup_of_an_older_kernel_is_read(tmp_path, monkeypatch):
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
-    monkeypatch.setattr(limits, "_CGROUPS", str(tmp_path))
-    real = limits.read_text
+    monkeypatch.setattr(cgroup, "_CGROUPS", str(tmp_path))
+    real = cgroup.read_text
     table = "4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/x\n"
     monkeypatch.setattr(
-        limits,
+        cgroup,
         "read_text",
         lambda path, *rest: table if path.endswith("/cgroup") else real(path, *rest),
     )
-    found = limits.limits(1, [])
+    found = cgroup.limits(1, [])
     assert (found.throttled_ns, found.memory_bytes, found.memory_limit_bytes) == (7, 4096, 8192)
     assert found.oom_kills == 2
 
 
 def test_what_was_seen_comes_back_from_a_dump(pair, tmp_path):
-    around = signals.Surroundings(os.getpid())
+    around = process.Surroundings(os.getpid())
     facts = around.add_to(HostFacts(alive=True))
     assert facts.num_threads >= 1
     assert facts.sockets
@@ -144,8 +144,8 @@ def test_a_machine_that_shows_nothing_is_named_and_nothing_is_guessed(pair, prog
     one = program("print('ready', flush=True); input(); print('lived')")
     one.wait_for("ready")
     pid = one.process.pid
-    around = signals.Surroundings(pid)
-    start_ticks = signals.sample(pid).start_ticks
+    around = process.Surroundings(pid)
+    start_ticks = process.sample(pid).start_ticks
     asked: list[str] = []
     real_open = Path.open
 
@@ -163,13 +163,13 @@ def test_a_machine_that_shows_nothing_is_named_and_nothing_is_guessed(pair, prog
     monkeypatch.setattr(os, "listdir", refuse)
     deny_netlink(monkeypatch)
 
-    sample = signals.sample(pid)
+    sample = process.sample(pid)
     facts = around.add_to(HostFacts(process_state=sample.state, not_permitted=sample.not_permitted))
     assert asked
-    assert sample == signals.Sample(not_permitted=("stat", "status", "wchan"))
+    assert sample == process.Sample(not_permitted=("stat", "status", "wchan"))
     assert facts == HostFacts(not_permitted=("stat", "status", "wchan", "cgroup", "pressure", "fd"))
-    assert signals.oom_kills(pid) is None
-    assert not signals.send(pid, start_ticks, 40)  # who it is cannot be checked: nobody is hit
+    assert process.oom_kills(pid) is None
+    assert not process.send(pid, start_ticks, 40)  # who it is cannot be checked: nobody is hit
 
     monkeypatch.undo()
     deny_netlink(monkeypatch)

@@ -13,8 +13,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
-from echelon.recorder.proc import read_text
-from echelon.recorder.schema import Socket
+from echelon.host.facts import Socket
+from echelon.host.procfs import read_text
 
 MAX_SOCKETS = 256
 _STATES = (

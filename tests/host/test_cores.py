@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from echelon.dist.backends.shm.cores import usable_cores
+from echelon.host.cgroup import usable_cores
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,9 @@ from echelon.dist.backends.shm.cores import usable_cores
         ("0::/a\n", {"a": "250000 100000"}, 2),
         ("0::/a\n", {"a": "max 100000"}, 8),
         ("0::/a\n", {"a": "nonsense"}, 8),
-        ("4:cpu:/a\n", {}, 8),  # version 1
+        ("4:cpu:/a\n", {}, 8),  # version 1, without a limit
+        ("4:cpu,cpuacct:/a\n3:memory:/b\n", {"cpu/a": "300000 100000"}, 3),
+        ("4:cpu:/a\n", {"cpu/a": "-1 100000", "cpu": "200000 100000"}, 2),
         (None, {}, 8),
     ],
 )
@@ -31,7 +33,12 @@ def test_quotas_count_where_they_are_less_than_the_affinity(
     root.mkdir()
     for path, text in quotas.items():
         (root / path).mkdir(parents=True, exist_ok=True)
-        (root / path / "cpu.max").write_text(text)
+        if path.startswith("cpu"):
+            quota, period = text.split()
+            (root / path / "cpu.cfs_quota_us").write_text(quota)
+            (root / path / "cpu.cfs_period_us").write_text(period)
+        else:
+            (root / path / "cpu.max").write_text(text)
     file = tmp_path / "own"
     if own is not None:
         file.write_text(own)

@@ -1,14 +1,31 @@
-"""What holds a process back from outside: its cgroup's limits, and pressure on its machine."""
+"""What limits a process from outside: its cgroup's limits (versions 1 and 2), and pressure.
+
+`usable_cores` is the one answer to "how many cores": the affinity mask, or the quotas of this
+process's cgroup and of those above it where they are less.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from echelon.recorder.proc import read_text
+from echelon.host.procfs import read_text
 
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number of this size
 _CGROUPS = "/sys/fs/cgroup"
+
+
+def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return how many cores this process may keep busy, at least 1.
+
+    Args:
+        root: where the control groups are mounted.
+        own: the file that names this process's groups.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min([cores, *(round(quota) for quota in _quotas(root, own))]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,3 +103,29 @@ def _row(text: str, name: str) -> int | None:
 
 def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _quotas(root: Path, own: Path) -> Iterator[float]:
+    """Yield the quotas, in cores, of this process's groups and of those above them."""
+    for line in read_text(str(own), "cgroup", []).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        mount = root / "cpu" if "cpu" in controllers.split(",") else root
+        if controllers and mount == root:
+            continue
+        group = mount / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(mount) and (quota := _quota(folder)):
+                yield quota
+
+
+def _quota(folder: Path) -> float:
+    """Return a group's limit in cores; 0 if it has none."""
+    words = read_text(f"{folder}/cpu.max", "cgroup", []).split() or [
+        read_text(f"{folder}/cpu.{name}", "cgroup", []).strip()
+        for name in ("cfs_quota_us", "cfs_period_us")
+    ]
+    try:
+        return max(0.0, float(words[0]) / float(words[1]))
+    except (IndexError, ValueError, ZeroDivisionError):
+        return 0.0  # no such file at the top; "max" or -1 where there is no limit

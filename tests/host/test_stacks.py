@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.recorder.spy import spy_stacks
+from echelon.host.stacks import spy_stacks
 
 THREADS = [
     {

@@ -1,0 +1,83 @@
+"""Which host and which process this is, as facts that other processes can compare.
+
+A pid means nothing in another PID namespace, and is reused within its own: a process is (inode of
+its PID namespace, pid, start ticks). Two network namespaces of one machine have one boot id: they
+are two hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Process = tuple[int, int, int]  # inode of its PID namespace, pid, start ticks
+_START_TICKS = 19  # index among the fields of /proc/PID/stat that follow the name
+
+
+def boot_id() -> str:
+    """Return the id of this boot of this kernel; "" if it cannot be read."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def clock_id() -> str:
+    """Return the name of this process's monotonic clock: equal names mean the same clock.
+
+    That is one boot of one kernel, and one time namespace of it. "" if that cannot be known.
+    """
+    boot, inode = boot_id(), _namespace("time")
+    return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
+
+
+def pid_namespace() -> int:
+    """Return the inode of this process's PID namespace; 0 if it cannot be read."""
+    return _namespace("pid")
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it has ended."""
+    fields = stat_fields(pid)
+    return None if not fields or fields[0] in "ZX" else int(fields[_START_TICKS])
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; [] if the process does not exist.
+
+    The name may hold spaces and parentheses: the fields follow its last closing one.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def host_identity() -> dict[str, Any]:
+    """Return which host this is: processes may share memory only if "boot" and "net" are equal."""
+    return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
+
+
+def process_identity() -> dict[str, Any]:
+    """Return which process of which host this is."""
+    return host_identity() | {"pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
+
+
+def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two processes may share memory."""
+    return all(one.get(key) == other.get(key) for key in ("boot", "net"))
+
+
+def process_of(fact: Mapping[str, Any]) -> Process:
+    """Return the process that an identity describes."""
+    return (fact.get("pids", 0), fact.get("pid", 0), fact.get("start", 0))
+
+
+def _namespace(kind: str) -> int:
+    try:
+        return Path(f"/proc/self/ns/{kind}").stat().st_ino
+    except OSError:
+        return 0
