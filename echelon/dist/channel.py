@@ -13,6 +13,7 @@ from typing import Any
 
 from echelon.dist.calls.base import Timeout
 from echelon.dist.operation.arrays import view
+from echelon.dist.operation.operation import OPEN
 from echelon.dist.work import Work
 from echelon.store.base import Store
 
@@ -50,8 +51,9 @@ class ChannelTags:
 class Channel:
     """One end of a lane to another rank. Made by `ProcessGroup.channel`, never directly.
 
-    Messages of one channel and direction arrive in order. A channel on which nothing is received
-    blocks nothing: no collective, no tag, no other channel.
+    Messages of one channel and direction arrive in order, those of the host and those of a device
+    each among themselves. A channel on which nothing is received blocks nothing: no collective, no
+    tag, no other channel.
 
     Attributes:
         peer: rank at the other end, within the group.
@@ -66,6 +68,28 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r} to group rank {self.peer})"
+
+    def open(self, like: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+        """Connect both directions for arrays on the device of `like`, before a message needs it.
+
+        Blocks until the other end opens the channel too, or sends and receives in both directions,
+        within the timeout. A rank with several channels opens them all with `async_op` first, so
+        that the order at the other ends does not matter. For arrays of the host it returns at once,
+        and without `open` the first message in each direction connects.
+
+        Args:
+            like: an array on the device; neither read nor written.
+            async_op: return a `Work` at once instead of blocking.
+            timeout_s: limit of this call; None: the group's.
+
+        Raises:
+            ValueError: the group has no engine for the device yet, which its first collective on
+                that device makes; or it has too many tags and channels there.
+        """
+        data = view(like, "like", writable=False)
+        return self._message(
+            OPEN, self.peer, data, self._tag, timeout_s=timeout_s, async_op=async_op
+        )
 
     def send(self, x: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which receives it with the same dtype and size.

@@ -23,7 +23,7 @@ from echelon.dist.calls.point_to_point import PointToPoint
 from echelon.dist.channel import Channel, ChannelTags
 from echelon.dist.operation.arrays import View
 from echelon.dist.operation.checks import check_timeout
-from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
+from echelon.dist.operation.operation import ANY_SOURCE, OPEN, Operation, encode_call
 from echelon.dist.progress.group_state import Evidence, GroupState
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
@@ -217,7 +217,9 @@ class ProcessGroup(Collectives, PointToPoint):
         """Return a lane to another rank, ordered per pair and name, independent of everything else.
 
         Both ends call this, in any order and at any time; neither waits for the other. Asks the
-        store, within its timeout, when a name is first used; the same name is the same channel.
+        store, within its timeout, when a name is first used; the same name is the same channel. It
+        carries arrays of the host and of a device, each kind in its own order; `Channel.open`
+        connects it for a device before the first message does.
 
         Args:
             peer: rank at the other end, within this group.
@@ -312,7 +314,7 @@ class ProcessGroup(Collectives, PointToPoint):
                 peer=peer,
                 tag=tag,
                 source=data.data if kind == "send" else None,
-                target=data.data if kind == "recv" else None,
+                target=data.data if kind != "send" else None,
                 shape=data.shape,
                 timeout_s=self._limit(timeout_s),
                 is_detached=kind == "send" and is_blocking and data.device != "cpu",
@@ -331,7 +333,8 @@ class ProcessGroup(Collectives, PointToPoint):
 
     def _is_inline(self, operation: Operation) -> bool:
         """Return whether a blocking operation runs on this thread: its result is all there is."""
-        return operation.device == "cpu" and operation.peer != ANY_SOURCE
+        is_open = operation.kind == OPEN
+        return operation.device == "cpu" and operation.peer != ANY_SOURCE and not is_open
 
     def _dispatch(
         self,
@@ -398,7 +401,7 @@ class ProcessGroup(Collectives, PointToPoint):
         self, operation: Operation, shown: View | None, async_op: bool, *, is_started: bool = True
     ) -> int:
         recorder = black_box.current()
-        if recorder is None:
+        if recorder is None or operation.kind == OPEN:  # it moves nothing
             return NOT_RECORDED
         batch = self._batch()
         if operation.peer == -1:

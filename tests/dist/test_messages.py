@@ -211,6 +211,8 @@ def _use_channels(rank: int, world_size: int, backend: str) -> None:
             names.reverse()
         lanes = {name: world.channel(peer, name) for name in names}
         assert len({lane._tag for lane in lanes.values()}) == len(names)
+        for lane in lanes.values():
+            lane.open(np.zeros(1))  # the host's messages need no connection of their own
         stuck = world.channel(peer, "never answered")
         never = stuck.recv(np.zeros(1), async_op=True)
         outs = {name: [np.zeros(3000, np.int64) for _ in range(4)] for name in lanes}

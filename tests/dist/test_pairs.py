@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 from echelon.errors import CollectiveTimeoutError
@@ -113,36 +114,87 @@ def test_a_receive_that_is_never_answered_ends_at_its_timeout():
     run_ranks(_wait_for_no_send, 2, timeout_s=60)
 
 
-class _Watch:
-    deadline_s = float("inf")
-
-    def check(self, needed=None):
-        pass
-
-
-def _open_at_once(rank: int, world_size: int) -> None:
-    """Lanes that are made by both ends together: no message connects, in either direction."""
-    world, array = made_up.init("made-up", timeout_s=20)
-    world._engine.engine_for("cuda").open_channel(1 - rank, "tag/4", _Watch())
+def _open_channels(rank: int, world_size: int, backend) -> None:
+    """Connected by both ends together, in any order: no message connects, in either direction."""
+    world, array = made_up.init(backend, timeout_s=20)
+    x = array(torch.full((2,), float(rank)))
+    if backend is None:
+        with pytest.raises(ValueError, match="must be a collective"):
+            world.channel((rank + 1) % world_size, "early").open(x)
+        world.all_reduce(array(torch.ones(1)))
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    lanes = [world.channel(peer, "ring") for peer in (after, before)]
+    for work in [lane.open(x, async_op=True) for lane in lanes]:
+        work.wait()  # with blocking calls every rank would wait for the next one
+    for lane in lanes:
+        lane.open(x)  # a second time: nothing is left to do
+    to, source = lanes
+    y = array(torch.zeros(2))
     graph = made_up.Graph()
-    x, y = array(torch.full((2,), float(rank))), array(torch.zeros(2))
     with made_up.accelerator.graph(graph):  # refused, were one of them not connected
-        first, second = (world.send, world.recv) if rank == 0 else (world.recv, world.send)
-        for call in (first, second):
-            call(x if call == world.send else y, 1 - rank, tag=4)
+        for call in (to.send, source.recv) if rank else (source.recv, to.send):
+            call(x if call == to.send else y)
     graph.replay()
-    assert y.read().tolist() == [1 - rank] * 2
+    assert y.read().tolist() == [before] * 2
     world.barrier()
     made_up.shutdown()
 
 
-def test_a_channel_is_connected_in_both_directions_when_it_is_open():
-    run_ranks(_open_at_once, 2, timeout_s=60)
+@pytest.mark.parametrize("backend", [None, "made-up"])
+def test_channels_are_connected_in_both_directions_when_they_are_open(backend):
+    run_ranks(_open_channels, 3, backend, timeout_s=60)
+
+
+def _send_headers(rank: int, world_size: int, backend) -> None:
+    """What a pipeline does: a header over the host, the payload that it announces on the device."""
+    world, array = made_up.init(backend, timeout_s=20)
+    world.all_reduce(array(torch.ones(1)))
+    lanes = [world.channel(1 - rank, name) for name in ("activations", "grads")]
+    never = world.channel(1 - rank, "never").recv(array(torch.zeros(2)), async_op=True)
+    works = []
+    for number in range(4):
+        for lane in lanes if rank else reversed(lanes):
+            size = number + 1 if lane.name == "grads" else number
+            works.append(lane.send(np.array([size]), async_op=True))
+            works.append(lane.send(array(torch.full((size,), 10.0 * number + rank)), async_op=True))
+    for number in range(4):
+        for lane in lanes:
+            header = np.zeros(1, np.int64)
+            lane.recv(header)
+            payload = array(torch.zeros(int(header[0])))
+            lane.recv(payload, timeout_s=10)
+            assert header[0] == (number + 1 if lane.name == "grads" else number)
+            assert payload.read().tolist() == [10.0 * number + 1 - rank] * int(header[0])
+    for work in works:
+        work.wait()
+    assert not never.done
+    world.barrier()
+    made_up.shutdown()
+
+
+@pytest.mark.parametrize("backend", [None, "made-up", "shm"])
+def test_a_channel_carries_headers_of_the_host_beside_payloads_of_the_device(backend):
+    run_ranks(_send_headers, 2, backend, timeout_s=60)
+
+
+def _open_alone(rank: int, world_size: int) -> None:
+    world, array = made_up.init("made-up", timeout_s=20)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"open #0 with rank 1 .* after 0.5 s"):
+            world.channel(1, "alone").open(array(torch.ones(1)), timeout_s=0.5)
+        made_up.store().set("gave-up", "1")
+    else:
+        made_up.store().get("gave-up", timeout=20)
+    made_up.shutdown()
+
+
+def test_a_channel_that_only_one_end_opens_ends_at_its_timeout():
+    run_ranks(_open_alone, 2, timeout_s=60)
 
 
 def _use_too_many_tags(rank: int, world_size: int) -> None:
-    pairs = __import__("importlib").import_module("echelon.dist.backends.device.stream")
-    pairs.MAX_LANES = 3
+    lanes = __import__("importlib").import_module("echelon.dist.backends.device.lanes")
+    lanes.MAX_LANES = 3
     world, array = made_up.init("made-up", timeout_s=20)
     other, x = 1 - rank, array(torch.ones(2))
     for tag in range(3):

@@ -21,10 +21,11 @@ import threading
 from collections.abc import Iterator
 
 from echelon.dist.backends.device import choose
+from echelon.dist.backends.device.pending import DonePending
 from echelon.dist.backends.interface import Engine, Members, Pending, Refused, Watch
 from echelon.dist.errors import build
 from echelon.dist.operation.arrays import DeviceFlat
-from echelon.dist.operation.operation import Operation
+from echelon.dist.operation.operation import OPEN, Operation
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
@@ -121,6 +122,8 @@ class Router:
 
     def submit(self, operation: Operation, watch: Watch) -> Pending:
         """Start one operation; the first on a device blocks until all ranks have called it."""
+        if operation.kind == OPEN and operation.device == self.device:
+            return DonePending()  # messages of the host need no connection of their own
         return self._engine(operation, watch).submit(operation, watch)
 
     @contextlib.contextmanager

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.dist.backends.interface import Members
-from echelon.dist.operation.operation import ANY_SOURCE, Operation
+from echelon.dist.operation.operation import ANY_SOURCE, OPEN, Operation
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+
+_WAYS = {"send": "to", "recv": "from", OPEN: "with"}
 
 
 def place(members: Members, operation: Operation) -> str:
     """Return which operation it is: `all_reduce #7 in group 'world' (4 ranks)`."""
     what = f"{operation.kind} #{operation.sequence}"
     if operation.is_message:
-        way = "to" if operation.kind == "send" else "from"
+        way = _WAYS[operation.kind]
         peer = (
             "any rank" if operation.peer == ANY_SOURCE else f"rank {members.ranks[operation.peer]}"
         )

@@ -25,6 +25,7 @@ COLLECTIVES = (
     "barrier",
 )
 OPERATIONS = (*COLLECTIVES, "send", "recv")
+OPEN = "open"  # of a channel: connects it for the arrays of a device, and moves nothing
 REDUCE_OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 ROOTED = frozenset({"reduce", "broadcast", "gather", "scatter"})
 REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
@@ -48,7 +49,7 @@ class Operation:
     """An operation of one group.
 
     Attributes:
-        kind: one of `OPERATIONS`.
+        kind: one of `OPERATIONS`, or `OPEN`.
         sequence: a collective's number in the group, from 0; a send's or receive's number among
             those with this peer in this direction.
         dtype: the data's true dtype ("bfloat16" travels as uint16); "" for a barrier.
@@ -89,7 +90,7 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a send or a receive."""
+        """Whether it concerns two ranks: a send, a receive, or the opening of a channel."""
         return self.peer != -1
 
     @property

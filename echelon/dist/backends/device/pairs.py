@@ -6,8 +6,9 @@ up what its own receiver waits for. A lane shares nothing: it leads from one ran
 one name (a tag, or a channel's name), and has a communicator of two ranks and a stream of its own.
 Within a lane messages are in order; two lanes never wait for each other.
 
-A lane is made by its first message, or by `open_channel` in both directions. Making it blocks until
-both ends do it, on the lane's own thread.
+A lane is made by its first message or by `open`, whichever comes first at each of its ends. Making
+it blocks until both ends do it, on the lane's own thread. One byte goes over a new lane, since
+libraries connect in the first call and not when the communicator is made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from echelon.store import PrefixStore
 _ASK_STORE_S = 0.01
 _SENDER, _RECEIVER = 0, 1
 _MESSAGE = "message"  # all messages of a lane use one connection
-MAX_LANES = 256  # of a group on a rank: each has a communicator, with buffers on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,14 @@ class Lane:
         self._clock = clock
         self._launcher = Launcher(f"echelon-lane-{way.sender}-{way.receiver}")
         self._handle: Handle | None = None
+        self._first: Any = None  # the byte that connects
         self._is_over = False
         with library.accelerator.device(index):
             self.stream = library.accelerator.Stream()
 
     @property
     def is_connected(self) -> bool:
-        """Whether a message has been launched, so that the next does not block the host."""
+        """Whether the lane is connected, so that a message does not block the host."""
         return self._launcher.knows(_MESSAGE)
 
     @property
@@ -121,20 +122,27 @@ class Lane:
         on = self.stream if stream is None else stream
         communicator.launch(kind, source, target, "", peer, on)
 
-    def open(self, check: Callable[[], None]) -> None:
-        """Make the lane and connect it; blocks until the other end does so too.
+    def open(
+        self, opened: Callable[[BaseException | None], None], check: Callable[[], None]
+    ) -> None:
+        """Begin to connect, if no message has; never blocks.
 
-        Raises:
-            Exception: what `check` or the library raises.
+        Args:
+            opened: called once, on any thread, with the error or None.
+            check: raises when the operation or the group has ended.
         """
-        with self._library.accelerator.device(self._index):
-            one = self._library.torch.zeros(1, dtype=self._library.torch.uint8)
-            handle = self._open(check)
-            tensor = self._library.on_device(one, self._index)
-            pair = (tensor, None) if self._role == _SENDER else (None, tensor)
-            with handle.entered() as communicator:
-                self.put(communicator, *pair)
-            self._launcher.note(_MESSAGE)
+
+        def job() -> bool:
+            try:
+                with self._library.accelerator.device(self._index):
+                    self._open(check)
+            except Exception as err:  # noqa: BLE001 -- the group decides what it means
+                opened(err)
+                return False
+            opened(None)
+            return True
+
+        self._launcher.launch(job, _MESSAGE)
 
     def abort(self, wait_s: float) -> bool:
         """End what runs; return whether the communicator is free after `wait_s`."""
@@ -154,6 +162,11 @@ class Lane:
             if self._is_over:  # the end came while the library connected
                 self._handle.abort(0.0)
                 raise HandleEnded
+            torch = self._library.torch
+            self._first = self._library.on_device(torch.zeros(1, dtype=torch.uint8), self._index)
+            pair = (self._first, None) if self._role == _SENDER else (None, self._first)
+            with self._handle.entered() as communicator:
+                self.put(communicator, *pair)
         return self._handle
 
     def _meet(self, check: Callable[[], None]) -> bytes:

@@ -166,8 +166,8 @@ class DevicePending:
         self.operation, self.tensors, self._ready = None, (None, None), []
 
 
-class CapturedPending:
-    """An operation that became part of a graph: it has no end of its own."""
+class DonePending:
+    """An operation with no end of its own: it became part of a graph, or nothing was to be done."""
 
     error = None
     done = True
@@ -176,7 +176,7 @@ class CapturedPending:
         self.ended_mono_ns = time.monotonic_ns()
 
     def wait(self, timeout_s: float | None) -> bool:  # noqa: ARG002
-        """Return at once: the graph is ordered as the caller's stream is."""
+        """Return at once: a graph is ordered as the caller's stream is."""
         return True
 
 

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from echelon.dist.backends.device.clock import DeviceClock
-from echelon.dist.backends.device.pending import DevicePending
+from echelon.dist.backends.device.pending import DevicePending, DonePending
 from echelon.dist.backends.device.runtime import DeviceRuntime
 from echelon.dist.backends.device.streams import callers, tensor_of
 from echelon.dist.backends.interface import Engine, Members, Pending, Watch
 from echelon.dist.errors import build
 from echelon.dist.operation.arrays import DTYPES, Flat
-from echelon.dist.operation.operation import Operation
+from echelon.dist.operation.operation import OPEN, Operation
 from echelon.errors import CollectiveError
 
 _SHORT_S, _LONG_S = 0.00005, 0.001  # between two looks of the pump
@@ -92,10 +92,12 @@ class StagedEngine:
         if pending.error is not None:
             raise pending.error
 
-    def submit(self, operation: Operation, watch: Watch) -> DevicePending:
+    def submit(self, operation: Operation, watch: Watch) -> DevicePending | DonePending:
         """Start one operation; does not block."""
         if self._reason is not None:
             raise self._reason
+        if operation.kind == OPEN:
+            return DonePending()  # the host's messages need no connection of their own
         data: Any = operation.target if operation.source is None else operation.source
         runtime, index = self._runtime, data.index
         with runtime.accelerator.device(index):

@@ -20,20 +20,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from echelon.dist.backends.device.aside import Aside
+from echelon.dist.backends.device.batch import Call, apart, connection_key
 from echelon.dist.backends.device.clock import DeviceClock
 from echelon.dist.backends.device.collectives import Collectives, refuses
 from echelon.dist.backends.device.handle import Handle
+from echelon.dist.backends.device.lanes import Lanes, Opening
 from echelon.dist.backends.device.launcher import Launcher
 from echelon.dist.backends.device.library import DeviceLibrary
-from echelon.dist.backends.device.pairs import MAX_LANES, Lane, Way
-from echelon.dist.backends.device.pending import CapturedPending, DevicePending
+from echelon.dist.backends.device.pairs import Lane
+from echelon.dist.backends.device.pending import DevicePending, DonePending
 from echelon.dist.backends.device.streams import callers, tensor_of
 from echelon.dist.backends.interface import Members, Pending, Watch
 from echelon.dist.errors import build
-from echelon.dist.operation.operation import Operation
+from echelon.dist.operation.operation import OPEN, Operation
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
@@ -41,6 +43,8 @@ _LOOK_S = 0.1
 _END_S = 0.5  # how long `cut` and `close` wait for the library
 _LET_GO_S = 0.4
 _DRAIN_S = 0.0005
+
+_Taken = TypeVar("_Taken", bound="DevicePending | Opening")
 
 _kept: list[Any] = []  # arrays on which a device may work until the process ends
 
@@ -70,15 +74,15 @@ class StreamEngine:
             library, members.size, members.rank, is_rank_ordered=self._is_rank_ordered
         )
         self._launcher = Launcher(f"echelon-{self.name}")
-        self._lanes: dict[Way, Lane] = {}
         self._lock = threading.Lock()
-        self._flying: deque[DevicePending] = deque()
+        self._flying: deque[DevicePending | Opening] = deque()
         self._here = threading.local()
         self._reason: BaseException | None = None
         self._is_cut = False
         self._is_closed = False
         self._looked_s = 0.0
         self._handle = self._join(time.monotonic() + timeout_s, timeout_s)
+        self._lanes = Lanes(library, members.rank, members.name, self._index, store, self._clock)
 
     # ---- what can be carried ----
 
@@ -104,7 +108,7 @@ class StreamEngine:
         if operation.is_message:
             if operation.peer < 0:
                 raise ValueError(f"a receive on {self.device} names the rank that sends")
-            self._prepare_lane(self._way(operation))
+            self._lanes.prepare(operation)
         with self._library.accelerator.device(self._index):
             is_capturing = self._library.is_capturing()
         if is_capturing and not self._is_connected(operation):
@@ -130,6 +134,8 @@ class StreamEngine:
         """
         if self._reason is not None:
             raise self._reason
+        if operation.kind == OPEN:
+            return self._take(Opening(self._lanes.of(operation), watch.check))
         library = self._library
         with library.accelerator.device(self._index):
             tensors = tensor_of(library, operation.source), tensor_of(library, operation.target)
@@ -141,18 +147,23 @@ class StreamEngine:
             pending = DevicePending(
                 library, operation, tensors, self._index, streams, self._failure
             )
+        self._take(pending)
+        if pending.error is not None:
+            return pending
+        call = Call(operation, pending, watch.check)
+        if self._batch is not None:
+            self._batch.append(call)
+        else:
+            self._launch_one(call)
+        return pending
+
+    def _take(self, pending: _Taken) -> _Taken:
+        """Register what `cut` must end."""
         self._fly()
         with self._lock:
             self._flying.append(pending)
-        reason = self._ended_with()
-        if reason is not None:  # cut since, and this one was not seen there
-            pending.fail(reason)
-        elif self._batch is not None:
-            self._batch.append(_Call(operation, pending, watch.check))
-        elif operation.is_message:
-            self._lane(self._way(operation)).launch(pending, watch.check)
-        else:
-            self._launch([_Call(operation, pending, watch.check)])
+        if self._reason is not None:  # cut since, and this one was not seen there
+            pending.fail(self._reason)
         return pending
 
     @contextlib.contextmanager
@@ -162,7 +173,7 @@ class StreamEngine:
         Nothing is launched if the block raises. Its operations have failed then, since they have
         numbers and the other ranks may launch theirs.
         """
-        batch: list[_Call] = []
+        batch: list[Call] = []
         self._here.batch = batch
         try:
             yield
@@ -174,11 +185,11 @@ class StreamEngine:
             self._here.batch = None
         collectives = [call for call in batch if not call.operation.is_message]
         one_by_one = [[call] for call in collectives]
-        for part in one_by_one if self._is_rank_ordered else _apart(collectives):
+        for part in one_by_one if self._is_rank_ordered else apart(collectives):
             self._launch(part)
         for call in batch:
             if call.operation.is_message:
-                self._lane(self._way(call.operation)).launch(call.pending, call.check)
+                self._launch_one(call)
 
     def drain(self, check: Callable[[], None]) -> None:
         """Block until the device has done the group's collectives and the caller's stream.
@@ -200,24 +211,6 @@ class StreamEngine:
         while not all(self._library.has_happened(event) for event in events):
             check()
             time.sleep(_DRAIN_S)
-
-    def open_channel(self, peer: int, name: str, watch: Watch) -> None:
-        """Make the lanes to and from a rank; blocks until it does so too.
-
-        Both ends make them in one order, the lower rank's first.
-
-        Raises:
-            ValueError: there are too many lanes.
-            Exception: what the watch or the library raises.
-        """
-        low, high = sorted((peer, self._members.rank))
-        ways = [Way(low, high, name), Way(high, low, name)]
-        for way in ways:
-            self._prepare_lane(way)
-            lane = self._lane(way)
-            opening = _Aside(lambda lane=lane: lane.open(watch.check))  # type: ignore[misc]
-            while not opening.wait(_LOOK_S):
-                watch.check()
 
     def cut(self, reason: CollectiveError | None) -> None:
         """End all local progress: no call is let into the library, and what runs there ends."""
@@ -244,15 +237,19 @@ class StreamEngine:
 
     # ---- one operation ----
 
-    def _ended_with(self) -> BaseException | None:
-        return self._reason
-
     @property
-    def _batch(self) -> list[_Call] | None:
-        batch: list[_Call] | None = getattr(self._here, "batch", None)
+    def _batch(self) -> list[Call] | None:
+        batch: list[Call] | None = getattr(self._here, "batch", None)
         return batch
 
-    def _launch(self, batch: Sequence[_Call]) -> None:
+    def _launch_one(self, call: Call) -> None:
+        if call.operation.is_message:
+            (lane,) = self._lanes.of(call.operation)
+            lane.launch(call.pending, call.check)
+        else:
+            self._launch([call])
+
+    def _launch(self, batch: Sequence[Call]) -> None:
         """Launch collectives as one."""
 
         def job() -> bool:
@@ -272,54 +269,31 @@ class StreamEngine:
                 return False
             return True
 
-        keys = tuple(_key(call.operation) for call in batch)
+        keys = tuple(connection_key(call.operation) for call in batch)
         self._launcher.launch(job, keys[0] if len(keys) == 1 else keys)
 
-    def _put(self, communicator: Any, batch: Sequence[_Call]) -> None:
+    def _put(self, communicator: Any, batch: Sequence[Call]) -> None:
         launch = self._collectives.launch
         with self._library.group() if len(batch) > 1 else contextlib.nullcontext():
             for call in batch:
                 launch(communicator, call.operation, *call.pending.tensors, self.stream)
 
-    def _capture(self, operation: Operation, tensors: tuple[Any, Any]) -> CapturedPending:
+    def _capture(self, operation: Operation, tensors: tuple[Any, Any]) -> DonePending:
         stream = self._library.accelerator.current_stream()
         if operation.is_message:
-            lane = self._lane(self._way(operation))
+            (lane,) = self._lanes.of(operation)
             assert lane.handle is not None, "a lane that is not connected passed prepare"
             with lane.handle.entered() as communicator:
                 lane.put(communicator, *tensors, stream)
         else:
             with self._handle.entered() as communicator:
                 self._collectives.launch(communicator, operation, *tensors, stream)
-        return CapturedPending()
+        return DonePending()
 
     def _is_connected(self, operation: Operation) -> bool:
         if operation.is_message:
-            return self._lane(self._way(operation)).is_connected
-        return self._launcher.knows(_key(operation))
-
-    # ---- lanes ----
-
-    def _way(self, operation: Operation) -> Way:
-        mine, peer = self._members.rank, operation.peer
-        ends = (mine, peer) if operation.kind == "send" else (peer, mine)
-        return Way(*ends, f"tag/{operation.tag}")
-
-    def _prepare_lane(self, way: Way) -> None:
-        if way not in self._lanes and len(self._lanes) >= MAX_LANES:
-            raise ValueError(
-                f"more than {MAX_LANES} tags and channels on {self.device} in group "
-                f"{self._members.name!r}: each has a communicator; use fewer"
-            )
-
-    def _lane(self, way: Way) -> Lane:
-        with self._lock:
-            lane = self._lanes.get(way)
-            if lane is None:
-                lane = self._lanes[way] = Lane(
-                    self._library, way, self._members.rank, self._index, self._store, self._clock
-                )
-            return lane
+            return all(lane.is_connected for lane in self._lanes.of(operation))
+        return self._launcher.knows(connection_key(operation))
 
     # ---- joining and ending ----
 
@@ -340,7 +314,7 @@ class StreamEngine:
                     )
                 )
 
-        joining = _Aside(join)
+        joining = Aside(join)
         while not joining.wait(_LOOK_S):
             members.check()
             if time.monotonic() >= deadline_s:
@@ -371,7 +345,7 @@ class StreamEngine:
 
     def _free(self, limit_s: float) -> None:
         """Release all communicators, at the same time; `limit_s`: when to leave them to it."""
-        owners: list[Handle | Lane] = [self._handle, *list(self._lanes.values())]
+        owners: list[Handle | Lane] = [self._handle, *self._lanes.all()]
         for wait_s in (0.0, None):
             for one in owners:
                 left_s = max(0.0, limit_s - time.monotonic()) if wait_s is None else wait_s
@@ -383,75 +357,5 @@ class StreamEngine:
         if now_s - self._looked_s < _LOOK_S:
             return ""
         self._looked_s = now_s
-        handles = [self._handle, *(lane.handle for lane in list(self._lanes.values()))]
+        handles = [self._handle, *(lane.handle for lane in self._lanes.all())]
         return next((said for one in handles if one is not None and (said := one.failure())), "")
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An operation that waits for its launch."""
-
-    operation: Operation
-    pending: DevicePending
-    check: Callable[[], None]
-
-
-class _Aside:
-    """A job on a thread of its own: it may be left behind where it blocks in a library."""
-
-    def __init__(self, job: Callable[[], None]) -> None:
-        self._job = job
-        self._error: BaseException | None = None
-        self._has_ended = threading.Event()
-        threading.Thread(target=self._run, name="echelon-device-aside", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for it; return whether it has ended.
-
-        Raises:
-            BaseException: what it raised.
-        """
-        if not self._has_ended.wait(timeout_s):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def _run(self) -> None:
-        try:
-            self._job()
-        except BaseException as err:  # noqa: BLE001 -- raised by `wait`
-            self._error = err
-        self._has_ended.set()
-
-
-def _key(operation: Operation) -> tuple[object, ...]:
-    """Return what decides how a library connects for an operation."""
-    sizes = tuple(
-        None if data is None else data.nbytes for data in (operation.source, operation.target)
-    )
-    splits = (operation.input_splits, operation.output_splits)
-    return operation.kind, operation.reduce_op, operation.dtype, operation.root, sizes, splits
-
-
-def _apart(batch: Sequence[_Call]) -> list[list[_Call]]:
-    """Divide a batch so that no two operations of a part use the same memory.
-
-    A library may run the operations of a group at the same time.
-    """
-    parts: list[list[_Call]] = []
-    used: list[tuple[int, int]] = []
-    for call in batch:
-        mine = _spans(call.operation)
-        is_free = all(end <= low or high <= start for low, high in mine for start, end in used)
-        if not parts or not is_free:
-            parts.append([])
-            used = []
-        parts[-1].append(call)
-        used += mine
-    return parts
-
-
-def _spans(operation: Operation) -> list[tuple[int, int]]:
-    arrays: list[Any] = [data for data in (operation.source, operation.target) if data is not None]
-    return [(data.pointer, data.pointer + data.nbytes) for data in arrays]

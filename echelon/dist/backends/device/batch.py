@@ -1,0 +1,51 @@
+"""Operations of one `coalesce()` block: what waits for its launch, and what may run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.dist.backends.device.pending import DevicePending
+from echelon.dist.operation.operation import Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation that waits for its launch."""
+
+    operation: Operation
+    pending: DevicePending
+    check: Callable[[], None]
+
+
+def connection_key(operation: Operation) -> tuple[object, ...]:
+    """Return what decides how a library connects for an operation."""
+    sizes = tuple(
+        None if data is None else data.nbytes for data in (operation.source, operation.target)
+    )
+    splits = (operation.input_splits, operation.output_splits)
+    return operation.kind, operation.reduce_op, operation.dtype, operation.root, sizes, splits
+
+
+def apart(batch: Sequence[Call]) -> list[list[Call]]:
+    """Divide a batch so that no two operations of a part use the same memory.
+
+    A library may run the operations of a group at the same time.
+    """
+    parts: list[list[Call]] = []
+    used: list[tuple[int, int]] = []
+    for call in batch:
+        mine = _spans(call.operation)
+        is_free = all(end <= low or high <= start for low, high in mine for start, end in used)
+        if not parts or not is_free:
+            parts.append([])
+            used = []
+        parts[-1].append(call)
+        used += mine
+    return parts
+
+
+def _spans(operation: Operation) -> list[tuple[int, int]]:
+    arrays: list[Any] = [data for data in (operation.source, operation.target) if data is not None]
+    return [(data.pointer, data.pointer + data.nbytes) for data in arrays]
