@@ -1,0 +1,196 @@
+"""Cases: a family, a program, a number of ranks and a seed become a folder of dumps and a truth.
+
+The same seed makes the same bytes. `truth.json` states what is right, acceptable and decidable;
+the dumps hold nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from engine import Engine
+from faults import FAMILIES, Family, Scene, Truth, is_decidable
+from layouts import RANKS_PER_HOST
+from programs import PROGRAMS, draw_shape
+from recorder import FORMATS, Manner, Recorder, moves
+
+SIZES = (8, 16, 32, 64)
+LARGE = 1024
+STEPS = 6
+_TRIES = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a case is made from."""
+
+    number: int
+    family: Family
+    program: str
+    world_size: int
+    seed: str
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.number:04d}_{self.family.name}_{self.program}_{self.world_size}"
+
+
+def plan(num_cases: int, seed: str, num_large: int = 0) -> Iterator[Case]:
+    """Yield cases that take families, programs and sizes in turn."""
+    random = Random(f"{seed}/plan")
+    offset = {family.name: random.randrange(64) for family in FAMILIES}
+    for number in range(num_cases + num_large):
+        family = FAMILIES[number % len(FAMILIES)]
+        turn = number // len(FAMILIES) + offset[family.name]
+        program = family.programs[turn % len(family.programs)]
+        large = number >= num_cases
+        world_size = LARGE if large else _size(random, program)
+        yield Case(
+            number=number,
+            family=family,
+            program=program,
+            world_size=world_size,
+            seed=f"{seed}/{number}",
+        )
+
+
+def _size(random: Random, program: str) -> int:
+    sizes = (8, 16) if PROGRAMS[program].backend == "gloo" else SIZES
+    return random.choice(sizes)
+
+
+def write_case(case: Case, folder: Path) -> dict[str, object]:
+    """Run a case and write its dumps and its truth; return the truth.
+
+    A draw that shows nothing (the job ended before the fault, or a healthy one did not move
+    between the dumps) is drawn again, from the same seed.
+    """
+    for attempt in range(_TRIES):
+        made = _Made(case, Random(f"{case.seed}/{attempt}"), attempt)
+        if made.shows:
+            return made.write(folder)
+    raise RuntimeError(f"{case.name}: no draw of {_TRIES} shows the fault")
+
+
+class _Made:
+    """One draw of a case, run to its end."""
+
+    def __init__(self, case: Case, random: Random, attempt: int) -> None:
+        self._case, self._random = case, random
+        program = PROGRAMS[case.program]
+        shape = draw_shape(random, program, case.world_size)
+        steps = 4 if case.world_size > 64 else STEPS
+        ranks = range(case.world_size)
+        scene = Scene(
+            random=random,
+            shape=shape,
+            program=case.program,
+            programs=[[program.step(shape, rank, step) for step in range(steps)] for rank in ranks],
+            steps=steps,
+        )
+        self.truth: Truth = case.family.make(scene)
+        self._wants = scene.wants
+        self._layout = shape.layout
+        self.manner = self._draw_manner(program.backend)
+        programs = [[one for step in rank for one in step] for rank in scene.programs]
+        self.engine = Engine(programs, run_ahead=random.choice((16, 64, 400)))
+        if scene.wants.get("cut"):
+            dry = Engine(programs)
+            self.engine.cut_pairs = scene.cut_pairs
+            self.engine.cut_at = dry.run() * random.uniform(0.4, 0.7)
+        self.end_s = self.engine.run()
+        self._moments = self._draw_moments(attempt)
+
+    @property
+    def _is_healthy(self) -> bool:
+        return self.truth.causes == ("healthy",)
+
+    def _draw_manner(self, backend: str) -> Manner:
+        random, wants = self._random, self._wants
+        gloo = backend == "gloo"
+        hosts = -(-self._case.world_size // RANKS_PER_HOST)
+        ring = wants.get("ring", random.choice((60, 200, 2000)))
+        assert isinstance(ring, int)
+        only_active = bool(wants.get("only_active", not gloo and random.random() < 0.2))
+        return Manner(
+            version=random.choice(FORMATS),
+            as_json=random.random() < 0.25,
+            only_active=only_active,
+            timing=bool(wants.get("timing", random.random() < 0.4)),
+            eager=random.random() < 0.5,
+            ring=ring,
+            backend=backend,
+            clock_skew_s=tuple(random.uniform(-3, 3) for _ in range(hosts)),
+            ranks_per_host=RANKS_PER_HOST,
+        )
+
+    def _draw_moments(self, attempt: int) -> dict[int, float]:
+        """Draw when each rank's dump is taken; dumps of one host are taken closer together."""
+        random, end_s = self._random, self.end_s
+        ranks = [r for r in range(self._case.world_size) if r not in self.truth.lost]
+        spread_s = random.uniform(0.02, 0.12) * (1 + attempt / 4)
+        moment = self._wants.get("moment", "end")
+        if moment == "end":
+            base_s = end_s + random.choice((2.0, 610.0))
+        elif moment == "late_flight":
+            base_s = end_s - spread_s * random.uniform(1.0, 2.0)
+        else:
+            base_s = end_s * random.uniform(0.3, 0.85)
+        return {rank: base_s + random.uniform(0, spread_s) for rank in ranks}
+
+    @property
+    def shows(self) -> bool:
+        """Whether the fault happened, or the health can be seen."""
+        if self._is_healthy:
+            if self._wants.get("moment") == "end":
+                return all(one.finished_at < self.end_s + 1 for one in self.engine.ranks)
+            groups = [group for found in self._layout.groups.values() for group in found]
+            return moves(lambda rank: self.engine.ranks[rank], self._moments, groups)
+        return any(
+            one.ended is None
+            for rank in self.engine.ranks
+            if rank.rank not in self.truth.lost
+            for one in rank.launches
+        )
+
+    def write(self, folder: Path) -> dict[str, object]:
+        """Write the dumps and the truth."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, moment_s in self._moments.items():
+            Recorder(self.engine, self._layout, self.manner, rank).write(folder, moment_s)
+        truth = self.as_json()
+        (folder / "truth.json").write_text(json.dumps(truth, indent=1))
+        return truth
+
+    def as_json(self) -> dict[str, object]:
+        """Return the truth as `truth.json` holds it."""
+        truth, manner = self.truth, self.manner
+        return {
+            "format": 1,
+            "case": self._case.name,
+            "family": self._case.family.name,
+            "program": self._case.program,
+            "world_size": self._case.world_size,
+            "seed": self._case.seed,
+            "healthy": self._is_healthy,
+            "decidable": is_decidable(truth, self.engine),
+            "cause": truth.causes[0],
+            "acceptable_causes": list(truth.causes),
+            "culprit_ranks": list(truth.culprits[0]),
+            "acceptable_culprits": [list(ranks) for ranks in truth.culprits],
+            "lost": list(truth.lost),
+            "dumps": {
+                "version": manner.version,
+                "json": manner.as_json,
+                "only_active": manner.only_active,
+                "timing": manner.timing,
+                "eager": manner.eager,
+                "ring": manner.ring,
+                "backend": manner.backend,
+            },
+        }
