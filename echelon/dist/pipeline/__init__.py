@@ -6,16 +6,16 @@ Plans and their simulation need no torch; `Pipeline`, `Stage` and `split` load i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from echelon.dist.pipeline.action import Action
-from echelon.dist.pipeline.catalogue import schedule
-from echelon.dist.pipeline.costs import Costs
-from echelon.dist.pipeline.plan import Plan, PlanError
-from echelon.dist.pipeline.simulator import simulate
+from echelon.dist.pipeline.plan.action import Action
+from echelon.dist.pipeline.plan.catalogue import schedule
+from echelon.dist.pipeline.plan.plan import Plan, PlanError
+from echelon.dist.pipeline.simulate.costs import Costs
+from echelon.dist.pipeline.simulate.simulator import simulate
 
 if TYPE_CHECKING:
-    from echelon.dist.pipeline.partition import split
-    from echelon.dist.pipeline.run import Pipeline
-    from echelon.dist.pipeline.stage import Stage
+    from echelon.dist.pipeline.execute.partition import split
+    from echelon.dist.pipeline.execute.run import Pipeline
+    from echelon.dist.pipeline.execute.stage import Stage
 
 __all__ = [
     "Pipeline", "Stage", "split", "schedule", "simulate", "Action", "Costs", "Plan", "PlanError"
@@ -27,4 +27,4 @@ _HOMES = {"Pipeline": "run", "Stage": "stage", "split": "partition"}
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.execute.{_HOMES[name]}"), name)

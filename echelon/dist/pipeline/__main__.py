@@ -6,15 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from echelon.dist.pipeline.catalogue import NAMES, schedule
-from echelon.dist.pipeline.costs import Costs
-from echelon.dist.pipeline.grid import draw_grid, draw_summary
-from echelon.dist.pipeline.lower import add_messages, add_sharding
-from echelon.dist.pipeline.picture import draw_svg
-from echelon.dist.pipeline.plan import Plan
-from echelon.dist.pipeline.search import Load, search
-from echelon.dist.pipeline.simulator import simulate
-from echelon.dist.pipeline.trace import draw_trace
+from echelon.dist.pipeline.plan.catalogue import NAMES, schedule
+from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
+from echelon.dist.pipeline.plan.plan import Plan
+from echelon.dist.pipeline.simulate.costs import Costs
+from echelon.dist.pipeline.simulate.grid import draw_grid, draw_summary
+from echelon.dist.pipeline.simulate.picture import draw_svg
+from echelon.dist.pipeline.simulate.search import Load, search
+from echelon.dist.pipeline.simulate.simulator import simulate
+from echelon.dist.pipeline.simulate.trace import draw_trace
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,9 +3,9 @@
 import pytest
 
 from echelon.dist.pipeline import Action, Plan, PlanError, schedule
-from echelon.dist.pipeline.action import Kind
-from echelon.dist.pipeline.catalogue import NAMES
-from echelon.dist.pipeline.lower import add_messages, add_sharding
+from echelon.dist.pipeline.plan.action import Kind
+from echelon.dist.pipeline.plan.catalogue import NAMES
+from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 
 TEXTS = [
     "2F0", "13B7", "0I1", "4W10", "1SEND_F3", "2RECV_F3", "2SEND_B3", "1RECV_B3",

@@ -3,9 +3,9 @@
 import pytest
 
 from echelon.dist.pipeline import Plan, PlanError, schedule
-from echelon.dist.pipeline.check import check_plan
-from echelon.dist.pipeline.deadlock import find_deadlock
-from echelon.dist.pipeline.lower import add_messages, add_sharding
+from echelon.dist.pipeline.plan.check import check_plan
+from echelon.dist.pipeline.plan.deadlock import find_deadlock
+from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 MESSAGES = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"

@@ -11,7 +11,7 @@ from torch import nn
 import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.dist.pipeline import Pipeline, Plan, Stage, schedule
-from echelon.dist.pipeline.action import computations
+from echelon.dist.pipeline.plan.action import computations
 from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage, tie_of
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ from echelon.dist.fsdp import fully_shard, shards
 from echelon.dist.fsdp.unit import State, units_of
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage, schedule
-from echelon.dist.pipeline.lower import add_sharding
+from echelon.dist.pipeline.plan.lower import add_sharding
 from tests.dist.pipeline.models import (
     Reference,
     loss_fn,

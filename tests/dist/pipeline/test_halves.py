@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from echelon.dist.pipeline.stage import Stage  # noqa: E402
+from echelon.dist.pipeline.execute.stage import Stage  # noqa: E402
 
 
 class Shared(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from echelon.dist.pipeline.mail import (  # noqa: E402
+from echelon.dist.pipeline.execute.mail import (  # noqa: E402
     _FIRST_TAG,
     _HEADER_BYTES,
     GradientInbox,

@@ -8,10 +8,10 @@ import itertools
 import pytest
 
 from echelon.dist.pipeline import schedule, simulate
-from echelon.dist.pipeline.catalogue import NAMES
-from echelon.dist.pipeline.check import check_plan
-from echelon.dist.pipeline.deadlock import find_deadlock
-from echelon.dist.pipeline.lower import add_messages, add_sharding
+from echelon.dist.pipeline.plan.catalogue import NAMES
+from echelon.dist.pipeline.plan.check import check_plan
+from echelon.dist.pipeline.plan.deadlock import find_deadlock
+from echelon.dist.pipeline.plan.lower import add_messages, add_sharding
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 24, 28, 30, 32)

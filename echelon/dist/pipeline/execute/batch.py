@@ -1,0 +1,49 @@
+"""A step's batch, split into micro-batches along dim 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from echelon.dist.pipeline.execute.stage import Stage
+
+
+def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch.Tensor]]:
+    """Return each micro-batch's tensors; sizes differ by one row at most.
+
+    Args:
+        what: the argument's name, for the error.
+        batch: a tensor or a tuple of tensors, [batch_size, ...] each.
+        num_microbatches: into how many.
+
+    Raises:
+        ValueError: no tensors, of different batch sizes, or fewer rows than micro-batches.
+    """
+    tensors = list(batch) if isinstance(batch, tuple | list) else [batch]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+            found = f"a {tensor.dim()}-dim tensor" if isinstance(tensor, torch.Tensor) else "a "
+            found = found if isinstance(tensor, torch.Tensor) else found + type(tensor).__name__
+            raise ValueError(f"{what}: expected tensors with a batch in dim 0, got {found}")
+    sizes = {len(tensor) for tensor in tensors}
+    if len(sizes) != 1:
+        raise ValueError(f"{what}: batch sizes differ: {sorted(sizes)}")
+    if min(sizes) < num_microbatches:
+        raise ValueError(
+            f"{what}: a batch of {min(sizes)} cannot be split into {num_microbatches} micro-batches"
+        )
+    parts = [tensor.tensor_split(num_microbatches) for tensor in tensors]
+    return [list(part) for part in zip(*parts, strict=True)]
+
+
+def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets: bool) -> None:
+    """Check that a rank was given what its stages need.
+
+    Raises:
+        ValueError: it was not.
+    """
+    if any(stage.is_first for stage in stages) and inputs is None:
+        raise ValueError("step: inputs are None on the first stage's rank")
+    if needs_targets and any(stage.is_last for stage in stages) and targets is None:
+        raise ValueError("step: targets are None on the last stage's rank, which has a loss_fn")

@@ -1,0 +1,112 @@
+"""One way to a stage's parameters, whole or sharded: values and gradients by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp import gradient_sync, reduce_gradients, reshard, shards, unshard
+from echelon.dist.fsdp.flat import member_of
+from echelon.dist.fsdp.unit import units_of
+from echelon.dist.pipeline.execute.stage import Stage
+
+__all__ = ["Tied", "gradient_sync", "is_sharded", "reduce_gradients", "reshard", "unshard",
+           "whole_parameters"]  # fmt: skip
+
+
+def is_sharded(stage: Stage) -> bool:
+    """Whether any of a stage's parameters are divided among ranks by `fully_shard`."""
+    return bool(units_of(stage.module))
+
+
+def whole_parameters(stage: Stage) -> list[nn.Parameter]:
+    """Return the parameters that are trained and not divided."""
+    return [
+        parameter
+        for parameter in stage.module.parameters()
+        if parameter.requires_grad and member_of(parameter) is None
+    ]
+
+
+class Tied:
+    """A parameter that is tied to those of other stages.
+
+    Where it is sharded, its whole value and gradient are put together from all shards: zeros
+    everywhere but in one's own part, summed, which changes no bit.
+    """
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self._stage = stage
+        self._name = name
+        self._kept: torch.Tensor | None = None
+        parameter = self._parameter()
+        if not parameter.is_floating_point():
+            raise ValueError(f"{stage.index}:{name} is {parameter.dtype}: only floats can be tied")
+
+    def room(self) -> torch.Tensor:
+        """Return memory for another stage's value or gradient."""
+        shard = shards(self._stage.module).get(self._name)
+        if shard is None:
+            return torch.empty_like(self._parameter(), requires_grad=False)
+        return shard.data.new_empty(shard.shape)
+
+    def value(self) -> torch.Tensor:
+        """Return the whole value. Collective among the shards' ranks."""
+        shard = shards(self._stage.module).get(self._name)
+        if shard is None:
+            return self._parameter().detach()
+        return self._gathered(shard.data)
+
+    def set_value(self, value: torch.Tensor) -> None:
+        """Write the whole value, or what of it lies here."""
+        shard = shards(self._stage.module).get(self._name)
+        with torch.no_grad():
+            if shard is None:
+                self._parameter().copy_(value)
+            else:
+                part = value.reshape(-1)[shard.start : shard.start + shard.length]
+                shard.data.copy_(part)
+
+    def set_aside(self) -> None:
+        """Take the gradient of earlier steps away, so that only this step's is summed."""
+        holder = self._holder()
+        self._kept, holder.grad = holder.grad, None
+
+    def gradient(self) -> torch.Tensor:
+        """Return the whole gradient of this step. Collective among the shards' ranks."""
+        holder = self._holder()
+        shard = shards(self._stage.module).get(self._name)
+        if shard is None:
+            return torch.zeros_like(holder) if holder.grad is None else holder.grad
+        own = torch.zeros_like(shard.data) if holder.grad is None else holder.grad.reshape(-1)
+        return self._gathered(own)
+
+    def set_gradient(self, total: torch.Tensor) -> None:
+        """Put the sum over all stages in place, and what was set aside back."""
+        holder = self._holder()
+        shard = shards(self._stage.module).get(self._name)
+        if shard is not None:
+            total = total.reshape(-1)[shard.start : shard.start + shard.length]
+        gradient = total.reshape(holder.shape).clone()
+        holder.grad = gradient if self._kept is None else self._kept.add_(gradient)
+        self._kept = None
+
+    def _holder(self) -> nn.Parameter:
+        """Return what the optimizer steps: the parameter, or this rank's shard of it."""
+        shard = shards(self._stage.module).get(self._name)
+        return self._parameter() if shard is None else shard.parameter
+
+    def _parameter(self) -> nn.Parameter:
+        found = dict(self._stage.module.named_parameters(remove_duplicate=False)).get(self._name)
+        if found is None:
+            raise ValueError(f"stage {self._stage.index} has no parameter {self._name!r}")
+        return found
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        shard = shards(self._stage.module)[self._name]
+        member = member_of(shard.parameter)
+        assert member is not None, self._name
+        whole = own.new_zeros(shard.shape).reshape(-1)
+        whole[shard.start : shard.start + shard.length] = own
+        member.flat.group.all_reduce(whole)
+        return whole.reshape(shard.shape)

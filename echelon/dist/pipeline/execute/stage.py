@@ -1,0 +1,137 @@
+"""A stage: a torch module that is one part of the model, and what it computes.
+
+It takes the tensors that the stage before returned, one argument each, and returns a tensor or
+several. Between two stages autograd's graph is cut: the inputs are leaves of their own, and their
+gradients are what the stage before gets back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from echelon.dist.pipeline.execute.halves import WeightHalf, run_input_half
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Tensors = list[torch.Tensor]
+
+
+@dataclass
+class _Saved:
+    """What a micro-batch's backward needs."""
+
+    inputs: Tensors
+    roots: list[GradientEdge]  # of the outputs that require gradients; their data may go
+    weights: WeightHalf | None = None
+
+
+class Stage:
+    """One part of a model.
+
+    Args:
+        module: called with the previous stage's outputs, the first one with the micro-batch.
+        index: which part, from 0.
+        num_stages: of the whole model.
+
+    Raises:
+        ValueError: the index is none of the model's.
+    """
+
+    def __init__(self, module: nn.Module, *, index: int, num_stages: int) -> None:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"a stage's module must be an nn.Module, got {type(module).__name__}")
+        if not 0 <= index < num_stages:
+            raise ValueError(f"stage {index} is none of {num_stages} (0-{num_stages - 1})")
+        self.module = module
+        self.index = index
+        self.num_stages = num_stages
+        self._saved: dict[int, _Saved] = {}
+
+    def __repr__(self) -> str:
+        return f"Stage({self.index} of {self.num_stages}, {type(self.module).__name__})"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the model's input."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it makes the model's output."""
+        return self.index == self.num_stages - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are; of a module without any, the CPU."""
+        first = next(self.module.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
+        """Keep what the backward of `outputs` (a loss, or all that goes on) needs."""
+        if not torch.is_grad_enabled():
+            return
+        leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        roots = [get_gradient_edge(one) for one in tensors_of(outputs, self) if one.requires_grad]
+        self._saved[microbatch] = _Saved(leaves, roots)
+
+    def backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
+        """Run a whole backward.
+
+        Args:
+            microbatch: its number.
+            gradients: of each output that requires them.
+
+        Returns:
+            The gradients of the inputs that require them; zeros for one that was not used.
+        """
+        saved = self._saved.pop(microbatch)
+        if saved.roots:
+            torch.autograd.backward(saved.roots, list(gradients))
+        return _taken(saved.inputs)
+
+    def input_half(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> Tensors:
+        """Run the part of a backward that the stage before waits for; as `backward`."""
+        saved = self._saved[microbatch]
+        if saved.roots:
+            saved.weights = run_input_half(saved.roots, gradients, saved.inputs)
+        inputs, saved.inputs, saved.roots = saved.inputs, [], []
+        return _taken(inputs)
+
+    def weight_half(self, microbatch: int) -> None:
+        """Run the rest of a backward."""
+        saved = self._saved.pop(microbatch)
+        if saved.weights is not None:
+            saved.weights.run()
+
+    def forget(self) -> None:
+        """Drop everything that is kept, after a failure."""
+        self._saved.clear()
+
+
+def _taken(leaves: Tensors) -> Tensors:
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
+
+
+def tensors_of(outputs: Any, stage: Stage) -> Tensors:
+    """Return a module's outputs as a list.
+
+    Raises:
+        ValueError: something in it is no tensor.
+    """
+    listed = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    strange = [one for one in listed if not isinstance(one, torch.Tensor)]
+    if strange or not listed:
+        found = type(strange[0]).__name__ if strange else "nothing"
+        raise ValueError(
+            f"stage {stage.index} ({type(stage.module).__name__}) returned {found}: a stage hands "
+            "a tensor or a tuple of tensors to the next"
+        )
+    return listed

@@ -1,0 +1,69 @@
+"""`schedule()`: a plan by its schedule's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from echelon.dist.pipeline.plan.action import Action
+from echelon.dist.pipeline.plan.plan import Plan
+from echelon.dist.pipeline.plan.schedules.dualpipev import dualpipev
+from echelon.dist.pipeline.plan.schedules.gpipe import gpipe
+from echelon.dist.pipeline.plan.schedules.interleaved_1f1b import interleaved_1f1b
+from echelon.dist.pipeline.plan.schedules.interleaved_zero_bubble import interleaved_zero_bubble
+from echelon.dist.pipeline.plan.schedules.looped_bfs import looped_bfs
+from echelon.dist.pipeline.plan.schedules.one_f_one_b import one_f_one_b
+from echelon.dist.pipeline.plan.schedules.zbv import zbv
+
+Rows = list[list[Action]]
+
+# Their number of chunks a rank is part of what they are ...
+_FIXED: dict[str, tuple[Callable[[int, int], Rows], int]] = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_f_one_b, 1),
+    "zbv": (zbv, 2),
+    "dualpipev": (dualpipev, 2),
+}
+# ... or free.
+_CHUNKED: dict[str, Callable[[int, int, int], Rows]] = {
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_bfs,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+}
+_DEFAULT_CHUNKS = 2
+NAMES = ("gpipe", "1f1b", *_CHUNKED, "zbv", "dualpipev")
+
+
+def schedule(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
+) -> Plan:
+    """Return the plan of a schedule.
+
+    Args:
+        name: gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev.
+        num_ranks: ranks in the pipeline, 1 or more.
+        num_microbatches: 1 or more; also fewer than there are ranks or stages.
+        num_chunks: stages a rank; None: 1 for gpipe and 1f1b, else 2. Only the interleaved and
+            looped schedules take another number.
+
+    Raises:
+        ValueError: there is no such schedule, or it does not exist for these numbers.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}")
+    _check_number("num_ranks", num_ranks)
+    _check_number("num_microbatches", num_microbatches)
+    if name in _CHUNKED:
+        chunks = _DEFAULT_CHUNKS if num_chunks is None else num_chunks
+        _check_number("num_chunks", chunks)
+        rows = _CHUNKED[name](num_ranks, num_microbatches, chunks)
+    else:
+        make, chunks = _FIXED[name]
+        if num_chunks not in (None, chunks):
+            raise ValueError(f"{name} has {chunks} chunk(s) a rank, not {num_chunks}")
+        rows = make(num_ranks, num_microbatches)
+    return Plan(name, rows, num_microbatches, chunks)
+
+
+def _check_number(what: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{what} must be a whole number from 1 on, got {number!r}")

@@ -1,0 +1,129 @@
+"""Whether ranks that carry out their rows in order ever stop for good, and if so, why.
+
+Two machines are asked. `blocked` has asynchronous messages, as our executor does: only what is
+needed holds an action up. `rendezvous` is the strictest there is: a send does not end before its
+receive begins, and both ranks do nothing else meanwhile. A plan that runs there runs anywhere.
+"""
+
+from __future__ import annotations
+
+from echelon.dist.pipeline.plan.action import Action, Kind
+from echelon.dist.pipeline.plan.needs import Thing, makes, needs
+from echelon.dist.pipeline.plan.plan import Plan, PlanError
+
+_COUNTERPART = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+
+
+def counterpart(message: Action) -> Action:
+    """Return the other end of a send or receive."""
+    kind, step = _COUNTERPART[message.kind]
+    return Action(message.stage + step, kind, message.microbatch)
+
+
+def find_deadlock(plan: Plan, *, rendezvous: bool = False) -> PlanError | None:
+    """Return where the ranks stop for good, None if they all come to the end.
+
+    Args:
+        plan: with messages for `rendezvous`; without, they are not looked at.
+        rendezvous: whether sends and receives block both ends until they meet.
+    """
+    machine = _Machine(plan, rendezvous)
+    return machine.why() if machine.run() else None
+
+
+def blocked(plan: Plan) -> PlanError:
+    """Return the error of a plan that is known to stop."""
+    error = find_deadlock(plan)
+    assert error is not None, plan
+    return error
+
+
+class _Machine:
+    """All ranks at some action of their rows."""
+
+    def __init__(self, plan: Plan, rendezvous: bool) -> None:
+        self._plan = plan
+        self._rendezvous = rendezvous
+        self._num_stages = plan.num_stages
+        self._owner = dict(enumerate(plan.rank_of_stage))
+        self._at = [0] * plan.num_ranks
+        self._made: set[Thing] = set()
+
+    def run(self) -> bool:
+        """Go as far as possible; return whether somebody is left."""
+        going = True
+        while going:
+            going = False
+            for rank in range(self._plan.num_ranks):
+                while self._step(rank):
+                    going = True
+        return any(self._here(rank) for rank in range(self._plan.num_ranks))
+
+    def why(self) -> PlanError:
+        """Follow who waits for whom from a rank that stopped, to the ring's end or a dead end."""
+        rank = next(r for r in range(self._plan.num_ranks) if self._here(r))
+        seen: list[int] = []
+        while rank not in seen:
+            seen.append(rank)
+            _, rank = self._lack(rank)
+            if rank < 0:
+                return self._error([seen[-1]])
+        return self._error(seen[seen.index(rank) :])
+
+    def _error(self, ring: list[int]) -> PlanError:
+        first = min(ring)
+        order = ring[ring.index(first) :] + ring[: ring.index(first)]
+        places = [self._plan.place(rank, self._at[rank]) for rank in order]
+        lacks = [self._lack(rank)[0] for rank in order]
+        actions = [self._here(rank) for rank in order]
+        if len(ring) == 1:
+            return PlanError(f"{actions[0]} can never run: it waits for {lacks[0]}", *places[0])
+        rest = "; ".join(
+            f"row {row}, column {column}: {action} waits for {lack}"
+            for (row, column), action, lack in list(zip(places, actions, lacks, strict=True))[1:]
+        )
+        return PlanError(f"deadlock: {actions[0]} waits for {lacks[0]}; {rest}", *places[0])
+
+    def _here(self, rank: int) -> Action | None:
+        row = self._plan.rows[rank]
+        return row[self._at[rank]] if self._at[rank] < len(row) else None
+
+    def _step(self, rank: int) -> bool:
+        action = self._here(rank)
+        if action is None:
+            return False
+        if action.kind in _COUNTERPART and self._rendezvous:
+            return self._meet(rank, action)
+        if any(thing not in self._made for thing in needs(action, self._num_stages)):
+            return False
+        self._made.update(makes(action))
+        self._at[rank] += 1
+        return True
+
+    def _meet(self, rank: int, action: Action) -> bool:
+        other = counterpart(action)
+        peer = self._owner.get(other.stage, -1)
+        if peer < 0 or self._here(peer) != other:
+            return False
+        self._at[rank] += 1
+        self._at[peer] += 1
+        return True
+
+    def _lack(self, rank: int) -> tuple[str, int]:
+        """Return what a stopped rank waits for, in words, and from which rank; -1: from none."""
+        action = self._here(rank)
+        if action is None:
+            return "nothing", -1
+        if action.kind in _COUNTERPART:
+            other = counterpart(action)
+            return f"{other} of rank {self._owner[other.stage]}", self._owner[other.stage]
+        lacking = [t for t in needs(action, self._num_stages) if t not in self._made]
+        thing = next((t for t in lacking if self._owner[t.stage] != rank), lacking[0])
+        maker = self._owner[thing.stage]
+        words = f"the {thing.product.value} of stage {thing.stage}, micro-batch {thing.microbatch}"
+        return f"{words}, from rank {maker}", maker if maker != rank else -1

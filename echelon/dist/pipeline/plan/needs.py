@@ -1,0 +1,66 @@
+"""What a computation needs before it can run: the one place that knows the order of training.
+
+    forward of stage s        the forward of s - 1
+    backward of stage s       the forward of s, and of s + 1 the backward or its input gradients
+    weight gradients of s     the input gradients of s
+
+All for the same micro-batch. What one stage hands to the next is a message where they lie on
+different ranks.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from echelon.dist.pipeline.plan.action import Action, Kind
+
+
+class Product(str, Enum):
+    """What a computation leaves behind."""
+
+    OUTPUT = "output"  # of a forward, for the next stage
+    INPUT_GRAD = "input gradient"  # of a backward, for the stage before
+    WEIGHT_GRAD = "weight gradient"
+
+
+class Thing(NamedTuple):
+    """Something that one computation makes and others need."""
+
+    product: Product
+    stage: int
+    microbatch: int
+
+
+_MAKES = {
+    Kind.FORWARD: (Product.OUTPUT,),
+    Kind.BACKWARD: (Product.INPUT_GRAD, Product.WEIGHT_GRAD),
+    Kind.INPUT_GRAD: (Product.INPUT_GRAD,),
+    Kind.WEIGHT_GRAD: (Product.WEIGHT_GRAD,),
+}
+
+
+def makes(action: Action) -> list[Thing]:
+    """Return what a computation leaves behind."""
+    return [
+        Thing(product, part.stage, part.microbatch)
+        for part in action.computations
+        for product in _MAKES[part.kind]
+    ]
+
+
+def needs(action: Action, num_stages: int) -> list[Thing]:
+    """Return what must be there before a computation begins; an overlap needs all at once."""
+    return [thing for part in action.computations for thing in _needs(part, num_stages)]
+
+
+def _needs(part: Action, num_stages: int) -> list[Thing]:
+    stage, microbatch = part.stage, part.microbatch
+    if part.kind is Kind.FORWARD:
+        return [] if stage == 0 else [Thing(Product.OUTPUT, stage - 1, microbatch)]
+    if part.kind is Kind.WEIGHT_GRAD:
+        return [Thing(Product.INPUT_GRAD, stage, microbatch)]
+    own = Thing(Product.OUTPUT, stage, microbatch)
+    if stage == num_stages - 1:
+        return [own]
+    return [own, Thing(Product.INPUT_GRAD, stage + 1, microbatch)]

@@ -1,0 +1,137 @@
+"""A plan: for each rank, the row of actions that it carries out in order. Plain data.
+
+A plan holds computations; it may hold messages and sharding actions too, if somebody wrote them
+down, but needs none: `lower.py` adds them. What a plan does not hold is time. Which rank runs after
+which follows from the rows and from what each action needs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from echelon.dist.pipeline.plan.action import Action, computations
+
+_IDLE = ("", "None")
+
+
+class PlanError(ValueError):
+    """A plan cannot be carried out. Knows which row and column, both from 0, show it."""
+
+    def __init__(self, message: str, row: int, column: int) -> None:
+        super().__init__(f"row {row}, column {column}: {message}")
+        self.row = row
+        self.column = column
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule for given numbers of ranks and micro-batches. Not to be altered once made.
+
+    Attributes:
+        name: the schedule's, or the file's that it was read from.
+        rows: rank -> its actions in order.
+        num_microbatches: into which a step's batch is split.
+        num_chunks: stages a rank (the most of any).
+        columns: per row, where in its file each action stood; empty: as in the row.
+    """
+
+    name: str
+    rows: list[list[Action]]
+    num_microbatches: int
+    num_chunks: int
+    columns: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole model."""
+        return len(self.rank_of_stage)
+
+    @cached_property
+    def rank_of_stage(self) -> tuple[int, ...]:
+        """Which rank holds each stage, as the rows show it."""
+        owners = {a.stage: rank for rank, row in enumerate(self.rows) for a in computations(row)}
+        return tuple(owners[stage] for stage in sorted(owners))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank holds, in order."""
+        return tuple(sorted({action.stage for action in computations(self.rows[rank])}))
+
+    def place(self, rank: int, index: int) -> tuple[int, int]:
+        """Return the (row, column) at which an action stands in the file that it came from."""
+        return rank, self.columns[rank][index] if self.columns else index
+
+    def to_csv(self) -> str:
+        """Return PyTorch's CSV: one line a rank, one field an action."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.rows)
+        return out.getvalue()
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_csv()` to a file."""
+        Path(path).write_text(self.to_csv())
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> Plan:
+        """Read a plan from CSV, as `to_csv` or PyTorch wrote it; empty fields are idle slots.
+
+        The plan is not checked beyond its text; `check.check_plan` does that.
+
+        Raises:
+            PlanError: a field is no action, or there is none at all.
+        """
+        rows: list[list[Action]] = []
+        columns: list[tuple[int, ...]] = []
+        for number, fields in enumerate(csv.reader(io.StringIO(text))):
+            used = [column for column, field in enumerate(fields) if field.strip() not in _IDLE]
+            columns.append(tuple(used))
+            rows.append([_parse(fields[column], number, column) for column in used])
+        return replace(plan_of(rows, name), columns=tuple(columns))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a CSV file and check that it can be carried out.
+
+        Raises:
+            PlanError: it cannot; the error says where.
+            OSError: the file cannot be read.
+        """
+        from echelon.dist.pipeline.plan.check import check_plan
+
+        plan = cls.from_csv(Path(path).read_text(), Path(path).stem)
+        check_plan(plan)
+        return plan
+
+
+def _parse(field: str, row: int, column: int) -> Action:
+    try:
+        return Action.parse(field)
+    except ValueError as err:
+        raise PlanError(str(err), row, column) from None
+
+
+def plan_of(rows: Sequence[Sequence[Action]], name: str) -> Plan:
+    """Make a plan of rows; numbers of micro-batches and chunks are those that the rows use.
+
+    Raises:
+        PlanError: there is no computation.
+    """
+    every = [action for row in rows for action in computations(list(row))]
+    if not every:
+        raise PlanError("the plan has no computation", 0, 0)
+    num_chunks = max(len({a.stage for a in computations(list(row))}) for row in rows)
+    return Plan(
+        name=name,
+        rows=[list(row) for row in rows],
+        num_microbatches=1 + max(action.microbatch for action in every),
+        num_chunks=num_chunks,
+    )

@@ -1,0 +1,17 @@
+"""GPipe: every forward, then every backward.
+
+The simplest order and the hungriest: all micro-batches are alive at once.
+"""
+
+from __future__ import annotations
+
+from echelon.dist.pipeline.plan.action import Action, backward, forward
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """Return the rows: a stage a rank."""
+    microbatches = range(num_microbatches)
+    return [
+        [forward(rank, m) for m in microbatches] + [backward(rank, m) for m in microbatches]
+        for rank in range(num_ranks)
+    ]

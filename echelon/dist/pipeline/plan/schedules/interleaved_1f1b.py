@@ -1,0 +1,34 @@
+"""Interleaved 1F1B: each rank holds several chunks, and the bubble shrinks by their number.
+
+Rank r holds stages r, r + p, r + 2p, ... Before its first backward it runs the forwards of all its
+chunks but the last for one round, and two more for each rank behind it: one for the way there, one
+for the way back.
+"""
+
+from __future__ import annotations
+
+from echelon.dist.pipeline.plan.action import Action, backward, forward
+from echelon.dist.pipeline.plan.schedules.rounds import round_sizes, visits
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
+    """Return the rows: stages r, r + p, ... on rank r."""
+    sizes = round_sizes(num_ranks, num_microbatches)
+    forwards = visits(sizes, num_chunks, is_backward=False)
+    backwards = visits(sizes, num_chunks, is_backward=True)
+    rows = []
+    for rank in range(num_ranks):
+        ahead = (num_chunks - 1) * sizes[0] + 2 * (num_ranks - 1 - rank) + 1
+        ahead = min(ahead, len(forwards))
+        row = [_forward(visit, rank, num_ranks) for visit in forwards[:ahead]]
+        for number, (chunk, m) in enumerate(backwards):
+            row.append(backward(rank + chunk * num_ranks, m))
+            if number + ahead < len(forwards):
+                row.append(_forward(forwards[number + ahead], rank, num_ranks))
+        rows.append(row)
+    return rows
+
+
+def _forward(visit: tuple[int, int], rank: int, num_ranks: int) -> Action:
+    chunk, microbatch = visit
+    return forward(rank + chunk * num_ranks, microbatch)

@@ -1,0 +1,24 @@
+"""1F1B: as soon as a rank can run a backward, it does, and then one forward more.
+
+It idles as long as GPipe and holds at most as many micro-batches as ranks lie between it and the
+end.
+"""
+
+from __future__ import annotations
+
+from echelon.dist.pipeline.plan.action import Action, backward, forward
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """Return the rows: a stage a rank."""
+    return [_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+
+
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    ahead = min(num_ranks - rank, num_microbatches)
+    row = [forward(rank, m) for m in range(ahead)]
+    for m in range(num_microbatches):
+        row.append(backward(rank, m))
+        if m + ahead < num_microbatches:
+            row.append(forward(rank, m + ahead))
+    return row

@@ -1,0 +1,79 @@
+"""Writes a row and counts what is on it, so that a schedule speaks of stages alone.
+
+Micro-batches pass a stage in order: the next one of a kind is the count of that kind so far.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from echelon.dist.pipeline.plan.action import (
+    Action,
+    Kind,
+    backward,
+    forward,
+    input_grad,
+    overlap,
+    weight_grad,
+)
+
+
+class RowBuilder:
+    """A row being written."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._owed: deque[tuple[int, int]] = deque()  # weight gradients, oldest first
+        self._forwards: Counter[int] = Counter()
+        self._backwards: Counter[int] = Counter()
+
+    def num_forwards(self, stage: int) -> int:
+        """Return how many forwards of a stage are on the row."""
+        return self._forwards[stage]
+
+    def owes(self, stage: int) -> bool:
+        """Tell whether a stage has input gradients on the row whose weight gradients are not."""
+        return any(owed == stage for owed, _ in self._owed)
+
+    def forward(self, *stages: int) -> None:
+        """Write the next forward of each stage."""
+        self.actions += [self._forward(stage) for stage in stages]
+
+    def backward(self, stage: int) -> None:
+        """Write a stage's next whole backward."""
+        self.actions.append(self._backward(stage))
+
+    def overlap(self, forward_stage: int, backward_stage: int) -> None:
+        """Write a forward and a whole backward as one action."""
+        self.actions.append(overlap(self._forward(forward_stage), self._backward(backward_stage)))
+
+    def inputs(self, stage: int) -> None:
+        """Write a stage's next input gradients, and owe the weights'."""
+        microbatch = self._count(self._backwards, stage)
+        self._owed.append((stage, microbatch))
+        self.actions.append(input_grad(stage, microbatch))
+
+    def weights(self, stage: int | None = None) -> None:
+        """Write the weight gradients that are owed longest, of one stage or of any."""
+        owed = next(pair for pair in self._owed if stage in (None, pair[0]))
+        self._owed.remove(owed)
+        self.actions.append(weight_grad(*owed))
+
+    def _forward(self, stage: int) -> Action:
+        return forward(stage, self._count(self._forwards, stage))
+
+    def _backward(self, stage: int) -> Action:
+        return backward(stage, self._count(self._backwards, stage))
+
+    @staticmethod
+    def _count(counts: Counter[int], stage: int) -> int:
+        counts[stage] += 1
+        return counts[stage] - 1
+
+
+def kept(action: Action, num_microbatches: int) -> list[Action]:
+    """Leave out the micro-batches that are not there: an overlap may lose one side, or both."""
+    parts = [part for part in action.computations if part.microbatch < num_microbatches]
+    if action.kind is not Kind.OVERLAP:
+        return parts
+    return [overlap(*parts)] if parts else []

@@ -1,0 +1,56 @@
+"""ZBV: two chunks a rank in a V, the backward in two parts.
+
+Rank r holds stages r and 2p - 1 - r, so that the last rank turns the corner by itself and rank 0
+has both ends. With forward, input gradients and weight gradients equally long no rank idles but for
+the ramp of p - 1 chunks, and no rank holds more than 1F1B's rank 0. (The schedule is Qi et al.'s,
+"Pipeline Parallelism with Controllable Memory".)
+
+It is regular from 2p - 1 micro-batches on. For fewer, the order for 2p - 1 is taken and those that
+are not there are left out.
+"""
+
+from __future__ import annotations
+
+from echelon.dist.pipeline.plan.action import Action
+from echelon.dist.pipeline.plan.schedules.row_builder import RowBuilder, kept
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """Return the rows: stages r and 2p - 1 - r on rank r."""
+    regular = max(num_microbatches, 2 * num_ranks - 1)
+    rows = [_row(rank, num_ranks, regular) for rank in range(num_ranks)]
+    return [[one for action in row for one in kept(action, num_microbatches)] for row in rows]
+
+
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    down, up = rank, 2 * num_ranks - 1 - rank  # the two stages, in the order of a forward
+    to_corner = num_ranks - rank  # ranks from here to the corner, with this one
+    row = RowBuilder()
+    # Down the V until the first micro-batch has come up again.
+    row.forward(*[down] * (2 * to_corner - 1))
+    row.forward(*[up, down] * rank)
+    # The upper chunk's backwards begin.
+    for _ in range(to_corner):
+        row.forward(up)
+        row.inputs(up)
+        row.weights(up)
+    # The steady part: one of each.
+    while row.num_forwards(up) < num_microbatches:
+        if row.num_forwards(down) < num_microbatches:
+            row.forward(down)
+        row.inputs(down)
+        row.weights(down)
+        row.forward(up)
+        row.inputs(up)
+        row.weights(up)
+    # The ramp's end: first what other ranks wait for, then what nobody does.
+    for _ in range(rank):
+        row.inputs(up)
+        row.inputs(down)
+    for _ in range(to_corner):
+        row.inputs(down)
+        row.weights(down)
+    for stage in (up, down):
+        while row.owes(stage):
+            row.weights(stage)
+    return row.actions

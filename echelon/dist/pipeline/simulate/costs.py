@@ -1,0 +1,79 @@
+"""What a simulation is told: how long each computation takes, how fast links are, how much is held.
+
+Any unit of time will do, as long as it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echelon.dist.pipeline.plan.action import Action, Kind
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Durations and sizes: one number for all stages, or one for each.
+
+    Attributes:
+        forward, input_grad, weight_grad: of one micro-batch in one stage.
+        backward: of a whole backward; None: input_grad + weight_grad.
+        overlap: what an overlapped pair takes, as a share of its parts' sum.
+        latency: of a message between two ranks.
+        bandwidth: bytes that a link carries in a unit of time; messages of a link share it, one
+            after the other.
+        message_bytes: size of a stage's output for one micro-batch, and of its gradient.
+        activation_bytes: what a stage keeps of one micro-batch, up to its weight gradients.
+    """
+
+    forward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    backward: PerStage | None = None
+    overlap: float = 1.0
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+    message_bytes: PerStage = 0.0
+    activation_bytes: PerStage = 0.0
+
+    def check(self, num_stages: int) -> None:
+        """Check that every number is there and none is negative.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for name, value in vars(self).items():
+            if value is None:
+                continue
+            numbers = [value] if isinstance(value, int | float) else list(value)
+            if len(numbers) != num_stages and not isinstance(value, int | float):
+                raise ValueError(f"{name}: {len(numbers)} numbers for {num_stages} stages")
+            if not all(number >= 0 for number in numbers):
+                raise ValueError(f"{name} must not be negative: {value!r}")
+        if self.bandwidth == 0:
+            raise ValueError("bandwidth must be above 0")
+
+    def duration(self, action: Action) -> float:
+        """Return how long an action takes; nothing for what does not compute."""
+        if action.kind is Kind.OVERLAP:
+            return self.overlap * sum(self.duration(part) for part in action.parts)
+        if not action.is_compute:
+            return 0.0
+        if action.kind is Kind.BACKWARD:
+            if self.backward is not None:
+                return of_stage(self.backward, action.stage)
+            split = (self.input_grad, self.weight_grad)
+            return sum(of_stage(cost, action.stage) for cost in split)
+        cost = {
+            Kind.FORWARD: self.forward,
+            Kind.INPUT_GRAD: self.input_grad,
+            Kind.WEIGHT_GRAD: self.weight_grad,
+        }[action.kind]
+        return of_stage(cost, action.stage)
+
+
+def of_stage(value: PerStage, stage: int) -> float:
+    """Return a stage's own number."""
+    return float(value) if isinstance(value, int | float) else float(value[stage])

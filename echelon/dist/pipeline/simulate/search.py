@@ -1,0 +1,120 @@
+"""Which schedule is best for measured costs and a memory limit: all of them, simulated and sorted.
+
+Tried are the named schedules with their possible numbers of chunks, and one made to measure for
+each way of placing the stages (`schedules/fitted.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from echelon.dist.pipeline.plan.catalogue import NAMES, schedule
+from echelon.dist.pipeline.plan.plan import Plan, plan_of
+from echelon.dist.pipeline.simulate.costs import Costs
+from echelon.dist.pipeline.simulate.fitted import fitted
+from echelon.dist.pipeline.simulate.simulator import Simulation, simulate
+
+_CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one rank's share of the model costs for a whole batch, in any unit of time.
+
+    Attributes:
+        forward, input_grad, weight_grad: of the share and the batch, measured or estimated.
+        overhead: what each action costs besides, however small it is.
+        activation_bytes: what the share keeps for the batch.
+        message_bytes: of the batch between two ranks.
+        latency, bandwidth: of the link.
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    overhead: float = 0.0
+    activation_bytes: float = 0.0
+    message_bytes: float = 0.0
+    latency: float = 0.0
+    bandwidth: float = float("inf")
+
+    def costs(self, num_microbatches: int, num_chunks: int) -> Costs:
+        """Return the costs of one micro-batch in one chunk."""
+        share = num_microbatches * num_chunks
+        forward, inputs, weights = (
+            cost / share + self.overhead
+            for cost in (self.forward, self.input_grad, self.weight_grad)
+        )
+        return Costs(
+            forward=forward,
+            input_grad=inputs,
+            weight_grad=weights,
+            backward=inputs + weights - self.overhead,
+            activation_bytes=self.activation_bytes / share,
+            message_bytes=self.message_bytes / num_microbatches,
+            latency=self.latency,
+            bandwidth=self.bandwidth,
+        )
+
+
+def search(
+    num_ranks: int,
+    microbatches: Sequence[int],
+    load: Load,
+    memory_bytes: float = float("inf"),
+    max_chunks: int = 4,
+) -> list[Simulation]:
+    """Return what fits the memory, the shortest first; `.plan` of each is the schedule.
+
+    Args:
+        num_ranks: ranks in the pipeline.
+        microbatches: numbers of micro-batches to try.
+        load: what a rank's share costs.
+        memory_bytes: limit for the activations of any rank.
+        max_chunks: the most stages a rank.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    found = [
+        simulation
+        for number in microbatches
+        for plan, costs in _candidates(num_ranks, number, load, memory_bytes, max_chunks)
+        if max((simulation := simulate(plan, costs=costs)).peak_bytes) <= memory_bytes * (1 + 1e-9)
+    ]
+    if not found:
+        raise ValueError(
+            f"no schedule of {num_ranks} ranks keeps its activations within {memory_bytes:g} "
+            "bytes: try more micro-batches"
+        )
+    return sorted(found, key=lambda s: (round(s.makespan, 9), max(s.peak_activations)))
+
+
+def _candidates(
+    num_ranks: int, num_microbatches: int, load: Load, memory_bytes: float, max_chunks: int
+) -> Iterator[tuple[Plan, Costs]]:
+    for name in NAMES:
+        for chunks in range(2, max_chunks + 1) if name in _CHUNKED else (None,):
+            plan = schedule(name, num_ranks, num_microbatches, chunks)
+            if plan.num_chunks <= max_chunks:
+                yield plan, load.costs(num_microbatches, plan.num_chunks)
+    down = list(range(num_ranks))
+    for chunks in range(1, max_chunks + 1):
+        yield from _fitted("loop", down * chunks, chunks, num_microbatches, load, memory_bytes)
+    if max_chunks >= 2:
+        yield from _fitted("v", down + down[::-1], 2, num_microbatches, load, memory_bytes)
+
+
+def _fitted(
+    shape: str,
+    rank_of_stage: list[int],
+    num_chunks: int,
+    num_microbatches: int,
+    load: Load,
+    memory_bytes: float,
+) -> Iterator[tuple[Plan, Costs]]:
+    costs = load.costs(num_microbatches, num_chunks)
+    rows = fitted(rank_of_stage, num_microbatches, costs, memory_bytes)
+    if rows is not None:
+        yield plan_of(rows, f"fitted_{shape}{num_chunks}"), costs
