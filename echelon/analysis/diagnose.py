@@ -23,8 +23,9 @@ from echelon.analysis.rules.pipeline import find_pipeline
 from echelon.analysis.rules.skipped import find_skipped
 from echelon.analysis.rules.splits import find_split_mismatch
 from echelon.analysis.rules.straggler import find_straggler
-from echelon.analysis.rules.stuck import find_lost, find_stuck
+from echelon.analysis.rules.stuck import find_all_busy, find_lost, find_stuck
 from echelon.analysis.rules.transport import find_transport
+from echelon.analysis.rules.watchdog import find_given_up
 
 Rule = Callable[[Picture], list[Finding]]
 
@@ -38,7 +39,9 @@ STAGES: tuple[Rule, ...] = (
     find_pipeline,
     find_unmatched,
     find_desync,
+    find_all_busy,
     find_stuck,
+    find_given_up,
     find_transport,
     find_missing,
     find_unknown,

@@ -19,6 +19,8 @@ from echelon.analysis.evidence import Evidence
 from echelon.recorder.schema import State
 
 ABSENT = -1
+# Operations of which some members may finish before all have entered them.
+ROOTED = frozenset({"reduce", "gather", "broadcast", "scatter"})
 _FEW = 32  # groups a rank has, before sorting is cheaper
 _REACH = 4  # how far from the middle rank the axis may reach, in lengths of the longest lane
 
@@ -94,9 +96,14 @@ class Lanes:
 
     @cached_property
     def proven(self) -> npt.NDArray[np.bool_]:
-        """Columns that some member completed, so that all must have entered. [num_columns]"""
-        done: npt.NDArray[np.bool_] = (self.state == State.COMPLETED).any(axis=0)
-        return done
+        """Columns that some member completed, so that all must have entered. [num_columns]
+
+        Of a rooted operation, some members may finish before all have entered it.
+        """
+        calls = self.evidence.tables.calls
+        is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)
+        done = (self.state == State.COMPLETED) & ~is_rooted[self.column("call")]
+        return np.asarray(done.any(axis=0), np.bool_)
 
     def row(self, member: int, column: int) -> Any | None:
         """Return one member's row of one column, None where it has none."""

@@ -144,6 +144,7 @@ def read_incident(path: Path) -> Incident:
         world_size=_count(values.get("world_size")),
         reason=_text(values.get("reason")),
         lost=_ranks(values.get("ranks_lost")),
+        ended=_ended(values.get("ended")),
         absent=_reasons(values.get("ranks_absent")),
     )
 
@@ -151,6 +152,17 @@ def read_incident(path: Path) -> Incident:
 def _ranks(value: Any) -> tuple[int, ...]:
     numbers = value if isinstance(value, list) else ()
     return tuple(sorted({n for n in numbers if isinstance(n, int) and _RANK.match(str(n))}))
+
+
+def _ended(value: Any) -> tuple[int, ...]:
+    """Return the ranks of `[[rank, code, order], ...]` by rising order."""
+    rows = value if isinstance(value, list) else ()
+    known = [
+        (row[2], row[0])
+        for row in rows
+        if isinstance(row, list) and len(row) == 3 and all(isinstance(n, int) for n in row)
+    ]
+    return tuple(rank for _, rank in sorted(known) if _RANK.match(str(rank)))
 
 
 def _reasons(value: Any) -> dict[int, str]:

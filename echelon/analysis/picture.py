@@ -16,10 +16,12 @@ import numpy as np
 from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.lanes import Lanes, all_lanes
 from echelon.analysis.links import BrokenLink, broken_links
+from echelon.analysis.stacks import main_thread
 from echelon.analysis.waits import Wait, WaitGraph, wait_graph
 from echelon.recorder.schema import State
 
 STUCK_AFTER_S = 5.0  # without an incident to say so, a wait this long is one
+_YOUNG_SHARE = 0.2  # of the oldest wait's age: what is younger is in flight
 _CONCLUSIVE = frozenset({"stall", "failure"})
 
 
@@ -34,18 +36,60 @@ class Picture:
     @cached_property
     def graph(self) -> WaitGraph:
         """The waits that count: those of a snapshot made because of trouble, and long ones."""
-        return WaitGraph(tuple(wait for wait in self.all_waits.waits if self.is_stuck(wait)))
+        waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
+        old = [wait for wait in waits if self.is_stuck(wait)]
+        return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Tell a wait that counts from an operation in flight."""
-        if self.evidence.foreign or self.evidence.incident.kind in _CONCLUSIVE:
+        """Tell a wait that counts from an operation in flight.
+
+        A job may be in the midst of its work while a few of its ranks are stalled: a wait that is
+        far younger than the oldest one is in flight.
+        """
+        if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
-        return self.waited_s(wait) >= STUCK_AFTER_S
+        if self.evidence.incident.kind == "stall":
+            return wait.age_s >= _YOUNG_SHARE * self._oldest_s
+        return wait.age_s >= STUCK_AFTER_S
+
+    def is_over(self, wait: Wait) -> bool:
+        """Tell whether all ranks of a wait recorded more between the two looks at them."""
+        ranks = [self.evidence.ranks[rank] for rank in wait.waiting]
+        return bool(ranks) and all(has_moved(facts) for facts in ranks)
+
+    @cached_property
+    def _oldest_s(self) -> float:
+        return max((wait.age_s for wait in self.all_waits.waits), default=0.0)
+
+    @staticmethod
+    def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
+        """Add the younger waits of ranks that those in old ones wait for: they lead to the root."""
+        kept = {id(wait) for wait in old}
+        wanted = {rank for wait in old for rank in wait.absent}
+        young = [wait for wait in waits if id(wait) not in kept]
+        grown = True
+        while grown:
+            reached = [wait for wait in young if not wanted.isdisjoint(wait.waiting)]
+            young = [wait for wait in young if wanted.isdisjoint(wait.waiting)]
+            kept.update(id(wait) for wait in reached)
+            wanted.update(rank for wait in reached for rank in wait.absent)
+            grown = bool(reached)
+        return [wait for wait in waits if id(wait) in kept]
 
     def waited_s(self, wait: Wait) -> float:
         """Return how long a wait had lasted when its ranks were last seen; 0 if not known."""
-        seen = [self.evidence.ranks[r].seen_ns for r in wait.waiting if r in self.evidence.ranks]
-        return max(0, max(seen, default=0) - wait.since_ns) / 1e9
+        return wait.age_s
+
+    @cached_property
+    def heads(self) -> dict[int, tuple[int, int]]:
+        """Each rank's first pending row, as (group, sequence): only it holds its stream up."""
+        found: dict[int, tuple[int, int]] = {}
+        for rank, facts in self.evidence.ranks.items():
+            pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
+            if len(pending):
+                row = facts.rows[int(pending[0])]
+                found[rank] = int(row["group"]), int(row["sequence"])
+        return found
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
@@ -104,6 +148,18 @@ def failed_last(facts: RankEvidence) -> Any | None:
 def last_row(facts: RankEvidence) -> Any | None:
     """Return the row a rank began last, None if it recorded none."""
     return facts.rows[-1] if len(facts.rows) else None
+
+
+def has_moved(facts: RankEvidence) -> bool:
+    """Tell whether a rank made progress between the two looks at it.
+
+    Its other threads may record too: where both looks saw its main thread at one place, it stayed.
+    """
+    host = facts.host
+    if host.later_gap_s <= 0 or host.later_recorded <= 0:
+        return False
+    first, later = main_thread(host.stacks), main_thread(host.later_stacks)
+    return first is None or later is None or first.frames != later.frames
 
 
 def is_inside(facts: RankEvidence) -> bool:

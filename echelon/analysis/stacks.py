@@ -21,8 +21,9 @@ _LIBRARY = re.compile(
     r"|[/\\][Ll]ib[/\\]python3(?:\.\d+)?t?[/\\]"
     r"|[/\\]Python3?\d*[/\\]Lib[/\\]"
     r"|[/\\]Python\.framework[/\\].*[/\\]lib[/\\]"
-    r"|[/\\]echelon[/\\](?:dist|recorder|store|launcher|analysis)[/\\]"
-    r"|^<frozen "
+    r"|[/\\]echelon[/\\](?:dist|host|recorder|store|launcher|analysis)[/\\]"
+    r"|[/\\]torchinductor_[^/\\]*[/\\]"
+    r"|^<(?:frozen |string>|attrs |eval_with_key>|__array_function__|torch_package)"
 )
 _MAX_STACK_CHARS = 1 << 20
 _MAX_PATH_CHARS = 4096
@@ -93,10 +94,14 @@ def main_thread(text: str) -> Thread | None:
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame of the user's own code, else the innermost of all."""
+    """Return the innermost frame of the user's own code, else the innermost of a file."""
     if not frames:
         return None
-    return next((frame for frame in frames if frame.is_users), frames[0])
+    own = next((frame for frame in frames if frame.is_users), None)
+    # A program given by `python -c` has no file either, but it is a module.
+    typed = next((frame for frame in frames if frame.function == "<module>"), None)
+    in_file = next((frame for frame in frames if not frame.file.startswith("<")), None)
+    return own or (typed if typed and typed.file == "<string>" else in_file) or frames[0]
 
 
 def site_frame(site: str) -> Frame | None:
@@ -113,34 +118,54 @@ def short_site(site: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The last traceback of a stderr: what was raised, and the user's innermost frame."""
+    """A traceback of a stderr: what was raised, and the user's innermost frame."""
 
     type: str
-    message: str
+    message: str  # its first line
     frame: Frame | None
+    frames: tuple[Frame, ...] = ()  # innermost first
+    rest: str = ""  # what follows the message: its further lines, or of whatever wrote next
 
 
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
-_RANK_PREFIX = re.compile(r"^\[rank\d{1,7}\]: ?", re.MULTILINE)
-_HEAD = "Traceback (most recent call last):"
+_PREFIX = re.compile(r"^(?:\[rank\d{1,7}\]: ?)?(?: *\| ?)?", re.MULTILINE)
+_HEAD = re.compile(r"^ *(?:\+ )?(?:Exception Group )?Traceback \(most recent call last\):$")
+# Python prints tracebacks of errors that ended nothing; the line before says so.
+_HARMLESS = re.compile(
+    r"^(?:Exception ignored in|--- Logging error ---|Error in (?:atexit|sys\.)|"
+    r"Exception in thread )"
+)
+_MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
     """Find the last complete traceback in the tail of a stderr, None if there is none.
 
-    torch prints those of its ranks with `[rank3]: ` before every line.
+    torch prints those of its ranks with `[rank3]: ` before every line, and Python those of a group
+    of exceptions with a bar. What Python reports as ignored did not end the process.
     """
-    _, head, block = _RANK_PREFIX.sub("", stderr).rpartition(_HEAD)
-    if not head:
-        return None
+    lines = _PREFIX.sub("", stderr[-_MAX_STACK_CHARS:]).splitlines()
+    heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]
+    for head, end in zip(reversed(heads), [len(lines), *reversed(heads)], strict=False):
+        before = next((line for line in reversed(lines[:head]) if line.strip()), "")
+        if not _HARMLESS.match(before):
+            raised = _traceback(lines[head + 1 : end])
+            if raised is not None:
+                return raised
+    return None
+
+
+def _traceback(block: list[str]) -> Raised | None:
+    """Read what follows the head of a traceback."""
     frames: list[Frame] = []
-    for line in block.splitlines()[1:] if block.startswith("\n") else block.splitlines():
+    for number, line in enumerate(block):
         match = _TRACEBACK_FRAME.match(line)
         if match is not None:
             frames.insert(0, Frame(match[1], int(match[2]), match[3]))
-        elif line and not line.startswith(" "):
-            raised = _RAISED.match(line)
-            if raised is not None:
-                message = raised["message"] or ""
-                return Raised(raised["type"], message, users_frame(tuple(frames)))
+            continue
+        raised = _RAISED.match(line) if line and not line.startswith(" ") else None
+        if raised is not None:
+            rest = "\n".join(block[number + 1 : number + 1 + _MAX_REST_LINES])
+            kept = tuple(frames)
+            return Raised(raised["type"], raised["message"] or "", users_frame(kept), kept, rest)
     return None

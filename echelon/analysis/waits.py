@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from echelon.analysis.evidence import Evidence, RankEvidence
-from echelon.analysis.lanes import Lanes
+from echelon.analysis.lanes import ROOTED, Lanes
 from echelon.recorder.schema import Flag, State
 
 SENDS = frozenset({"send", "isend"})
@@ -35,7 +36,9 @@ class Wait:
     waiting: tuple[int, ...]
     absent: tuple[int, ...]
     since_ns: int  # when the first of them came, on rank 0's clock
+    age_s: float = 0.0  # for how long, when they were last seen; 0: not known
     completed: tuple[int, ...] = ()  # members that are already through
+    created: tuple[int, ...] = ()  # of those that wait, the ones whose kernel has not started
     is_p2p: bool = False
     peer: int = -1  # whom a send or receive is for
     members: int = 0
@@ -56,18 +59,18 @@ class Wait:
         return self.sequence if self.sequence >= 0 else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WaitGraph:
     """All waits of one snapshot."""
 
     waits: tuple[Wait, ...]
 
-    @property
+    @cached_property
     def blocked(self) -> frozenset[int]:
         """Ranks that wait for another rank."""
         return frozenset(rank for wait in self.waits if wait.absent for rank in wait.waiting)
 
-    @property
+    @cached_property
     def wanted(self) -> frozenset[int]:
         """Ranks that another rank waits for."""
         return frozenset(rank for wait in self.waits for rank in wait.absent)
@@ -143,19 +146,31 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
         absent: tuple[int, ...] = ()
         if not lane.proven[column]:
             absent = (*lane.ranks(np.flatnonzero(lane.last < column)), *lane.strangers)
-        rows = [row for member in waiting.tolist() if (row := lane.row(member, column)) is not None]
+        own = [(member, lane.row(member, column)) for member in waiting.tolist()]
+        rows = [row for _, row in own if row is not None]
+        operation = _most_common([evidence.call(row).operation for row in rows])
+        is_rooted = operation in ROOTED
+        created = np.flatnonzero((pending == column) & (lane.state[:, column] == State.CREATED))
+        ages = [_age_s(evidence, int(lane.members[m]), row) for m, row in own if row is not None]
         yield Wait(
             group=lane.name,
-            operation=_most_common([evidence.call(row).operation for row in rows]),
+            operation=operation,
             sequence=int(lane.sequences[column]),
             waiting=lane.ranks(waiting),
             absent=tuple(sorted(absent)),
             since_ns=min(int(row["created_ns"]) for row in rows),
-            completed=lane.ranks(done),
+            age_s=max(ages),
+            completed=() if is_rooted else lane.ranks(done),
+            created=lane.ranks(created),
             members=len(lane.members) + len(lane.strangers),
             vague=lane.group in evidence.vague_groups,
             gave_up=any(evidence.error(row) for row in rows),
         )
+
+
+def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
+    """Return how long a rank had been inside an operation, by its own clock alone."""
+    return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 
 def _p2p_waits(evidence: Evidence) -> list[Wait]:
@@ -174,6 +189,7 @@ def _p2p_waits(evidence: Evidence) -> list[Wait]:
                     waiting=(rank,),
                     absent=() if posted else (peer,),
                     since_ns=int(row["created_ns"]),
+                    age_s=_age_s(evidence, rank, row),
                     is_p2p=True,
                     peer=peer,
                     members=2,

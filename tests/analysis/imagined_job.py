@@ -101,6 +101,7 @@ class Rank:
         splits: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
         site: str = "train.py:10 step",
         inside: bool = False,
+        created: bool = False,
         failed: str = "",
         peer: int = -1,
         tag: int = -1,
@@ -115,7 +116,8 @@ class Rank:
             self.signatures.append(signature)
         counter = (members, peer, operation) if peer >= 0 else members
         number = self.counts[counter] = self.counts.get(counter, -1) + 1
-        state = State.FAILED if failed else State.STARTED if inside else State.COMPLETED
+        open_state = State.CREATED if created else State.STARTED
+        state = State.FAILED if failed else open_state if inside else State.COMPLETED
         ended = 0 if inside else self.now_ns + int(took_s * 1e9)
         self.operations.append(
             {
@@ -123,7 +125,7 @@ class Rank:
                 "sequence": -1 if peer >= 0 else number,
                 "p2p_sequence": number if peer >= 0 else -1,
                 "created_mono_ns": self.now_ns,
-                "started_mono_ns": self.now_ns + 1000,
+                "started_mono_ns": 0 if created else self.now_ns + 1000,
                 "completed_mono_ns": ended,
                 "step": self.step_number,
                 "group": self.groups.index(members),
@@ -175,6 +177,25 @@ class Rank:
         self.host["stacks"] = STACK.format(file=file, line=line, function=function)
         return self
 
+    def looked_at_again(
+        self, *, recorded: int = 0, at: tuple[str, int, str] | None = None, beat: bool = True
+    ) -> Rank:
+        """Be looked at a second time, 2 s later: what was recorded since, and where it stands."""
+        stacks = self.host.get("stacks", "")
+        if at is not None:
+            stacks = STACK.format(file=at[0], line=at[1], function=at[2])
+        self.host.update(
+            later_gap_s=2.0, later_recorded=recorded, later_stacks=stacks,
+            later_heartbeat_mono_ns=1 << 62 if beat else 0,
+        )  # fmt: skip
+        return self
+
+    def on_host(self, name: str, *, ahead_s: float = 0.0) -> Rank:
+        """Run on another machine, whose clock was never compared with the others'."""
+        self.identity.update(boot_id=f"boot of {name}", host=name, clock_error_ns=-1)
+        self.now_ns += int(ahead_s * 1e9)
+        return self
+
     def exited(self, code: int, *, order: int = 0, by_agent: bool = False, **facts: object) -> Rank:
         self.host.update(
             alive=False, exit_code=code, exit_order=order, stopped_by_agent=by_agent,
@@ -193,7 +214,7 @@ class Rank:
             message=message,
             site=place,
             traceback=trace,
-            mono_ns=self.now_ns,
+            mono_ns=self.now_ns + order * STEP_NS,
             bases=bases,
         )
         return self.exited(code, order=order)
@@ -230,6 +251,7 @@ class Job:
         self.ranks = [Rank(rank, world_size) for rank in range(world_size)]
         self.left_out: set[int] = set()
         self.snapshot_s = SNAPSHOT_S
+        self.ended: list[int] = []  # the order in which the coordinator heard of ends
 
     def __getitem__(self, rank: int) -> Rank:
         return self.ranks[rank]
@@ -262,7 +284,9 @@ class Job:
         builder = EvidenceBuilder()
         for record in self.records():
             builder.add(record)
-        incident = Incident(kind=kind, world_size=len(self.ranks)) if kind else Incident()
+        incident = Incident()
+        if kind:
+            incident = Incident(kind=kind, world_size=len(self.ranks), ended=tuple(self.ended))
         return builder.build(incident=incident)
 
     def report(self, kind: str = "stall") -> Report:

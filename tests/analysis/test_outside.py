@@ -101,3 +101,24 @@ def test_a_rank_without_a_dump_that_is_seen_waiting_is_not_accused():
     verdict = made.report().verdict
     assert (verdict.cause, verdict.culprit_ranks) == ("host_hang", (2,)), verdict
     assert (verdict.operation, verdict.sequence) == ("all_reduce", 1)
+
+
+def test_a_sleeper_among_main_threads_that_wait_is_a_possible_culprit():
+    """A pipeline over Gloo: the main thread itself waits for a message, no Gloo thread does."""
+    waits = (_main("futex"), *_OUTSIDE)
+    verdict = job(waits, waits, (_main("clock_nanosleep"), *_OUTSIDE), waits).report().verdict
+    assert (verdict.cause, verdict.culprit_ranks, verdict.confidence) == (
+        "host_hang", (2,), "possible",
+    )  # fmt: skip
+    assert "alike" not in " ".join(verdict.would_settle)
+
+
+def test_a_backward_pass_waits_in_a_thread_and_shows_no_call_of_a_collective():
+    """The stack of one that waits in C++ ends at `loss.backward()`; its thread tells."""
+    made = job(_INSIDE, _OUTSIDE, _INSIDE)
+    for rank in (made[0], made[2]):
+        rank.stands("train.py", 21, "backward")
+    made[1].stands("train.py", 14, "load")
+    verdict = made.report().verdict
+    assert (verdict.culprit_ranks, verdict.confidence.value) == ((1,), "certain")
+    assert "train.py:14 in load" in verdict.summary

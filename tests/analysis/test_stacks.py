@@ -140,3 +140,54 @@ def test_the_last_traceback_of_a_stderr() -> None:
         "train.py:9 in main",
     )
     assert last_traceback("all is well") is None
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "Exception ignored in: <function Pool.__del__ at 0x7f>",
+        "Exception ignored in atexit callback <function f at 0x7f>:",
+        "--- Logging error ---",
+        "Error in atexit._run_exitfuncs:",
+        "Exception in thread Thread-1 (work):",
+    ],
+)
+def test_a_traceback_that_ended_nothing_does_not_count(before: str) -> None:
+    stderr = (
+        'Traceback (most recent call last):\n  File "/u/t.py", line 3, in main\nKeyError: 1\n'
+        f'{before}\nTraceback (most recent call last):\n  File "/u/p.py", line 9, in f\n'
+        "TypeError: no\n"
+    )
+    raised = last_traceback(stderr)
+    assert raised is not None
+    assert (raised.type, str(raised.frame)) == ("KeyError", "t.py:3 in main")
+
+
+def test_a_group_of_exceptions_shows_its_frames() -> None:
+    stderr = (
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "/u/train.py", line 6, in <module>\n  |     raise g\n'
+        "  | ExceptionGroup: several (1 sub-exception)\n"
+        "  +-+---------------- 1 ----------------\n"
+        "    | Traceback (most recent call last):\n"
+        '    |   File "/u/train.py", line 3, in load\n    |     raise e\n'
+        "    | ValueError: bad\n    +------------------------------------\n"
+    )
+    raised = last_traceback(stderr)
+    assert raised is not None
+    assert (raised.type, raised.message, str(raised.frame)) == (
+        "ValueError",
+        "bad",
+        "train.py:3 in load",
+    )
+
+
+@pytest.mark.parametrize(
+    "file", ["<string>", "<attrs generated init x>", "/tmp/torchinductor_u/a.py"]
+)
+def test_generated_code_is_named_only_if_nothing_else_is_there(file: str) -> None:
+    generated = Frame(file, 117, "__init__")
+    library = Frame("/v/site-packages/transformers/x.py", 5, "post")
+    user = Frame("/u/train.py", 4, "main")
+    assert users_frame((library, generated, user)) == user
+    assert users_frame((generated, library)) != Frame("<string>", 117, "__init__")

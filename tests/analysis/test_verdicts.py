@@ -12,10 +12,14 @@ from tests.analysis.stories import STORIES
 @pytest.mark.parametrize("name", STORIES)
 def test_the_verdict_names_cause_and_ranks(name: str) -> None:
     story = STORIES[name]
-    verdict = story.tell().report(story.kind).verdict
+    report = story.tell().report(story.kind)
+    verdict = report.verdict
     assert verdict is not None
     said = (verdict.cause.value, list(verdict.culprit_ranks))
     assert said == (story.cause, story.culprits), verdict
+    assert verdict.confidence.value == story.confidence, verdict
+    others = tuple((f.cause.value, f.culprit_ranks) for f in report.findings if f is not verdict)
+    assert others == story.also
 
 
 @pytest.mark.parametrize("name", STORIES)

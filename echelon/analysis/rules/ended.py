@@ -6,50 +6,38 @@ about that peer, never the root. What the agent ended itself is fallout.
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 
-from echelon.analysis.evidence import RankEvidence
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
-from echelon.analysis.picture import Picture, last_row
-from echelon.analysis.stacks import Frame, last_traceback, short_site, site_frame
+import numpy as np
 
-_OWN_ERRORS = ("echelon.errors.",)
-_OWN_NAMES = frozenset(
-    {
-        "CollectiveError",
-        "CollectiveMismatchError",
-        "CollectiveTimeoutError",
-        "PeerLostError",
-        "StoreError",
-        "StoreTimeoutError",
-        "StoreConnectionError",
-    }
+from echelon.analysis.evidence import RankEvidence
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.picture import Picture, last_row
+from echelon.analysis.rules.errors import Meaning, died_by_watchdog, meaning_of
+from echelon.analysis.stacks import (
+    Frame,
+    Raised,
+    last_traceback,
+    short_site,
+    site_frame,
 )
-_TORCH_TRANSPORT = (
-    "DistNetworkError",
-    "DistBackendError",
-    "DistStoreError",
-)
-_TRANSPORT_WORDS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "gloo/transport/",
-    "connectfullmesh",
-    "nccl communicator was aborted",
-    "watchdog caught collective operation timeout",
-    "timed out waiting",
-)
+from echelon.recorder.schema import State
+
 _ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM})
-_MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
-_MEMORY_WORDS = (
-    "cuda out of memory",
-    "hip out of memory",
-    "xpu out of memory",
-    "cannot allocate memory",
+_ABORTS = frozenset({-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGABRT})
+LONG_WAIT_S = 30.0  # who aborts after waiting this long for a living rank is its victim
+_ORIGINAL = "Original Traceback (most recent call last):"
+_LOADER_DEATH = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (\d{1,10})[^)]*\) "
+    r"(?:is killed by signal: ([^.]{1,60})|exited unexpectedly)"
 )
+_CAUSES = {
+    Meaning.OWN: Cause.EXCEPTION,
+    Meaning.MEMORY: Cause.OUT_OF_MEMORY,
+    Meaning.DEVICE: Cause.DEVICE_STUCK,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +46,7 @@ class Ending:
 
     rank: int
     cause: Cause
-    order: tuple[int, int]  # earlier endings are smaller
+    moment_ns: int  # on rank 0's clock, as far as its host's clock was compared; 0: not known
     how: str  # what is equal for endings of one kind
     words: str
     frame: Frame | None
@@ -67,21 +55,67 @@ class Ending:
 
 
 def find_ended(picture: Picture) -> list[Finding]:
-    """Report ranks that ended of themselves: memory first, then the earliest ending."""
+    """Report ranks that ended of themselves, the earliest ending first."""
     endings = [
         ending
         for facts in picture.evidence.ranks.values()
         if (ending := ending_of(picture, facts)) is not None
     ]
-    memory = [ending for ending in endings if ending.cause is Cause.OUT_OF_MEMORY]
-    others = [ending for ending in endings if ending.cause is not Cause.OUT_OF_MEMORY]
-    ordered = sorted(memory, key=lambda e: e.order) + sorted(others, key=lambda e: e.order)
-    if not ordered:
+    if not endings:
         return []
+    ordered, is_known = in_order(picture, endings)
+    root = _describe(picture, ordered[0])
+    if not is_known and len({(e.cause, e.frame, e.how) for e in ordered}) > 1:
+        root = _not_surely_first(root, ordered)
     alike: dict[tuple[object, ...], list[Ending]] = {}
     for ending in ordered[1:]:
         alike.setdefault((ending.cause, ending.frame, ending.how), []).append(ending)
-    return [_describe(picture, ordered[0]), *(_later(picture, ends) for ends in alike.values())]
+    return [root, *(_later(picture, ends) for ends in alike.values())]
+
+
+def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
+    """Sort endings, the root first, and tell whether the order is known.
+
+    Clocks of one host, and clocks that were compared, tell it; else the coordinator does, which
+    heard of every end. A death without a word of its own is explained by memory that was used up
+    at the same time: of those, memory comes first.
+    """
+    ranks = picture.evidence.ranks
+    by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
+    hosts = {ranks[ending.rank].identity.boot_id for ending in endings}
+    compared = all(ranks[ending.rank].identity.clock_error_ns >= 0 for ending in endings)
+    one_clock = len(hosts) == 1 or compared
+    timed = all(ending.moment_ns for ending in endings)
+    if one_clock and timed:
+        ordered = sorted(endings, key=lambda e: (e.moment_ns, e.rank))
+    elif all(ending.rank in by_coordinator for ending in endings):
+        ordered = sorted(endings, key=lambda e: by_coordinator[e.rank])
+        one_clock = True
+    else:
+        ordered = sorted(endings, key=lambda e: (_exit_order(ranks[e.rank]), e.moment_ns, e.rank))
+    wordless = ordered[0].cause is Cause.DEAD_PROCESS
+    memory = next((e for e in ordered if e.cause is Cause.OUT_OF_MEMORY), None)
+    if wordless and memory is not None:
+        ordered = [memory, *(ending for ending in ordered if ending is not memory)]
+    return ordered, one_clock or len(ordered) == 1
+
+
+def _exit_order(facts: RankEvidence) -> int:
+    order = facts.host.exit_order
+    return order if order >= 0 else 1 << 30
+
+
+def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
+    """Lower the confidence where nothing says which of several hosts' ranks ended first."""
+    others = rank_list([ending.rank for ending in ordered[1:]])
+    return root.changed(
+        confidence=Confidence.POSSIBLE,
+        would_settle=(
+            *root.would_settle,
+            f"whether {others} ended before rank {ordered[0].rank}: their hosts' clocks differ",
+            "the order in which the coordinator heard of the ends",
+        ),
+    )
 
 
 def _later(picture: Picture, endings: list[Ending]) -> Finding:
@@ -105,20 +139,67 @@ def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
     if host.stopped_by_agent or (host.alive and raised is None):
         return None
     if raised is not None:
-        type_name, message, frame, bases = raised
-        if is_secondary(type_name, message, bases):
+        meaning = _meaning(facts, raised)
+        if meaning is Meaning.CONSEQUENCE:
             return None
-        if type_name.rpartition(".")[2] == "KeyboardInterrupt" and _was_asked_to_end(picture):
+        is_interrupt = raised.type.rpartition(".")[2] == "KeyboardInterrupt"
+        if is_interrupt and _was_asked_to_end(picture):
             return None
-        cause = Cause.OUT_OF_MEMORY if is_memory(type_name, message, bases) else Cause.EXCEPTION
-        return _by_exception(facts, cause, type_name, message, frame)
+        return _by_exception(facts, _CAUSES[meaning], raised)
     if host.exit_code is None:
         return None
     if host.exit_code == 0:
         return None  # whether it left too early is for the waits to say
     if host.exit_code in _ASKED and _was_asked_to_end(picture):
         return None
-    return _by_death(facts)
+    return None if is_victim(picture, facts) else _by_death(facts)
+
+
+def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
+    words = facts.last_words
+    bases = () if words is None else words.bases
+    trace = "" if words is None else words.traceback
+    trace += "\n".join(frame.file for frame in raised.frames)
+    message = raised.message
+    if raised.type.rpartition(".")[2].startswith("Dist"):
+        message += f"\n{raised.rest}"  # NCCL's own words come on the next lines
+    return meaning_of(raised.type, message, bases, trace)
+
+
+def is_victim(picture: Picture, facts: RankEvidence) -> bool:
+    """Tell a death by a watchdog, or after a long wait for a rank that lives, from one of its own.
+
+    torch's watchdog aborts a process that waited for too long, or whose peer is gone.
+    """
+    host = facts.host
+    if host.exit_code not in _ABORTS or host.oom_kill:
+        return False
+    if host.exit_code != -signal.SIGKILL and died_by_watchdog(host.stderr_tail):
+        return True
+    return long_wait_s(picture, facts) >= LONG_WAIT_S
+
+
+def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
+    """Return how long a dead rank had waited for ranks of which one lives; 0 if it had not."""
+    if not facts.host.exited_mono_ns:
+        return 0.0
+    ranks = picture.evidence.ranks
+    ended_ns = facts.host.exited_mono_ns + facts.offset_ns
+    waited = [
+        own_wait_s(facts, ended_ns)
+        for wait in picture.graph.waits
+        if facts.rank in wait.waiting
+        and any(rank in ranks and ranks[rank].host.alive for rank in wait.absent)
+    ]
+    return max(waited, default=0.0)
+
+
+def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
+    """Return for how long a rank's first pending operation had lasted."""
+    pending = np.isin(facts.rows["state"], (State.CREATED, State.STARTED))
+    if not pending.any():
+        return 0.0
+    return max(0, until_ns - int(facts.rows["created_ns"][pending].min())) / 1e9
 
 
 def _was_asked_to_end(picture: Picture) -> bool:
@@ -126,55 +207,55 @@ def _was_asked_to_end(picture: Picture) -> bool:
     return picture.evidence.incident.kind == "signal"
 
 
-def _raised(facts: RankEvidence) -> tuple[str, str, Frame | None, tuple[str, ...]] | None:
+def _raised(facts: RankEvidence) -> Raised | None:
     """Return what a rank raised: from its own record, else from the last traceback on stderr.
 
     An abort may follow an exception: libraries whose threads still run end the process with it.
     """
     words = facts.last_words
     if words is not None:
-        return words.type, words.message, site_frame(words.site), words.bases
+        frame = site_frame(words.site)
+        if frame is not None and not frame.is_users:
+            told = last_traceback(f"{words.traceback}\n")
+            frame = told.frame if told is not None and told.frame is not None else frame
+        return _within_loader(Raised(words.type, words.message, frame))
     code = facts.host.exit_code
     if not code or (code < 0 and code != -signal.SIGABRT):
         return None
-    found = last_traceback(facts.host.error_file) or last_traceback(facts.host.stderr_tail)
-    if found is None or found.type == "SystemExit":
+    found = [
+        one
+        for text in (facts.host.error_file, facts.host.stderr_tail)
+        if (one := last_traceback(text)) is not None
+    ]
+    own = [one for one in found if one.frame is not None and one.frame.is_users]
+    raised = next(iter(own + found), None)
+    if raised is None or raised.type == "SystemExit":
         return None
-    return found.type, found.message, found.frame, ()
+    return _within_loader(raised)
 
 
-def is_secondary(type_name: str, message: str, bases: tuple[str, ...] = ()) -> bool:
-    """Tell an error that only reports what a peer or the network did."""
-    name = type_name.rpartition(".")[2]
-    if any(kind.startswith(_OWN_ERRORS) for kind in (type_name, *bases)) or name in _OWN_NAMES:
-        return True
-    if name in _TORCH_TRANSPORT:
-        return True
-    if name == "RuntimeError" and any(f"{own}: " in message for own in _OWN_NAMES):
-        return True  # ours, on its way through torch's C++
-    words = message.lower()
-    return name in ("RuntimeError", "ConnectionError", "ConnectionResetError") and any(
-        text in words for text in _TRANSPORT_WORDS
-    )
+def _within_loader(raised: Raised) -> Raised:
+    """Take what a data loader's worker process raised from the message that reports it."""
+    text = f"{raised.message}\n{raised.rest}"
+    if _ORIGINAL not in text:
+        return raised
+    inner = last_traceback(text.replace(_ORIGINAL, _ORIGINAL.removeprefix("Original ")) + "\n")
+    if inner is None:
+        return raised
+    told = f"{inner.message} (in a data loader's worker)" if inner.message else inner.message
+    return Raised(inner.type, told, inner.frame or raised.frame, inner.frames)
 
 
-def is_memory(type_name: str, message: str, bases: tuple[str, ...] = ()) -> bool:
-    """Tell an error that says memory, of the host or of a device, is used up."""
-    names = [kind.rpartition(".")[2] for kind in (type_name, *bases)]
-    if any(name in _MEMORY_TYPES for name in names):
-        return True
-    words = message.lower()
-    return "RuntimeError" in names and any(text in words for text in _MEMORY_WORDS)
-
-
-def _by_exception(
-    facts: RankEvidence, cause: Cause, type_name: str, message: str, frame: Frame | None
-) -> Ending:
-    short = type_name.rpartition(".")[2]
-    first = message.splitlines()[0] if message else ""
+def _by_exception(facts: RankEvidence, cause: Cause, raised: Raised) -> Ending:
+    short, frame = raised.type.rpartition(".")[2], raised.frame
+    first = raised.message.splitlines()[0] if raised.message else ""
     said = f"{short}: {first}" if first else short
     place = f" ({frame})" if frame else ""
     lines = [f"rank {facts.rank} raised {said}{place}"]
+    dead = _LOADER_DEATH.search(raised.message)
+    if dead is not None:
+        how = f"was killed by signal {dead[2]}" if dead[2] else "exited unexpectedly"
+        lines.append(f"rank {facts.rank}: its data loader's worker (pid {dead[1]}) {how}")
     if facts.host.exit_code is not None:
         lines.append(f"rank {facts.rank} ended {exit_words(facts.host.exit_code)}")
     if facts.last_words is not None and facts.last_words.traceback:
@@ -183,7 +264,7 @@ def _by_exception(
     return Ending(
         rank=facts.rank,
         cause=cause,
-        order=_order(facts),
+        moment_ns=_moment_ns(facts),
         how=short,
         words=f"rank {facts.rank} raised {said}{place}",
         frame=frame,
@@ -218,7 +299,7 @@ def _by_death(facts: RankEvidence) -> Ending:
     return Ending(
         rank=facts.rank,
         cause=cause,
-        order=_order(facts),
+        moment_ns=_moment_ns(facts),
         how=exit_words(code),
         words=words if cause is Cause.DEAD_PROCESS else f"{words}: out of memory",
         frame=None,
@@ -232,13 +313,11 @@ def facts_site(facts: RankEvidence) -> str:
     return facts.open_spans[-1].site if facts.open_spans else ""
 
 
-def _order(facts: RankEvidence) -> tuple[int, int]:
-    host = facts.host
-    order = host.exit_order if host.exit_order >= 0 else 1 << 30
-    moment = host.exited_mono_ns
-    if not moment and facts.last_words is not None:
-        moment = facts.last_words.mono_ns
-    return order, moment + facts.offset_ns
+def _moment_ns(facts: RankEvidence) -> int:
+    """Return when a rank raised, else when its end was seen; 0 if neither is known."""
+    words = facts.last_words
+    moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
+    return moment + facts.offset_ns if moment else 0
 
 
 def exit_words(code: int) -> str:
@@ -326,15 +405,9 @@ def _next_action(facts: RankEvidence, ending: Ending) -> str:
     if ending.cause is Cause.EXCEPTION:
         place = f" at {ending.frame}" if ending.frame else ""
         return f"Fix the exception{place}; the full traceback is in {stderr}."
-    return f"See {stderr} and the machine's log (dmesg) for who ended rank {facts.rank}."
-
-
-__all__ = [
-    "Ending",
-    "ending_of",
-    "exit_words",
-    "find_ended",
-    "is_memory",
-    "is_secondary",
-    "seconds",
-]
+    if ending.cause is Cause.DEVICE_STUCK:
+        return (
+            f"Take rank {facts.rank}'s device out of the job; read its error counters and the "
+            "machine's log (dmesg)."
+        )
+    return f"See {stderr} and the machine's log (dmesg) for what killed rank {facts.rank}."

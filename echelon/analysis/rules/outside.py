@@ -39,13 +39,17 @@ def waits_for_peers(facts: RankEvidence) -> bool:
 
 
 def is_in_collective(facts: RankEvidence) -> bool:
-    """Tell whether its stack, or one of its Gloo threads, is inside a collective."""
+    """Tell whether its stack, or one of its Gloo threads, is inside a collective.
+
+    The threads say more: a backward pass, a functional collective or a pipeline waits in C++, with
+    no Python of a collective on its stack.
+    """
     if facts.host.process_state in ("T", "t"):
         return False
+    if any(thread.is_in_collective for thread in facts.host.threads):
+        return True
     stack = main_thread(facts.host.stacks)
-    if stack is not None:
-        return any(frame.file.endswith(_COLLECTIVES) for frame in stack.frames)
-    return any(thread.is_in_collective for thread in facts.host.threads)
+    return stack is not None and any(frame.file.endswith(_COLLECTIVES) for frame in stack.frames)
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
@@ -91,6 +95,22 @@ def keeps_waiting(picture: Picture) -> tuple[int, ...]:
         if any(waits(facts) for facts in ranks):
             return tuple(facts.rank for facts in ranks if not waits(facts))
     return ()
+
+
+def sleepers(picture: Picture) -> tuple[int, ...]:
+    """Return the few ranks without any record whose main thread sleeps while the others' wait.
+
+    With sends and receives the main thread itself waits, and no Gloo thread is in a collective.
+    """
+    ranks = [facts for facts in picture.evidence.ranks.values() if facts.host.alive]
+    if any(facts.has_ring or len(facts.rows) or not facts.host.threads for facts in ranks):
+        return ()
+    asleep = [facts.rank for facts in ranks if facts.host.threads[0].call in _SLEEPS]
+    waits = _NETWORK_CALLS | {"futex"}
+    rest = [facts for facts in ranks if facts.rank not in asleep]
+    if not all(facts.host.threads[0].call in waits for facts in rest):
+        return ()
+    return tuple(asleep) if 0 < 2 * len(asleep) < len(ranks) else ()
 
 
 def waits_unrecorded(picture: Picture, rank: int) -> bool:

@@ -7,28 +7,34 @@ nothing special is in code of its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from echelon.analysis.evidence import RankEvidence, Span
 from echelon.analysis.finding import Cause, Confidence, rank_list, seconds
-from echelon.analysis.picture import Picture, last_row
+from echelon.analysis.picture import Picture, has_moved, last_row
 from echelon.analysis.rules.ended import ending_of, exit_words
 from echelon.analysis.rules.outside import (
     is_seen_outside,
     keeps_waiting,
     outside_lines,
     outside_words,
+    sleepers,
 )
 from echelon.analysis.rules.signals import (
+    PRESSURE,
     STALE_HEARTBEAT_S,
+    denied_line,
     heartbeat_age_s,
     heartbeat_lines,
     innermost_span,
+    machine_lines,
     process_lines,
     users_line,
 )
-from echelon.analysis.stacks import Frame, short_site
+from echelon.analysis.stacks import Frame, main_thread, short_site
+from echelon.analysis.waits import Wait
 from echelon.recorder.schema import Live
 
 _SPAN_CAUSES = {
@@ -43,6 +49,22 @@ _SPAN_WORDS = {
     Cause.COMPILE_STALL: "has been compiling for {age}{at}",
     Cause.STORE_WAIT: "has waited {age} for the store{detail}{at}",
 }
+THROTTLED_SHARE = 0.5
+# Wait channels, the kernel functions in which a thread sleeps.
+_DRIVERS = re.compile(
+    r"_?(?:nv|uvm_|amdgpu|amdkfd|kfd_|xe_|i915|drm_|dma_fence|ttm_|habana|hl_|ib_|mlx\d|rdma|uverbs|"
+    r"efa_|irdma)"
+)
+_FILE_SYSTEMS = re.compile(
+    r"nfs|rpc_wait|fuse|request_wait_answer|ceph|lustre|^ll_|^cl_|^osc_|ptlrpc|gpfs|mmfs|cxi|beegfs"
+    r"|cifs|smb|9p|ext4|jbd2|xfs|btrfs|f2fs|io_schedule|bit_wait_io|folio_wait|wait_on_page|blk_"
+    r"|rq_qos|wbt_|balance_dirty|submit_bio|sync_inode|writeback|fsync"
+)
+_COMPILER = re.compile(
+    r"torch[/\\]_dynamo[/\\](?:symbolic_convert|convert_frame|bytecode_transformation)"
+    r"|torch[/\\]_inductor[/\\](?:async_compile|cpp_builder|codegen[/\\]|scheduler|graph\.py|lowering)"
+    r"|triton[/\\](?:compiler|backends)[/\\]"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,24 +142,74 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def _frozen(_: Picture, facts: RankEvidence) -> Reading | None:
-    if facts.host.process_state not in ("T", "t"):
+    stopped = facts.host.process_state in ("T", "t")
+    if not stopped and not facts.host.frozen:
         return None
     since = heartbeat_age_s(facts)
-    words = "is stopped (process state T)" + (f", for {seconds(since)}" if since else "")
+    how = "stopped (process state T)" if stopped else "frozen with its cgroup"
+    words = f"is {how}" + (f", for {seconds(since)}" if since else "")
     return Reading(
         cause=Cause.FROZEN_PROCESS,
         confidence=Confidence.CERTAIN,
         words=words,
         frame=users_line(facts),
-        evidence=(f"rank {facts.rank}: /proc state T", *heartbeat_lines(facts)),
+        evidence=(
+            f"rank {facts.rank}: "
+            + ("/proc state T" if stopped else "its cgroup's freezer is on (a paused container?)"),
+            *heartbeat_lines(facts),
+        ),
+        action=""
+        if stopped
+        else "Thaw {who}'s cgroup (docker unpause), or find out what froze it.",
+    )
+
+
+def _moving(_: Picture, facts: RankEvidence) -> Reading | None:
+    """Between the two looks it got on: it is slow, not stuck."""
+    if not has_moved(facts):
+        return None
+    host = facts.host
+    frame = users_line(facts)
+    at = f"; it stood at {frame} first" if frame else ""
+    moved = f"recorded {host.later_recorded} more events within {seconds(host.later_gap_s)}{at}"
+    return Reading(
+        cause=Cause.STRAGGLER,
+        confidence=Confidence.LIKELY,
+        words=f"is slow, not stuck: it {moved}",
+        frame=frame,
+        evidence=(f"rank {facts.rank} {moved}", *process_lines(facts)),
+        would_settle=("whether it arrives: a later snapshot",),
+    )
+
+
+def _throttled(_: Picture, facts: RankEvidence) -> Reading | None:
+    share = facts.host.throttled_share
+    if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
+        return None
+    return Reading(
+        cause=Cause.STRAGGLER,
+        confidence=Confidence.LIKELY,
+        words=f"is held back by its cgroup's processor limit {min(1.0, share):.0%} of the time",
+        frame=users_line(facts),
+        evidence=tuple(process_lines(facts)) + heartbeat_lines(facts),
+        action="Raise the processor limit of {who}'s container, or start fewer threads in it.",
     )
 
 
 def _compiling(_: Picture, facts: RankEvidence) -> Reading | None:
-    span = innermost_span(facts)
-    if span is not None and span.name == "compile":
-        return _span_reading(facts, span)
-    return None
+    """Its stack is inside torch's compiler: outside any span, and whatever the heartbeat says."""
+    thread = main_thread(facts.host.stacks)
+    if thread is None or not any(_COMPILER.search(frame.file) for frame in thread.frames):
+        return None
+    frame = users_line(facts)
+    at = f" (called at {frame})" if frame else ""
+    return Reading(
+        cause=Cause.COMPILE_STALL,
+        confidence=Confidence.LIKELY,
+        words=f"compiles{at}",
+        frame=frame,
+        evidence=(f"rank {facts.rank}: its stack is inside the compiler", *process_lines(facts)),
+    )
 
 
 def _gil(_: Picture, facts: RankEvidence) -> Reading | None:
@@ -175,17 +247,32 @@ def _in_span(_: Picture, facts: RankEvidence) -> Reading | None:
     return None
 
 
-def _in_storage(_: Picture, facts: RankEvidence) -> Reading | None:
+def _in_kernel(_: Picture, facts: RankEvidence) -> Reading | None:
+    """State D is a wait inside the kernel: the channel tells file systems from drivers."""
     if facts.host.process_state != "D":
         return None
-    channel = f" in {facts.host.wait_channel}" if facts.host.wait_channel else ""
+    channel, rank = facts.host.wait_channel, facts.rank
+    where = f" in {channel}" if channel else ""
+    line = f"rank {rank}: /proc state D{where}"
+    if _DRIVERS.match(channel):
+        return Reading(
+            cause=Cause.DEVICE_STUCK,
+            confidence=Confidence.LIKELY,
+            words=f"waits in a device's driver and cannot be interrupted ({channel})",
+            frame=users_line(facts),
+            evidence=(line, *machine_lines(facts)),
+            would_settle=(f"the log of rank {rank}'s machine (dmesg)",),
+        )
+    pressed = facts.host.pressure.get("io", 0.0) >= PRESSURE
+    in_files = bool(_FILE_SYSTEMS.search(channel))
+    sure = Confidence.CERTAIN if in_files else Confidence.LIKELY if pressed else Confidence.POSSIBLE
     return Reading(
         cause=Cause.STORAGE_STALL,
-        confidence=Confidence.LIKELY,
-        words=f"is in uninterruptible sleep{channel}",
+        confidence=sure,
+        words=f"is in uninterruptible sleep{where}",
         frame=users_line(facts),
-        evidence=(f"rank {facts.rank}: /proc state D{channel}",),
-        would_settle=("the io pressure of its machine",),
+        evidence=(line, *machine_lines(facts)),
+        would_settle=() if in_files or pressed else (f"what {channel or 'it'} waits for",),
     )
 
 
@@ -219,29 +306,53 @@ def _behind_s(picture: Picture, facts: RankEvidence) -> float:
 
 
 def _device(picture: Picture, facts: RankEvidence) -> Reading | None:
-    wait = next((w for w in picture.graph.waits if facts.rank in w.waiting and w.completed), None)
+    rank = facts.rank
+    mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
+    wait = next((wait for wait in mine if wait.completed and not wait.absent), None)
+    if wait is not None:
+        return Reading(
+            cause=Cause.DEVICE_STUCK,
+            confidence=Confidence.LIKELY,
+            words=f"is still inside {wait}, which {rank_list(wait.completed)} completed",
+            evidence=(
+                f"rank {rank}: {wait} of group '{wait.group}' is pending, its peers are through",
+            ),
+            would_settle=(f"rank {rank}'s device errors and an event query",),
+        )
+    wait = next((wait for wait in mine if rank in never_started(picture, wait)), None)
     if wait is None:
         return None
+    started = rank_list([other for other in wait.waiting if other not in wait.created])
     return Reading(
         cause=Cause.DEVICE_STUCK,
         confidence=Confidence.LIKELY,
-        words=f"is still inside {wait}, which {rank_list(wait.completed)} completed",
-        evidence=(
-            f"rank {facts.rank}: {wait} of group '{wait.group}' is pending, its peers are through",
-        ),
-        would_settle=(f"rank {facts.rank}'s device errors and an event query",),
+        words=f"has called {wait}, and its device never started it; {started} did",
+        evidence=(f"rank {rank}: {wait} of group '{wait.group}' is scheduled, not started",),
+        would_settle=(f"rank {rank}'s device errors and an event query",),
     )
+
+
+def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
+    """Return the few ranks whose device has not begun what the others' devices are inside.
+
+    Only the head of a stream counts: what is queued behind another operation has its reason there.
+    """
+    if wait.absent or wait.completed or wait.is_p2p or 2 * len(wait.created) >= len(wait.waiting):
+        return ()
+    return tuple(r for r in wait.created if picture.heads.get(r, (0, -1))[1] == wait.sequence)
 
 
 _TESTS: tuple[_Test, ...] = (
     _ended,
     _frozen,
     _silent,
+    _moving,
     _device,
-    _compiling,
-    _gil,
     _in_span,
-    _in_storage,
+    _compiling,
+    _throttled,
+    _gil,
+    _in_kernel,
 )
 
 
@@ -263,6 +374,8 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
         lines.append(f"rank {facts.rank} last called {call.operation} #{number}")
     if not facts.has_ring:
         lines += outside_lines(facts)
+    if frame is None and facts.host.alive:
+        lines += denied_line(facts)
     if frame is None and span is None and row is None and not facts.has_ring:
         return _unrecorded(picture, facts, lines)
     return Reading(
@@ -284,6 +397,14 @@ def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Read
             cause=Cause.HOST_HANG,
             confidence=Confidence.LIKELY,
             words=f"{outside_words(facts) or 'is'}, in no collective, while the others wait in one",
+            evidence=tuple(lines),
+            would_settle=(stack,),
+        )
+    if rank in sleepers(picture):
+        return Reading(
+            cause=Cause.HOST_HANG,
+            confidence=Confidence.POSSIBLE,
+            words=f"{outside_words(facts)}, while the main threads of the others wait",
             evidence=tuple(lines),
             would_settle=(stack,),
         )

@@ -8,6 +8,7 @@ from echelon.analysis.picture import last_row
 from echelon.analysis.stacks import Frame, main_thread, users_frame
 from echelon.recorder.schema import Live
 
+PRESSURE = 0.3  # of the time that tasks waited for a resource: from here on it is worth a line
 STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 
 
@@ -58,7 +59,41 @@ def process_lines(facts: RankEvidence) -> list[str]:
         channel = f", waiting in {host.wait_channel}" if host.wait_channel else ""
         lines.append(f"rank {facts.rank}: process state {host.process_state}{channel}")
     if host.cpu_share is not None:
-        runs = host.process_state == "R" and host.cpu_share > 0.02  # others may have the cores
-        kind = "busy" if host.cpu_share > 0.5 or runs else "idle"
+        kind = "busy" if is_busy(facts) else "idle"  # others may have the cores
         lines.append(f"rank {facts.rank} is {kind}: {host.cpu_share:.0%} of a core")
+    return lines + machine_lines(facts)
+
+
+def is_busy(facts: RankEvidence) -> bool:
+    """Tell whether a process computes."""
+    share = facts.host.cpu_share
+    return share is not None and (share > 0.5 or (facts.host.process_state == "R" and share > 0.02))
+
+
+def machine_lines(facts: RankEvidence) -> list[str]:
+    """Say what around the process holds it back: limits of its cgroup, pressure, what is denied."""
+    host = facts.host
+    lines = []
+    if host.throttled_share is not None and host.throttled_share > 0.1:
+        lines.append(
+            f"rank {facts.rank}: its cgroup's processor limit held it back for "
+            f"{min(1.0, host.throttled_share):.0%} of the time"
+        )
+    used, limit = host.memory_bytes, host.memory_limit_bytes
+    if used and limit and used >= 0.95 * limit:
+        lines.append(
+            f"rank {facts.rank}: its memory is at the limit ({used / 2**20:,.0f} of "
+            f"{limit / 2**20:,.0f} MiB)"
+        )
+    for what, share in sorted(host.pressure.items()):
+        if share >= PRESSURE:
+            lines.append(f"rank {facts.rank}'s machine is short of {what}: pressure {share:.0%}")
     return lines
+
+
+def denied_line(facts: RankEvidence) -> tuple[str, ...]:
+    """Say what the launcher was not permitted to read of a rank."""
+    denied = facts.host.not_permitted
+    if not denied:
+        return ()
+    return (f"rank {facts.rank}'s {', '.join(denied)}: not permitted to read",)

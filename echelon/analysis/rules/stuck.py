@@ -7,45 +7,98 @@ make one finding.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from echelon.analysis.evidence import RankEvidence
-from echelon.analysis.finding import Cause, Finding, rank_list, seconds
-from echelon.analysis.picture import Picture, is_inside
-from echelon.analysis.rules.outside import keeps_waiting, waiting_ranks, waits_unrecorded
-from echelon.analysis.rules.reading import Reading, read_loss, read_rank
-from echelon.analysis.rules.signals import innermost_span
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
+from echelon.analysis.picture import Picture, has_moved, is_inside
+from echelon.analysis.rules.outside import (
+    keeps_waiting,
+    sleepers,
+    waiting_ranks,
+    waits_unrecorded,
+)
+from echelon.analysis.rules.reading import Reading, never_started, read_loss, read_rank
+from echelon.analysis.rules.signals import (
+    innermost_span,
+    is_busy,
+    process_lines,
+    users_line,
+)
 from echelon.analysis.waits import Wait
 
+_COMPARED = 64
 _MISSING = re.compile(r"missing:? (?:ranks? )?(\d{1,7}(?:(?:, | and )\d{1,7})*)")
 _ACTIONS = {
     Cause.DATA_STARVATION: "Look at {who}'s data loading{at}: its files, workers and storage.",
     Cause.STORAGE_STALL: "Look at the storage that {who} writes to{at}: space, quota, mount, load.",
     Cause.COMPILE_STALL: "Compile before the first collective, or raise the stall timeout for it.",
     Cause.STORE_WAIT: "Find out which rank was to write the key that {who} waits for{at}.",
-    Cause.HOST_HANG: "Look at {who}'s code{at}: what does it wait for there?",
+    Cause.HOST_HANG: "Look at {who}'s code{at}: {question}?",
     Cause.GIL_HANG: "Find the C call{at} that holds {who}'s interpreter lock; make it release it.",
     Cause.FROZEN_PROCESS: "Continue {who} (kill -CONT {pid}), or find out who stopped it.",
     Cause.DEAD_PROCESS: "See {who}'s stderr and the machine's log for how its process ended.",
     Cause.SKIPPED_COLLECTIVE: "Give all ranks equally many batches, or let {who} go on to the end.",
     Cause.DEVICE_STUCK: "Look at {who}'s device (its error counters, its log); restart without it.",
+    Cause.STRAGGLER: "Find out why {who} is slow{at}; raise the stall timeout if it may be.",
     Cause.UNKNOWN: "Take another snapshot a few seconds later.",
 }
 
 
 def find_stuck(picture: Picture) -> list[Finding]:
-    """Report the sinks, those with the same cause together, the earliest wait first."""
+    """Report the sinks, the earliest wait first.
+
+    Those of one cause that the same operation waits for are one finding; what stands elsewhere for
+    the same reason is another.
+    """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
-    by_cause: dict[Cause, list[int]] = {}
+    alike: dict[tuple[Cause, int], list[int]] = {}
     for rank, reading in readings.items():
-        by_cause.setdefault(reading.cause, []).append(rank)
+        wait = picture.wait_for([rank])
+        alike.setdefault((reading.cause, id(wait) if wait is not None else 0), []).append(rank)
     findings = [
-        _describe(picture, tuple(ranks), readings[_first(picture, ranks)], _first(picture, ranks))
-        for ranks in by_cause.values()
+        describe_sinks(
+            picture, tuple(ranks), readings[_first(picture, ranks)], _first(picture, ranks)
+        )
+        for ranks in alike.values()
     ]
     began = {f.culprit_ranks: _began(picture, f.culprit_ranks) for f in findings}
     return sorted(findings, key=lambda f: (began[f.culprit_ranks], f.culprit_ranks))
+
+
+def find_all_busy(picture: Picture) -> list[Finding]:
+    """Say that all ranks compute where a stall was seen and none of them waits for another.
+
+    A long compilation, evaluation or preprocessing looks like this, and is no fault.
+    """
+    evidence = picture.evidence
+    ranks = evidence.ranks
+    if evidence.incident.kind != "stall" or picture.graph.waits or evidence.missing:
+        return []
+    if len(ranks) < 2 or not all(is_busy(facts) for facts in ranks.values()):
+        return []
+    if any(
+        read_rank(picture, rank).cause is not Cause.HOST_HANG for rank in list(ranks)[:_COMPARED]
+    ):
+        return []
+    places = {rank: frame for rank, facts in ranks.items() if (frame := users_line(facts))}
+    shown = "; ".join(f"rank {rank} at {frame}" for rank, frame in list(places.items())[:3])
+    return [
+        Finding(
+            cause=Cause.UNKNOWN,
+            culprit_ranks=(),
+            confidence=Confidence.POSSIBLE,
+            summary="all ranks compute and none waits for another"
+            + (f": {shown}" if shown else ""),
+            evidence=tuple(
+                line for facts in list(ranks.values())[:4] for line in process_lines(facts)
+            ),
+            would_settle=("a span around what takes long (compile, evaluation)",),
+            next_action="If this takes so long by intent, mark it by a span or raise the stall "
+            "timeout; else look at the lines above.",
+        )
+    ]
 
 
 def find_lost(picture: Picture) -> list[Finding]:
@@ -58,7 +111,7 @@ def find_lost(picture: Picture) -> list[Finding]:
     lost = tuple(rank for rank in incident.lost if rank < size)
     if not lost:
         return []
-    finding = _describe(picture, lost, read_loss(picture, lost[0]), lost[0])
+    finding = describe_sinks(picture, lost, read_loss(picture, lost[0]), lost[0])
     others = tuple(rank for rank in picture.evidence.ranks if rank not in lost)
     return [finding.changed(fallout_ranks=others)]
 
@@ -80,6 +133,7 @@ def suspects(picture: Picture) -> tuple[int, ...]:
         return outside
     left = [wait for wait in picture.graph.waits if is_left_behind(picture, wait)]
     behind = {rank for wait in left for rank in wait.waiting}
+    behind.update(rank for wait in picture.graph.waits for rank in never_started(picture, wait))
     if behind:
         return tuple(sorted(behind))
     if picture.graph.waits:
@@ -92,7 +146,8 @@ def suspects(picture: Picture) -> tuple[int, ...]:
         for rank, facts in picture.evidence.ranks.items()
         if facts.host.alive is not False and not is_inside(facts)
     ]
-    apart = keeps_waiting(picture)
+    running = [rank for rank in running if not has_moved(picture.evidence.ranks[rank])]
+    apart = keeps_waiting(picture) or sleepers(picture)
     if apart:
         return apart
     elsewhere = [rank for rank in running if not _is_at_store(picture.evidence.ranks[rank])]
@@ -147,16 +202,20 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
     return wait.since_ns if wait is not None else 1 << 62
 
 
-def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int) -> Finding:
+def describe_sinks(
+    picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
+) -> Finding:
+    """Make one finding of ranks that were found doing the same, `shown` before the others."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
-    if len(ranks) > 1:
-        rest = [rank for rank in ranks if rank != shown]
-        summary += f" (and so {'does' if len(rest) == 1 else 'do'} {rank_list(rest)})"
     lines = list(reading.evidence)
-    for other in [rank for rank in ranks if rank != shown][:4]:
-        lines += read_rank(picture, other).evidence[:1]
+    rest = [rank for rank in ranks if rank != shown]
+    others = {rank: read_rank(picture, rank) for rank in rest[:_COMPARED]}
+    if rest:
+        summary += _rest_words(reading, others, rest)
+    for other in list(others.values())[:4]:
+        lines += other.evidence[:1]
     fallout = picture.fallout(ranks)
     if set(ranks) <= set(keeps_waiting(picture)):
         fallout = waiting_ranks(picture)
@@ -169,6 +228,9 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
     action = action.format(
         who=who,
         at=f" at {reading.frame}" if reading.frame else "",
+        question="why does it take so long there"
+        if facts and is_busy(facts)
+        else "what does it wait for there",
         pid=facts.identity.pid if facts else 0,
     )
     settles = reading.would_settle
@@ -176,11 +238,15 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
         settles += (f"which of {who} waits for another in a send or receive: Gloo records neither",)
     alike = reading.cause is Cause.UNKNOWN and len(ranks) > 1  # nothing singles one out
     if alike:
-        settles += ("what sets one rank apart: all of them are alike, and none waits for another",)
+        settles += ("what sets one rank apart: nothing recorded does",)
+    elif not _has_contrast(picture, ranks):
+        settles += (
+            "what sets one rank apart: all ranks show the same, and none waits for another",
+        )
     return Finding(
         cause=reading.cause,
         culprit_ranks=() if alike else ranks,
-        confidence=reading.confidence,
+        confidence=_confidence(picture, ranks, reading),
         group=wait.group if wait else None,
         operation=wait.operation if wait else None,
         sequence=wait.number if wait else None,
@@ -190,6 +256,28 @@ def _describe(picture: Picture, ranks: tuple[int, ...], reading: Reading, shown:
         would_settle=settles,
         next_action=action,
     )
+
+
+def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
+    """Say what the other ranks of a finding do: the same, or each at a place of its own."""
+    apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
+    same = [rank for rank in rest if rank not in apart]
+    text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
+    shown = [f"rank {rank} {others[rank].words}" for rank in apart[:2]]
+    if len(apart) > 2:
+        shown.append(f"{rank_list(apart[2:])} elsewhere")
+    return "; ".join([text, *shown] if text else ["", *shown])
+
+
+def _has_contrast(picture: Picture, ranks: Sequence[int]) -> bool:
+    """Tell whether any rank that runs is not among the culprits: `certain` needs one."""
+    if picture.evidence.world_size == 1 or picture.wait_for(ranks) is not None:
+        return True
+    return any(rank not in ranks for rank in range(picture.evidence.world_size))
+
+
+def _confidence(picture: Picture, ranks: Sequence[int], reading: Reading) -> Confidence:
+    return reading.confidence if _has_contrast(picture, ranks) else Confidence.POSSIBLE
 
 
 def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
 from echelon.analysis.links import BrokenLink, common_end
 from echelon.analysis.picture import Picture, last_row
-from echelon.analysis.rules.ended import is_secondary
+from echelon.analysis.rules.errors import Meaning, meaning_of
 from echelon.analysis.waits import Wait
 
 _NAMED = re.compile(r"(?:\branks?|\bmissing:?) (\d{1,7}(?:(?:, | and )\d{1,7})*)")
@@ -95,7 +95,7 @@ def _broken(picture: Picture) -> list[Finding]:
             cause=Cause.NETWORK,
             culprit_ranks=culprits,
             confidence=Confidence.LIKELY if culprits else Confidence.POSSIBLE,
-            summary=f"{rank_list(list(texts))} lost connections while every process lives; {whom}",
+            summary=f"{rank_list(list(texts))} lost connections{_lives(picture)}; {whom}",
             evidence=tuple(quoted),
             fallout_ranks=tuple(sorted(set(texts) - set(culprits))),
             would_settle=_SETTLES[:2],
@@ -106,6 +106,11 @@ def _broken(picture: Picture) -> list[Finding]:
     ]
 
 
+def _lives(picture: Picture) -> str:
+    alive = all(facts.host.alive for facts in picture.evidence.ranks.values())
+    return " while every process lives" if alive else ""
+
+
 def _errors(picture: Picture) -> dict[int, str]:
     found: dict[int, str] = {}
     for rank, facts in picture.evidence.ranks.items():
@@ -113,7 +118,8 @@ def _errors(picture: Picture) -> dict[int, str]:
         text = picture.evidence.error(row) if row is not None else ""
         words = facts.last_words
         if not any(sign in text for sign in _LOST) and words is not None:
-            text = words.message if is_secondary(words.type, words.message, words.bases) else ""
+            meaning = meaning_of(words.type, words.message, words.bases, words.traceback)
+            text = words.message if meaning is Meaning.CONSEQUENCE else ""
         found[rank] = text if text and "Mismatch" not in text else ""
     return found
 

@@ -1,6 +1,25 @@
 """Each cause of docs/verdicts.md, told as the story of a job: a file for each family of causes."""
 
-from tests.analysis.stories import crossed, elsewhere, ended, mismatched, skipped, stuck
+from tests.analysis.stories import (
+    crossed,
+    elsewhere,
+    ended,
+    machine,
+    mismatched,
+    skipped,
+    stuck,
+    words,
+)
 from tests.analysis.stories.story import STORIES
 
-__all__ = ["STORIES", "mismatched", "skipped", "crossed", "stuck", "ended", "elsewhere"]
+__all__ = [
+    "STORIES",
+    "crossed",
+    "elsewhere",
+    "ended",
+    "machine",
+    "mismatched",
+    "skipped",
+    "stuck",
+    "words",
+]

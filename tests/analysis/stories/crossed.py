@@ -6,7 +6,7 @@ from tests.analysis.imagined_job import Job
 from tests.analysis.stories.story import story
 
 
-@story("order_desync", [0, 1, 2, 3])
+@story("order_desync", [0, 1, 2, 3], confidence="certain")
 def two_groups_in_different_orders() -> Job:
     job = Job(4).train(1)
     for rank in job.ranks:
@@ -15,7 +15,7 @@ def two_groups_in_different_orders() -> Job:
     return job
 
 
-@story("order_desync", [1, 2])
+@story("order_desync", [1, 2], confidence="certain")
 def only_the_ranks_on_the_ring() -> Job:
     job = Job(4).train(1)
     for rank in (0, 3):
@@ -25,7 +25,7 @@ def only_the_ranks_on_the_ring() -> Job:
     return job
 
 
-@story("p2p_unmatched", [1])
+@story("p2p_unmatched", [1], confidence="certain")
 def receives_from_the_wrong_peer() -> Job:
     job = Job(4).train(1)
     job[0].send(1, inside=True)
@@ -35,7 +35,7 @@ def receives_from_the_wrong_peer() -> Job:
     return job
 
 
-@story("p2p_unmatched", [1])
+@story("p2p_unmatched", [1], confidence="certain")
 def receives_from_the_wrong_peer_while_the_send_was_buffered() -> Job:
     """The right sender has gone on: only the pairs' past tells the two receivers apart."""
     job = Job(4).train(1)
@@ -50,7 +50,7 @@ def receives_from_the_wrong_peer_while_the_send_was_buffered() -> Job:
     return job
 
 
-@story("p2p_unmatched", [1])
+@story("p2p_unmatched", [1], confidence="certain")
 def receives_from_the_wrong_peer_the_first_time() -> Job:
     job = Job(4).train(1)
     job[0].send(1)
@@ -60,7 +60,7 @@ def receives_from_the_wrong_peer_the_first_time() -> Job:
     return job
 
 
-@story("p2p_unmatched", [2])
+@story("p2p_unmatched", [2], confidence="likely")
 def forgets_a_send_it_made_before() -> Job:
     job = Job(3)
     for _ in range(3):
@@ -74,7 +74,7 @@ def forgets_a_send_it_made_before() -> Job:
     return job
 
 
-@story("p2p_unmatched", [0])
+@story("p2p_unmatched", [0], confidence="likely")
 def receives_what_nobody_ever_sent() -> Job:
     job = Job(3).train(3)
     job[0].recv(2, inside=True)
@@ -83,7 +83,7 @@ def receives_what_nobody_ever_sent() -> Job:
     return job
 
 
-@story("p2p_unmatched", [0, 1])
+@story("p2p_unmatched", [0, 1], confidence="likely")
 def tags_that_differ() -> Job:
     job = Job(2).train(1)
     job[0].send(1, tag=7, inside=True)

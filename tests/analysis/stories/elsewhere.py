@@ -6,7 +6,7 @@ from tests.analysis.imagined_job import Job
 from tests.analysis.stories.story import story
 
 
-@story("network", [])
+@story("network", [], confidence="possible")
 def everybody_is_inside() -> Job:
     job = Job(4).train(3)
     for rank in job.ranks:
@@ -14,7 +14,7 @@ def everybody_is_inside() -> Job:
     return job
 
 
-@story("device_stuck", [2])
+@story("device_stuck", [2], confidence="likely")
 def pending_here_and_done_by_its_peers() -> Job:
     job = Job(4).train(3)
     job[2].all_reduce(inside=True)
@@ -23,7 +23,7 @@ def pending_here_and_done_by_its_peers() -> Job:
     return job
 
 
-@story("straggler", [1], "")
+@story("straggler", [1], "", confidence="certain")
 def last_again_and_again() -> Job:
     job = Job(4)
     for _ in range(60):
@@ -35,7 +35,7 @@ def last_again_and_again() -> Job:
     return job
 
 
-@story("straggler", [2], "")
+@story("straggler", [2], "", confidence="certain")
 def slow_before_the_first_of_several_buckets() -> Job:
     job = Job(4)
     for _ in range(60):
@@ -49,7 +49,7 @@ def slow_before_the_first_of_several_buckets() -> Job:
     return job
 
 
-@story("unknown", [1])
+@story("unknown", [1], confidence="possible")
 def a_stall_that_was_over_before_the_snapshot() -> Job:
     job = Job(3).train(4)
     job[1].wait(4.0)
@@ -61,13 +61,13 @@ def a_stall_that_was_over_before_the_snapshot() -> Job:
     return job
 
 
-@story("unknown", [])
+@story("unknown", [], confidence="possible")
 def nobody_ever_recorded() -> Job:
     job = Job(2)
     job[0].has_ring = job[1].has_ring = False
     return job
 
 
-@story("unknown", [], "failure")
+@story("unknown", [], "failure", confidence="possible")
 def nothing_explains_the_failure() -> Job:
     return Job(2).train(2)

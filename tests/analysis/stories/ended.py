@@ -6,7 +6,7 @@ from tests.analysis.imagined_job import Job
 from tests.analysis.stories.story import story
 
 
-@story("exception", [2], "failure")
+@story("exception", [2], "failure", confidence="certain")
 def raises() -> Job:
     job = Job(4).train(3)
     job[2].step().raised("builtins.ValueError", "bad batch")
@@ -15,7 +15,7 @@ def raises() -> Job:
     return job
 
 
-@story("exception", [1], "failure")
+@story("exception", [1], "failure", confidence="certain")
 def raises_first_and_others_lose_their_peer() -> Job:
     job = Job(4).train(3)
     job[1].step().raised("builtins.KeyError", "'x'", bases=("builtins.LookupError",), order=0)
@@ -28,7 +28,7 @@ def raises_first_and_others_lose_their_peer() -> Job:
     return job
 
 
-@story("exception", [3], "failure")
+@story("exception", [3], "failure", confidence="certain", also=(("exception", (0,)),))
 def the_earliest_exception_is_the_root() -> Job:
     job = Job(4).train(1)
     job[0].raised("builtins.ValueError", "later", order=1)
@@ -36,7 +36,7 @@ def the_earliest_exception_is_the_root() -> Job:
     return job
 
 
-@story("exception", [0], "failure")
+@story("exception", [0], "failure", confidence="certain")
 def raises_without_a_recorder() -> Job:
     job = Job(2)
     job[0].has_ring = False
@@ -46,7 +46,7 @@ def raises_without_a_recorder() -> Job:
     return job
 
 
-@story("exception", [1], "failure")
+@story("exception", [1], "failure", confidence="certain")
 def raises_under_torch_and_aborts_at_the_end() -> Job:
     """torch marks the lines of its traceback with the rank, and its threads abort the process."""
     job = Job(2)
@@ -63,7 +63,7 @@ def raises_under_torch_and_aborts_at_the_end() -> Job:
     return job
 
 
-@story("dead_process", [3], "failure")
+@story("dead_process", [3], "failure", confidence="certain")
 def killed() -> Job:
     job = Job(4).train(3)
     job[3].exited(-9)
@@ -72,7 +72,7 @@ def killed() -> Job:
     return job
 
 
-@story("dead_process", [1], "failure")
+@story("dead_process", [1], "failure", confidence="certain")
 def sys_exit_without_a_traceback() -> Job:
     job = Job(3).train(2)
     job[1].exited(5)
@@ -82,7 +82,7 @@ def sys_exit_without_a_traceback() -> Job:
     return job
 
 
-@story("dead_process", [1], "failure")
+@story("dead_process", [1], "failure", confidence="certain")
 def what_the_agent_stopped_is_fallout() -> Job:
     job = Job(3).train(2)
     job[0].exited(-15, order=0, by_agent=True)
@@ -91,7 +91,7 @@ def what_the_agent_stopped_is_fallout() -> Job:
     return job
 
 
-@story("dead_process", [2])
+@story("dead_process", [2], confidence="certain")
 def os_exit_0_in_the_middle() -> Job:
     job = Job(3).train(2)
     job[2].exited(0)
@@ -100,7 +100,7 @@ def os_exit_0_in_the_middle() -> Job:
     return job
 
 
-@story("dead_process", [2], "failure")
+@story("dead_process", [2], "failure", confidence="likely")
 def no_record_at_all() -> Job:
     job = Job(4).train(3, but=(2,))
     for rank in job.others(2):
@@ -108,7 +108,7 @@ def no_record_at_all() -> Job:
     return job.lose(2)
 
 
-@story("out_of_memory", [0], "failure")
+@story("out_of_memory", [0], "failure", confidence="certain")
 def killed_for_memory() -> Job:
     job = Job(4).train(3)
     job[0].exited(-9, oom_kill=True, rss_bytes=7 << 30)
@@ -117,7 +117,7 @@ def killed_for_memory() -> Job:
     return job
 
 
-@story("out_of_memory", [1], "failure")
+@story("out_of_memory", [1], "failure", confidence="certain")
 def device_memory_is_used_up() -> Job:
     job = Job(2).train(3)
     job[1].raised("torch.OutOfMemoryError", "CUDA out of memory.", bases=("builtins.RuntimeError",))

@@ -8,7 +8,7 @@ from tests.analysis.stories.story import story
 MISMATCH = "CollectiveMismatchError: ranks differ"
 
 
-@story("op_mismatch", [2], "failure")
+@story("op_mismatch", [2], "failure", confidence="certain")
 def another_operation() -> Job:
     job = Job(4).train(3)
     for rank in job.others(2):
@@ -17,7 +17,7 @@ def another_operation() -> Job:
     return job
 
 
-@story("shape_mismatch", [0])
+@story("shape_mismatch", [0], confidence="certain")
 def another_shape_on_rank_0() -> Job:
     job = Job(4).train(3)
     for rank in job.others(0):
@@ -26,7 +26,7 @@ def another_shape_on_rank_0() -> Job:
     return job
 
 
-@story("dtype_mismatch", [3])
+@story("dtype_mismatch", [3], confidence="certain")
 def another_dtype() -> Job:
     job = Job(4).train(2)
     for rank in job.ranks:
@@ -34,7 +34,7 @@ def another_dtype() -> Job:
     return job
 
 
-@story("reduce_op_mismatch", [1])
+@story("reduce_op_mismatch", [1], confidence="certain")
 def another_reduce_op() -> Job:
     job = Job(4).train(2)
     for rank in job.ranks:
@@ -42,7 +42,7 @@ def another_reduce_op() -> Job:
     return job
 
 
-@story("root_mismatch", [1, 2])
+@story("root_mismatch", [1, 2], confidence="certain")
 def another_root_on_two_of_five() -> Job:
     job = Job(5).train(2)
     for rank in job.ranks:
@@ -50,7 +50,7 @@ def another_root_on_two_of_five() -> Job:
     return job
 
 
-@story("shape_mismatch", [0, 1])
+@story("shape_mismatch", [0, 1], confidence="likely")
 def a_tie_names_both_sides() -> Job:
     job = Job(2).train(2)
     for rank in job.ranks:
@@ -58,7 +58,7 @@ def a_tie_names_both_sides() -> Job:
     return job
 
 
-@story("shape_mismatch", [2], "failure")
+@story("shape_mismatch", [2], "failure", confidence="likely")
 def seen_by_two_before_the_others_came() -> Job:
     """The mismatch is raised as soon as two ranks differ; who is odd shows in their past."""
     job = Job(4).train(3)
@@ -70,7 +70,7 @@ def seen_by_two_before_the_others_came() -> Job:
     return job
 
 
-@story("shape_mismatch", [3])
+@story("shape_mismatch", [3], confidence="certain")
 def the_earliest_difference_is_the_root() -> Job:
     job = Job(4).train(1)
     for rank in job.ranks:
@@ -80,7 +80,7 @@ def the_earliest_difference_is_the_root() -> Job:
     return job
 
 
-@story("split_mismatch", [2])
+@story("split_mismatch", [2], confidence="certain")
 def splits_that_do_not_fit() -> Job:
     job = Job(3).train(1)
     for rank in job.ranks:
@@ -89,7 +89,7 @@ def splits_that_do_not_fit() -> Job:
     return job
 
 
-@story("dtype_mismatch", [2], "failure")
+@story("dtype_mismatch", [2], "failure", confidence="certain")
 def a_mismatch_explains_the_exits() -> Job:
     job = Job(4).train(2)
     for order, rank in enumerate(job.ranks):
@@ -99,7 +99,7 @@ def a_mismatch_explains_the_exits() -> Job:
     return job
 
 
-@story("dtype_mismatch", [0, 1])
+@story("dtype_mismatch", [0, 1], confidence="likely")
 def a_receive_of_another_type_than_the_send() -> Job:
     job = Job(2).train(1)
     job[0].send(1, dtype="float32", inside=True)

@@ -29,23 +29,23 @@ def _skip(*, buckets: tuple[int, ...], skipped: int, ranks: int = 4, odd: int = 
     return job
 
 
-@story("skipped_collective", [2])
+@story("skipped_collective", [2], confidence="certain")
 def skips_a_bucket_of_another_size() -> Job:
     return _skip(buckets=(64, 128, 192), skipped=1)
 
 
-@story("skipped_collective", [2])
+@story("skipped_collective", [2], confidence="certain")
 def skips_the_last_bucket() -> Job:
     return _skip(buckets=(64, 128, 192), skipped=2)
 
 
-@story("skipped_collective", [1])
+@story("skipped_collective", [1], confidence="certain")
 def skips_one_of_equal_buckets() -> Job:
     """No signature ever differs: only the step shows it, and one call is short at the end."""
     return _skip(buckets=(64, 64, 64), skipped=1, odd=1)
 
 
-@story("skipped_collective", [3])
+@story("skipped_collective", [3], confidence="likely")
 def leaves_the_loop_for_a_barrier() -> Job:
     job = Job(4)
     for _ in range(6):
@@ -57,7 +57,7 @@ def leaves_the_loop_for_a_barrier() -> Job:
     return job
 
 
-@story("skipped_collective", [0])
+@story("skipped_collective", [0], confidence="certain")
 def makes_one_call_too_many() -> Job:
     job = Job(4).train(3)
     for rank in job.ranks:
@@ -68,7 +68,7 @@ def makes_one_call_too_many() -> Job:
     return job
 
 
-@story("skipped_collective", [1])
+@story("skipped_collective", [1], confidence="likely")
 def ends_well_while_the_others_go_on() -> Job:
     job = Job(3).train(3)
     for rank in job.others(1):
@@ -78,6 +78,6 @@ def ends_well_while_the_others_go_on() -> Job:
     return job
 
 
-@story("skipped_collective", [1])
+@story("skipped_collective", [1], confidence="certain")
 def of_two_ranks_the_one_with_the_short_step_skipped() -> Job:
     return _skip(buckets=(64, 128, 192), skipped=2, ranks=2, odd=1)

@@ -18,17 +18,25 @@ class Story:
     culprits: list[int]
     kind: str  # of the incident
     tell: Teller
+    confidence: str = ""  # "": not told
+    also: tuple[tuple[str, tuple[int, ...]], ...] = ()  # the other findings, in order
 
 
 STORIES: dict[str, Story] = {}
 
 
-def story(cause: str, culprits: list[int], kind: str = "stall") -> Callable[[Teller], Teller]:
+def story(
+    cause: str,
+    culprits: list[int],
+    kind: str = "stall",
+    confidence: str = "",
+    also: tuple[tuple[str, tuple[int, ...]], ...] = (),
+) -> Callable[[Teller], Teller]:
     """Keep the function below as a story, under its own name."""
 
     def keep(tell: Teller) -> Teller:
         assert tell.__name__ not in STORIES, tell.__name__
-        STORIES[tell.__name__] = Story(cause, culprits, kind, tell)
+        STORIES[tell.__name__] = Story(cause, culprits, kind, tell, confidence, also)
         return tell
 
     return keep

@@ -14,28 +14,28 @@ def _waiting_for(rank: int, size: int = 4) -> Job:
     return job
 
 
-@story("host_hang", [2])
+@story("host_hang", [2], confidence="certain")
 def hangs_in_its_own_code() -> Job:
     job = _waiting_for(2)
     job[2].stands("tokenize.py", 88, "wait_for_tokenizer")
     return job
 
 
-@story("host_hang", [1])
+@story("host_hang", [1], confidence="certain")
 def hangs_inside_a_compute_span() -> Job:
     job = _waiting_for(1)
     job[1].span("compute").stands()
     return job
 
 
-@story("data_starvation", [3])
+@story("data_starvation", [3], confidence="certain")
 def waits_for_data() -> Job:
     job = _waiting_for(3)
     job[3].span("data_wait").stands("data.py", 12, "read")
     return job
 
 
-@story("data_starvation", [1, 3])
+@story("data_starvation", [1, 3], confidence="certain")
 def two_wait_for_data() -> Job:
     job = Job(4).train(3)
     for rank in (job[0], job[2]):
@@ -45,28 +45,28 @@ def two_wait_for_data() -> Job:
     return job
 
 
-@story("storage_stall", [0])
+@story("storage_stall", [0], confidence="certain")
 def the_innermost_span_decides() -> Job:
     job = _waiting_for(0)
     job[0].span("compute").span("checkpoint", depth=1)
     return job
 
 
-@story("host_hang", [0])
+@story("host_hang", [0], confidence="certain")
 def a_span_of_another_thread_does_not_count() -> Job:
     job = _waiting_for(0)
     job[0].span("compute").span("data_wait", thread=5).stands()
     return job
 
 
-@story("storage_stall", [1])
+@story("storage_stall", [1], confidence="certain")
 def sleeps_uninterruptibly() -> Job:
     job = _waiting_for(1)
     job[1].host.update(process_state="D", wait_channel="nfs_wait")
     return job
 
 
-@story("compile_stall", [2])
+@story("compile_stall", [2], confidence="certain")
 def compiles() -> Job:
     job = _waiting_for(2)
     job[2].span("compile")
@@ -74,14 +74,14 @@ def compiles() -> Job:
     return job
 
 
-@story("store_wait", [1])
+@story("store_wait", [1], confidence="certain")
 def waits_for_a_key() -> Job:
     job = _waiting_for(1)
     job[1].span("store", detail="epoch/7")
     return job
 
 
-@story("frozen_process", [3])
+@story("frozen_process", [3], confidence="certain")
 def is_stopped() -> Job:
     job = _waiting_for(3)
     job[3].host["process_state"] = "T"
@@ -89,7 +89,7 @@ def is_stopped() -> Job:
     return job
 
 
-@story("gil_hang", [2])
+@story("gil_hang", [2], confidence="likely")
 def holds_the_lock() -> Job:
     job = _waiting_for(2)
     job[2].host.update(process_state="R", cpu_share=1.0)
@@ -97,7 +97,7 @@ def holds_the_lock() -> Job:
     return job
 
 
-@story("host_hang", [3])
+@story("host_hang", [3], confidence="certain")
 def a_subgroup_stall_is_reported_once() -> Job:
     job = Job(4).train(2)
     for rank in (job[0], job[1]):
@@ -107,7 +107,7 @@ def a_subgroup_stall_is_reported_once() -> Job:
     return job
 
 
-@story("host_hang", [2])
+@story("host_hang", [2], confidence="certain")
 def a_pipeline_waits_for_a_hung_stage() -> Job:
     job = Job(4).train(1)
     job[0].send(1)
@@ -117,7 +117,7 @@ def a_pipeline_waits_for_a_hung_stage() -> Job:
     return job
 
 
-@story("data_starvation", [0, 1, 2])
+@story("data_starvation", [0, 1, 2], confidence="possible")
 def everybody_waits_for_data() -> Job:
     job = Job(3).train(2)
     for rank in job.ranks:
@@ -125,7 +125,7 @@ def everybody_waits_for_data() -> Job:
     return job
 
 
-@story("host_hang", [1])
+@story("host_hang", [1], confidence="certain")
 def hangs_before_it_comes_to_the_meeting() -> Job:
     job = Job(3)
     for rank in job.others(1):
@@ -134,7 +134,7 @@ def hangs_before_it_comes_to_the_meeting() -> Job:
     return job
 
 
-@story("dead_process", [2], "")
+@story("dead_process", [2], "", confidence="possible")
 def rings_whose_owner_has_gone_silent() -> Job:
     """Read without their host: nobody said that rank 2 died, but its heart stopped."""
     job = _waiting_for(2)
@@ -144,7 +144,7 @@ def rings_whose_owner_has_gone_silent() -> Job:
     return job
 
 
-@story("host_hang", [2], "failure")
+@story("host_hang", [2], "failure", confidence="certain")
 def does_not_come_to_the_first_meeting_and_the_others_give_up() -> Job:
     job = Job(3)
     for order, rank in enumerate(job.others(2)):

@@ -1,0 +1,135 @@
+"""What an error says about whose fault it is, in the words of torch, NCCL and echelon.
+
+An error is the rank's own, or it reports what a peer, the network or a watchdog did (a
+consequence, never a cause), or it names memory or the device. The type decides where it can;
+`DistBackendError` is raised for all four, so its text does. A plain `RuntimeError` or
+`ConnectionError` is a consequence only if it passed through a communication library: a user's own
+client may lose connections too.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+_OWN_ERRORS = ("echelon.errors.",)
+_OWN_NAMES = frozenset(
+    {
+        "CollectiveError",
+        "CollectiveMismatchError",
+        "CollectiveTimeoutError",
+        "PeerLostError",
+        "StoreError",
+        "StoreTimeoutError",
+        "StoreConnectionError",
+    }
+)
+_TORCH_NAMES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_PLAIN_NAMES = frozenset(
+    {
+        "RuntimeError",
+        "AcceleratorError",
+        "ConnectionError",
+        "ConnectionResetError",
+        "BrokenPipeError",
+        "TimeoutError",
+    }
+)
+_MEMORY_TYPES = ("MemoryError", "OutOfMemoryError")
+_MEMORY = re.compile(
+    r"\b(?:cuda|hip|xpu|npu)(?: error:| failure \d+ ')? ?out of memory|cannot allocate memory"
+)
+_DEVICE = re.compile(
+    r"\becc error|uncorrectable|\bxid\b|fallen off the bus|nvlink error|hardware stack error"
+    r"|device (?:is )?unavailable|\bgpu is lost\b|hip error: .*hardware"
+)
+# Said of the rank itself, whatever else the text quotes.
+_OWN = re.compile(
+    r"duplicate gpu detected|invalid usage|invalid argument|illegal memory access"
+    r"|device-side assert|address already in use|eaddrinuse|no such file"
+)
+_CONSEQUENCE = re.compile(
+    r"connection closed|connection reset|connection refused|broken pipe|gloo/transport/"
+    r"|connectfullmesh|remote process exited|ncclremoteerror|communicator was aborted"
+    r"|watchdog caught collective|timed out|timeout|socket|peer closed|failed to recv"
+)
+# A frame or a file of these in the text: the error passed through a communication library.
+_COMMUNICATION = re.compile(
+    r"gloo/transport/|processgroup|nccl|torch[/\\]distributed[/\\]|tcpstore|\[c10d\]|connectfullmesh"
+    r"|distributed_c10d|echelon[/\\](?:dist|store)[/\\]"
+)
+_WATCHDOG = re.compile(
+    r"Watchdog caught collective operation timeout: \w{1,40}\(SeqNum=(\d{1,12}), OpType=(\w{1,40})"
+)
+_DIED_BY_WATCHDOG = re.compile(
+    r"watchdog (?:caught|thread terminated|got stuck)|collective operation timeout"
+    r"|taking the entire process down|heartbeatmonitor|remote process exited",
+    re.IGNORECASE,
+)
+
+
+class Meaning(Enum):
+    """Whose fault an error reports."""
+
+    OWN = "the rank's own"
+    CONSEQUENCE = "of a peer, the network or a watchdog"
+    MEMORY = "memory is used up"
+    DEVICE = "the device failed"
+
+
+def meaning_of(
+    type_name: str, message: str, bases: tuple[str, ...] = (), traceback: str = ""
+) -> Meaning:
+    """Judge an uncaught error.
+
+    Args:
+        bases: the type's base classes, where they were recorded.
+        traceback: its frames as text; "" if not known.
+    """
+    name = type_name.rpartition(".")[2]
+    names = {name, *(base.rpartition(".")[2] for base in bases)}
+    if _is_echelons(type_name, message, bases):
+        return Meaning.CONSEQUENCE
+    words = message.lower()
+    if names & set(_MEMORY_TYPES) or (
+        names & ({"RuntimeError"} | _TORCH_NAMES) and _MEMORY.search(words)
+    ):
+        return Meaning.MEMORY
+    if not names & (_PLAIN_NAMES | _TORCH_NAMES):
+        return Meaning.OWN
+    if _DEVICE.search(words):
+        return Meaning.DEVICE
+    if name in _TORCH_NAMES:
+        return Meaning.OWN if _is_torchs_own(name, words) else Meaning.CONSEQUENCE
+    if _CONSEQUENCE.search(words) and _COMMUNICATION.search(f"{words}\n{traceback.lower()}"):
+        return Meaning.CONSEQUENCE
+    return Meaning.OWN
+
+
+def _is_echelons(type_name: str, message: str, bases: tuple[str, ...]) -> bool:
+    if any(kind.startswith(_OWN_ERRORS) for kind in (type_name, *bases)):
+        return True
+    name = type_name.rpartition(".")[2]
+    if name in _OWN_NAMES:
+        return True
+    # echelon's own error, on its way through torch's C++
+    return name == "RuntimeError" and any(f"{own}: " in message for own in _OWN_NAMES)
+
+
+def _is_torchs_own(name: str, words: str) -> bool:
+    if _OWN.search(words):
+        return True
+    if name != "DistBackendError" or _CONSEQUENCE.search(words):
+        return False
+    return "unhandled cuda error" in words or "internal error" in words or "system error" in words
+
+
+def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
+    """Return the sequence number and type of the operation that torch's watchdog gave up in."""
+    found = _WATCHDOG.findall(stderr)
+    return (int(found[0][0]), found[0][1].lower()) if found else None
+
+
+def died_by_watchdog(stderr: str) -> bool:
+    """Tell whether a process that aborted says that a watchdog, or a lost peer, ended it."""
+    return bool(_DIED_BY_WATCHDOG.search(stderr))
