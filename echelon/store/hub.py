@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -172,8 +171,9 @@ class Hub:
             while self._asked:
                 asked, self._asked = self._asked, {}
                 uids = await self.loop.run_in_executor(None, trust.owner_uids, list(asked.values()))
-                for connection, (_, far_port, _, near_port) in asked.items():
-                    connection.settle(uids.get((far_port, near_port)) == os.getuid())
+                own = trust.own_uid()
+                for connection, ends in asked.items():
+                    connection.settle(own is not None and uids.get(ends) == own)
         finally:
             self._asking = None
 

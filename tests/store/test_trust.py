@@ -6,12 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import StoreServer, TCPStore, trust
-from echelon.store import hub as hubs
 from echelon.store import protocol as p
 from tests.store.peers import OPENING, SYNC, SYNCED, Background, Raw, ours, until
 
@@ -119,7 +119,7 @@ def test_a_torch_client_of_our_own_user_is_let_in_on_loopback(guarded, closing):
 
 
 def test_a_torch_client_of_another_user_is_not(guarded, closing, monkeypatch, caplog):
-    monkeypatch.setattr(hubs.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(trust.os, "getuid", lambda: 12345)
     peer = closing(Raw(guarded.port, opening=OPENING + SYNC))
     assert peer.is_closed_by_server()
     assert "from an address that is not admitted" in caplog.text
@@ -136,6 +136,83 @@ def test_the_kernel_tells_another_users_connection(guarded):
         "sys.exit(0 if peer.recv(4) == b'' else 1)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=20, check=False).returncode == 0
+
+
+def _as_another_user(script: str) -> int:
+    """Run a script as uid 65534; return its exit code."""
+    prelude = "import os, socket, sys\nos.setuid(65534)\n"
+    argv = [sys.executable, "-c", prelude + script]
+    return subprocess.run(argv, timeout=30, check=False).returncode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as another user")
+def test_another_user_who_has_closed_is_not_taken_for_us(guarded, closing, monkeypatch):
+    """A closed end's line in the kernel's table says uid 0, which is ours where we are root."""
+    looks = []
+    real = trust.owner_uids
+
+    def late(connections):
+        asked = list(connections)
+        gone = [f"{ends[1]:04X} " for ends in asked]
+        until(
+            lambda: all(_state_of(port) in ("05", "06") for port in gone),
+            "the stranger has closed",
+        )
+        looks.append(asked)
+        return real(asked)
+
+    monkeypatch.setattr(trust, "owner_uids", late)
+    command = OPENING + SYNC + p.encode(p.SET, b"/pwned", b"by uid 65534")
+    script = (
+        "peer = socket.socket()\n"
+        f"peer.connect(('127.0.0.1', {guarded.port}))\n"
+        f"peer.sendall({command!r})\n"
+        "peer.close()\n"
+    )
+    assert _as_another_user(script) == 0
+    until(lambda: guarded.statistics().num_refused == 1, "the stranger is refused")
+    assert len(looks) == 1
+    assert guarded.statistics().num_keys == 0
+
+
+def _state_of(port: str) -> str:
+    """Return the TCP state of the local end at ":PORT ", "" if there is none."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        if line.split(":", 1)[1].lstrip()[9:].startswith(port):
+            return line.split()[3]
+    return ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as another user")
+def test_two_users_with_equal_ports_are_told_apart(closing):
+    listener = closing(socket.create_server(("0.0.0.0", 0)))
+    port = listener.getsockname()[1]
+    mine = closing(socket.socket())
+    mine.bind(("127.0.0.1", 0))
+    mine.connect(("127.0.0.1", port))
+    script = (
+        "peer = socket.socket()\n"
+        f"peer.bind(('127.0.0.9', {mine.getsockname()[1]}))\n"
+        f"peer.connect(('127.0.0.1', {port}))\n"
+        "peer.recv(1)\n"
+    )
+    other = Background(lambda: _as_another_user(script))
+    accepted = [closing(listener.accept()[0]) for _ in range(2)]
+    seen = [(*far.getpeername(), *far.getsockname()) for far in accepted]
+    owners = {ends[0]: uid for ends, uid in trust.owner_uids(seen).items()}
+    for far in accepted:
+        far.shutdown(socket.SHUT_WR)
+    assert owners == {"127.0.0.1": 0, "127.0.0.9": 65534}
+    assert other.result() == 0
+
+
+def test_no_uid_is_believed_where_the_kernel_cannot_name_users(monkeypatch):
+    monkeypatch.setattr(trust.os, "getuid", lambda: 65534)
+    maps = {"/proc/sys/kernel/overflowuid": "65534\n", "/proc/self/uid_map": "0 1000 1\n"}
+    monkeypatch.setattr(trust.Path, "read_text", lambda self, **_: maps[str(self)])
+    assert trust.own_uid() is None
+    maps["/proc/self/uid_map"] = "         0          0 4294967295\n"
+    assert trust.own_uid() == 65534
 
 
 def test_a_torch_client_from_elsewhere_needs_its_address_admitted(guarded, closing, monkeypatch):
@@ -173,8 +250,9 @@ def test_the_kernel_knows_whose_connection_it_is(closing):
         far, _ = listener.accept()
         closing(far)
         seen = (*far.getpeername()[:2], *far.getsockname()[:2])
-        assert trust.owner_uids([seen]) == {(seen[1], seen[3]): os.getuid()}
-        assert near.fileno() >= 0
+        assert trust.owner_uids([seen]) == {seen: os.getuid()}
+        near.close()
+        until(lambda: not trust.owner_uids([seen]), "a closed end has no owner")
 
 
 def test_an_empty_secret_is_refused():
