@@ -19,7 +19,7 @@ _ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis")
 # room -> modules of echelon that it may import besides its own and echelon.errors
 _ALLOWED = {
     "host": ("echelon.host",),
-    "store": ("echelon.store", "echelon.host"),
+    "store": ("echelon.store", "echelon.host", "echelon.recorder.span"),  # waits are recorded
     "recorder": ("echelon.recorder", "echelon.host"),
     "dist": ("echelon.dist", "echelon.store", "echelon.recorder", "echelon.host"),
     "launcher": (

@@ -338,7 +338,6 @@ def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore
         timeout=timeout_s,
         wait_for_workers=False,
         observer=lambda operation, key: span("store", f"{operation} {key}"),
-        secret=rendezvous.secret,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.launcher.conf import Conf
+from echelon.store.trust import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 29400
 _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -141,7 +142,7 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
                 "several nodes need a secret that only they know: --rdzv-secret-file FILE "
                 "(mode 0600), or ECHELON_SECRET, the same on all nodes"
             )
-        return secret
+        return _long_enough(secret, "ECHELON_SECRET")
     try:
         status = path.stat()
         secret = path.read_bytes().strip()
@@ -151,4 +152,14 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
         raise ValueError(f"--rdzv-secret-file {path}: others can read it; chmod 600 it")
     if not secret:
         raise ValueError(f"--rdzv-secret-file {path}: it is empty")
+    return _long_enough(secret, f"--rdzv-secret-file {path}")
+
+
+def _long_enough(secret: bytes, source: str) -> bytes:
+    """Return a secret that the store accepts, and that cannot be guessed."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"{source}: a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed "
+            "(random ones: openssl rand -hex 32)"
+        )
     return secret

@@ -18,12 +18,16 @@ from echelon.store import protocol as p
 from echelon.store import trust
 from echelon.store.deadline import Deadline
 from echelon.store.keepalive import keep_alive
+from echelon.store.seal import Opener, Sealer, stream_keys
 
 _RECEIVE_BYTES = 64 << 10
 _SLICE_S = 1.0  # a receive comes back after this long to look at the deadline
 _SLICE = struct.pack("ll", int(_SLICE_S), 0)  # struct timeval
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
+
+
+_FALSE_SERVER = "the server does not know this client's secret: it is not the job's server"
 
 
 class Channel:
@@ -35,7 +39,17 @@ class Channel:
             if the connection breaks now.
     """
 
-    __slots__ = ("_at", "_buffer", "_header", "_poller", "_socket", "instance", "num_unconfirmed")
+    __slots__ = (
+        "_at",
+        "_buffer",
+        "_header",
+        "_opener",
+        "_poller",
+        "_sealer",
+        "_socket",
+        "instance",
+        "num_unconfirmed",
+    )
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -44,6 +58,8 @@ class Channel:
         self._buffer = b""
         self._at = 0
         self._header: tuple[int, int] | None = None
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
         self.instance = b""
         self.num_unconfirmed = 0
 
@@ -51,6 +67,16 @@ class Channel:
     def is_ours(self) -> bool:
         """Whether the server understands our extensions."""
         return bool(self.instance)
+
+    def seal(self, to_server: bytes, to_client: bytes) -> None:
+        """Send records from now on, and take nothing else (see `seal`).
+
+        Raises:
+            StoreConnectionError: bytes that nobody proved lie unread.
+        """
+        if self._at < len(self._buffer):
+            raise StoreConnectionError("unsealed bytes follow the server's proof")
+        self._sealer, self._opener = Sealer(to_server), Opener(to_client)
 
     def close(self) -> None:
         """Close the socket; the server takes back what this connection waits for."""
@@ -82,6 +108,8 @@ class Channel:
             TimeoutError: the server did not take it in time.
             OSError: the connection broke.
         """
+        if self._sealer is not None:
+            data = self._sealer.seal(data)
         try:
             sent = self._socket.send(data, _NO_WAIT)
         except BlockingIOError:
@@ -137,7 +165,14 @@ class Channel:
                 continue
             if not data:
                 raise ConnectionResetError("the server closed the connection")
-            return data
+            if self._opener is None:
+                return data
+            try:
+                data = self._opener.open(data)
+            except StoreProtocolError as error:
+                raise ConnectionAbortedError(str(error)) from None
+            if data:
+                return data
 
     def take_string(self, deadline: Deadline) -> bytes:
         """Return the next string of a torch reply."""
@@ -217,11 +252,14 @@ def _shake_hands(channel: Channel, secret: bytes | None, deadline: Deadline) -> 
     channel.send(p.encode(p.HELLO, client_nonce, p.EXTENSION_VERSION), deadline)
     instance, server_nonce, proof = _take_welcome(channel, deadline)
     if secret is not None:
-        expected = trust.server_proof(secret, client_nonce, server_nonce)
-        if not server_nonce or not trust.is_equal(proof, expected):
-            raise StoreConnectionError("the server does not know our secret: not our job's server")
-        mac = trust.client_proof(secret, client_nonce, server_nonce)
-        channel.send(p.encode(p.PROOF, mac), deadline)
+        if len(server_nonce) != trust.NONCE_BYTES:
+            raise StoreConnectionError(_FALSE_SERVER)
+        transcript = trust.transcript(client_nonce, server_nonce, instance)
+        expected = trust.server_proof(secret, transcript)
+        if not trust.is_equal(proof, expected):
+            raise StoreConnectionError(_FALSE_SERVER)
+        channel.send(p.encode(p.PROOF, trust.client_proof(secret, transcript)), deadline)
+        channel.seal(*stream_keys(secret, transcript))
         status, payload = channel.take_frame(deadline)
         if status != p.OK:
             raise StoreConnectionError(payload.decode("utf-8", "replace"))

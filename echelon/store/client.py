@@ -34,6 +34,7 @@ from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.channel import Channel
 from echelon.store.connections import Connections
 from echelon.store.deadline import Deadline, Timeout, seconds
+from echelon.store.environment import job_observer, job_secret
 from echelon.store.exchanges import Exchanges, show
 from echelon.store.hosting import Hosted, host
 from echelon.store.pipeline import Step
@@ -70,8 +71,9 @@ class TCPStore(Store):
         multi_tenant: let several masters of this process share one server at the port.
         master_listen_fd: descriptor of a listening socket for the master to take over.
         use_libuv: accepted for torch's sake; there is one server.
-        observer: see `Store.observer`.
-        secret: what clients and server must both know; None for an open store.
+        observer: see `Store.observer`; in a job's worker the black box, unless one is given.
+        secret: what clients and server must both know, at least 16 bytes. None: the job's, if this
+            is the store of the job whose worker this process is, else an open store.
 
     Raises:
         StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
@@ -95,8 +97,8 @@ class TCPStore(Store):
         secret: str | bytes | None = None,
     ) -> None:
         self._timeout_s = seconds(timeout)
-        self._observer = observer
-        self._secret = trust.secret_bytes(secret)
+        self._observer = job_observer() if observer is None else observer
+        self._secret = trust.secret_bytes(job_secret(host_name, port) if secret is None else secret)
         self._hosted: Hosted | None = None
         deadline = Deadline(self._timeout_s)
         if is_master:

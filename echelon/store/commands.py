@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from echelon.store import protocol as p
 from echelon.store import trust
+from echelon.store.seal import stream_keys
 from echelon.store.state import show_key
 from echelon.store.waiters import Wants
 
@@ -21,31 +22,30 @@ if TYPE_CHECKING:
 
 def _on_hello(peer: Connection, client_nonce: bytes, version: int) -> None:
     if version != p.EXTENSION_VERSION or len(client_nonce) != trust.NONCE_BYTES:
-        peer.reply_error(f"extension version {version}, this server speaks 1")
+        peer.reply_error(f"extension version {version}, this server has {p.EXTENSION_VERSION}")
         return
     secret = peer.hub.secret
     server_nonce = trust.new_nonce() if secret else b""
-    peer.nonces = (client_nonce, server_nonce)
-    proof = trust.server_proof(secret, client_nonce, server_nonce) if secret else b""
+    proof = b""
+    if secret:
+        peer.transcript = trust.transcript(client_nonce, server_nonce, peer.hub.instance)
+        proof = trust.server_proof(secret, peer.transcript)
     peer.reply(p.frame(p.OK, p.pack_strings((peer.hub.instance, server_nonce, proof))))
 
 
 def _on_proof(peer: Connection, mac: bytes) -> None:
-    client_nonce, server_nonce = peer.nonces
-    peer.nonces = (b"", b"")
+    transcript, peer.transcript = peer.transcript, b""
     secret = peer.hub.secret
-    if secret is None:
-        peer.reply(p.frame(p.OK))
+    if secret is None or peer.is_sealed:
+        peer.reply_error("no proof is asked for")
         return
-    is_right = bool(server_nonce) and trust.is_equal(
-        mac, trust.client_proof(secret, client_nonce, server_nonce)
-    )
-    if not is_right:
+    if not transcript or not trust.is_equal(mac, trust.client_proof(secret, transcript)):
         peer.reply_error("the secret is not this server's")
         peer.flush()
         peer.refuse("wrong secret")
         return
     peer.admit()
+    peer.seal(*stream_keys(secret, transcript))
     peer.reply(p.frame(p.OK))
 
 

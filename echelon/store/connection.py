@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
+from echelon.errors import StoreProtocolError
 from echelon.store import protocol as p
 from echelon.store.commands import HANDLERS
 from echelon.store.parser import Parser
+from echelon.store.seal import Opener, Sealer
 from echelon.store.waiters import Waiter
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Connection(asyncio.Protocol):
         standing: how far it has come.
         since: loop time of the accept, or of the first byte of an incomplete command.
         is_inside_command: whether the peer has begun a command and not completed it.
-        nonces: the client's and the server's of the handshake under way.
+        transcript: of the handshake under way, what its proofs cover.
         partial_bytes: what came of the incomplete command.
     """
 
@@ -71,7 +73,9 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._is_deaf = False
         self._violation: str | None = None
-        self.nonces = (b"", b"")
+        self.transcript = b""
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
 
     @property
     def address(self) -> tuple[str, int, str, int] | None:
@@ -130,9 +134,15 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Cut out commands and carry them out."""
-        parser = self._parser
+        parser, opener = self._parser, self._opener
+        if opener is not None:
+            try:
+                data = opener.open(data)
+            except StoreProtocolError as error:
+                self.refuse(str(error))
+                return
         messages = parser.feed(data)
-        is_inside = parser.is_inside_command
+        is_inside = parser.is_inside_command or (opener is not None and opener.is_inside_record)
         if is_inside or self.is_inside_command:
             self._note_progress(is_inside, len(data), bool(messages))
         elif len(messages) == 1 and self._is_flowing and parser.violation is None:
@@ -176,6 +186,7 @@ class Connection(asyncio.Protocol):
         try:
             if self.standing is not Standing.MEMBER:
                 self._receive_stranger(rest)
+                self._demand_nothing_unsealed(rest)
             if self._has_become(Standing.MEMBER):
                 self._serve(rest)
         except ValueError as error:  # the protocol has no error reply for torch's commands
@@ -196,6 +207,20 @@ class Connection(asyncio.Protocol):
             HANDLERS[cast(int, query)](self, *operands)
             if self._has_become(Standing.MEMBER):
                 return
+
+    def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
+        """Refuse a peer whose packet went on after its proof: that may be another's bytes."""
+        if self.is_sealed and (next(rest, None) is not None or self._parser.is_inside_command):
+            self.refuse("bytes after the proof that are not sealed")
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether every byte of the peer proves that it is a member's."""
+        return self._opener is not None
+
+    def seal(self, to_server: bytes, to_client: bytes) -> None:
+        """Demand records from the peer from its next byte on, and send records."""
+        self._opener, self._sealer = Opener(to_server), Sealer(to_client)
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
@@ -298,7 +323,9 @@ class Connection(asyncio.Protocol):
         out, transport = self._out, self._transport
         size, self._out_bytes = self._out_bytes, 0
         if transport is not None and self.standing is not Standing.CLOSED:
-            if len(out) == 1:
+            if self._sealer is not None:
+                transport.write(self._sealer.seal(b"".join(out)))
+            elif len(out) == 1:
                 transport.write(out[0])
             elif size < _FLUSH_BYTES:
                 transport.write(b"".join(out))

@@ -60,7 +60,7 @@ NAMES: Final[dict[int, str]] = {
 VALIDATE_MAGIC: Final = 0x3C85F7CE
 OUR_NONCE: Final = 0xEC4E0001
 OUR_ANSWER: Final = OUR_NONCE ^ 0xFFFFFFFF
-EXTENSION_VERSION: Final = 1
+EXTENSION_VERSION: Final = 2
 
 # Status byte of a reply frame.
 OK: Final = 0

@@ -1,17 +1,16 @@
 """Who may use a store: the shared secret, and what the kernel says about a local peer.
 
 Our clients prove that they know the secret by HMAC-SHA256 over both sides' fresh nonces, and the
-server proves it first, so neither a recorded exchange nor a false server gains anything. torch's
-clients cannot do that; `owner_uids` tells whose process is at the other end of a loopback
-connection, so that only our own user's are let in.
+server proves it first; what follows is sealed (see `seal`), so a recorded exchange, a false server
+and a relay all gain nothing. torch's clients cannot do that; `owner_uids` finds whose process is at
+the other end of a loopback connection, so that only processes of the server's own user are let in.
 
-What this does not do: it authenticates the start of a connection, it neither encrypts nor signs
-what follows. A network on which others can inject packets needs a tunnel.
+The server answers any caller with a proof, and with it anyone can try guesses of the secret
+elsewhere: short secrets are refused. Nothing here encrypts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import os
@@ -22,8 +21,10 @@ from pathlib import Path
 
 NONCE_BYTES = 32
 
-_SERVER = b"echelon store server 1"
-_CLIENT = b"echelon store client 1"
+MIN_SECRET_BYTES = 16
+
+_SERVER = b"echelon store server 2"
+_CLIENT = b"echelon store client 2"
 
 
 def new_nonce() -> bytes:
@@ -35,24 +36,40 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
     """Return the secret as bytes.
 
     Raises:
-        ValueError: it is empty, which would admit everyone who sends an empty one.
+        ValueError: it is too short to withstand guessing.
     """
     if secret is None:
         return None
     raw = secret.encode() if isinstance(secret, str) else bytes(secret)
     if not raw:
         raise ValueError("secret is empty; pass None for a store without authentication")
+    if len(raw) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"secret of {len(raw)} bytes, at least {MIN_SECRET_BYTES} are needed "
+            f"(random ones: openssl rand -hex 32)"
+        )
     return raw
 
 
-def server_proof(secret: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+def transcript(client_nonce: bytes, server_nonce: bytes, instance: bytes) -> bytes:
+    """Return what both proofs and the stream's keys cover; only the last part varies in size.
+
+    Raises:
+        ValueError: a nonce is not `NONCE_BYTES` long.
+    """
+    if (len(client_nonce), len(server_nonce)) != (NONCE_BYTES, NONCE_BYTES):
+        raise ValueError("a nonce of the wrong size")
+    return client_nonce + server_nonce + instance
+
+
+def server_proof(secret: bytes, transcript: bytes) -> bytes:
     """Return what only a server that knows the secret can answer to this client."""
-    return hmac.new(secret, _SERVER + client_nonce + server_nonce, hashlib.sha256).digest()
+    return hmac.digest(secret, _SERVER + transcript, "sha256")
 
 
-def client_proof(secret: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+def client_proof(secret: bytes, transcript: bytes) -> bytes:
     """Return what only a client that knows the secret can answer to this server."""
-    return hmac.new(secret, _CLIENT + client_nonce + server_nonce, hashlib.sha256).digest()
+    return hmac.digest(secret, _CLIENT + transcript, "sha256")
 
 
 def is_equal(left: bytes, right: bytes) -> bool:
@@ -72,7 +89,8 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(plain_address(host)).is_loopback
 
 
-Ends = tuple[str, int, str, int]  # far address and port, near address and port, as the near end sees
+# Far address and port, near address and port, as the near end sees them.
+Ends = tuple[str, int, str, int]
 
 _ESTABLISHED = "01"
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))

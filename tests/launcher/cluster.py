@@ -41,7 +41,7 @@ class Cluster:
         *options: str,
         rank: int | None = None,
         nproc: int = 2,
-        secret: str = "s3cret",
+        secret: str = "s3cret of sixteen",
         before: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Node:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from echelon.launcher.endpoint import read_secret
 from echelon.launcher.options import parse
 from echelon.launcher.rundir import RunDirectory, write_json
 
-_ENVIRON = {"ECHELON_SECRET": "x"}
+_ENVIRON = {"ECHELON_SECRET": "x" * 16}
 
 
 def _meeting(*options: str):
@@ -47,3 +48,13 @@ def test_a_node_does_not_overwrite_the_hosts_job_file_in_a_shared_directory(tmp_
     assert not directory.has_job({**own, "secret": "of another job"})
     directory.job_file.write_text("garbage")
     assert not directory.has_job(own)
+
+
+def test_a_secret_that_can_be_guessed_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ECHELON_SECRET: a secret of 6 bytes, at least 16"):
+        read_secret(None, {"ECHELON_SECRET": "s3cret"})
+    short = tmp_path / "secret"
+    short.write_text("s3cret\n")
+    short.chmod(0o600)
+    with pytest.raises(ValueError, match="at least 16 are needed"):
+        read_secret(short, {})

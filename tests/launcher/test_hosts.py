@@ -48,7 +48,7 @@ def start(tmp_path):
                     tmp_path / f"node_{index}",
                     [*meeting, *options, str(script), arg],
                     before=host.command(),
-                    environ={"ECHELON_SECRET": "s3cret"},
+                    environ={"ECHELON_SECRET": "s3cret of sixteen"},
                 )
             )
         return list(nodes)

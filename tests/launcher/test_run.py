@@ -502,11 +502,10 @@ def test_an_attempt_finds_nothing_of_the_one_before_in_the_store(script, run_dir
         "run", "--max-restarts", "1", "--run-dir", str(run_dir),
         script(
             """
-            import json, os, pathlib, sys
+            import os, sys
             from echelon.store import TCPStore
-            job = json.loads(pathlib.Path(os.environ["ECHELON_JOB_FILE"]).read_text())
             store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                             timeout=20.0, secret=job["secret"])
+                             timeout=20.0)
             print("keys", store.num_keys(), flush=True)
             store.set("left", b"x")
             assert store.get("left") == b"x"

@@ -64,7 +64,7 @@ def test_an_option_and_pet_win_over_the_scheduler():
 
 
 def test_an_indexed_job_of_kubernetes_knows_its_place():
-    environ = {"JOB_COMPLETION_INDEX": "3", "PET_NNODES": "4", "ECHELON_SECRET": "x"}
+    environ = {"JOB_COMPLETION_INDEX": "3", "PET_NNODES": "4", "ECHELON_SECRET": "x" * 16}
     options = parse(["--rdzv-endpoint", "127.0.0.1:1", "--no-python", "true"], environ)
     assert (options.node_rank, options.rendezvous.is_host) == (3, False)
 

@@ -61,6 +61,14 @@ class Relay:
             with contextlib.suppress(OSError):
                 near.shutdown(socket.SHUT_RDWR)
 
+    def inject(self, data: bytes) -> None:
+        """Send bytes of the relay's own to the server, on the newest connection."""
+        self._pairs[-1][1].sendall(data)
+
+    def inject_back(self, data: bytes) -> None:
+        """Send bytes of the relay's own to the client, on the newest connection."""
+        self._pairs[-1][0].sendall(data)
+
     def retarget(self, target: int) -> None:
         """Send later connections to another server."""
         self._target = target

@@ -42,17 +42,17 @@ def test_it_stops_when_its_parents_pipe_ends():
 
 def test_its_parent_can_admit_torchs_clients_and_begin_anew(tmp_path, closing):
     secret = tmp_path / "secret"
-    secret.write_text("s3cret")
+    secret.write_text("s3cret that is long enough")
     server = start(subprocess.PIPE, "--host", "127.0.0.2", "--secret-file", str(secret))
     port = int(server.stdout.readline())
-    store = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret"))
+    store = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret that is long enough"))
     store.set("kept", b"x")
     server.stdin.write("nonsense\nadmit not-an-address\nadmit 10.9.8.7\nrenew\n")
     server.stdin.flush()
     assert server.stdout.readline() == "renew\n"
     with pytest.raises(StoreError, match=r"restarted and its keys are gone|connection broke"):
         store.get("kept")
-    fresh = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret"))
+    fresh = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret that is long enough"))
     assert fresh.num_keys() == 0
     _, errors = server.communicate(timeout=PATIENCE_S)
     assert server.returncode == 0
@@ -85,9 +85,11 @@ def test_a_closed_standard_input_is_no_pipe():
 
 def test_a_secret_comes_from_a_file(tmp_path, closing):
     secret = tmp_path / "secret"
-    secret.write_text("s3cret\n")
+    secret.write_text("s3cret that is long enough\n")
     with server_process("--secret-file", str(secret)) as port:
-        store = closing(TCPStore("127.0.0.1", port, timeout=20.0, secret="s3cret"))
+        store = closing(
+            TCPStore("127.0.0.1", port, timeout=20.0, secret="s3cret that is long enough")
+        )
         assert store.add("n", 1) == 1
 
 

@@ -118,7 +118,7 @@ def train_together(rank: int, world_size: int) -> float:
 @pytest.mark.parametrize("is_guarded", [False, True])
 def test_gloo_process_groups_meet_on_our_server(is_guarded, tmp_path):
     secret = tmp_path / "secret"
-    secret.write_text("s3cret")
+    secret.write_text("s3cret that is long enough")
     arguments = ("--secret-file", str(secret)) if is_guarded else ()
     with server_process(*arguments) as served:
         found = run_ranks(train_together, 4, timeout_s=60.0, store_port=served)

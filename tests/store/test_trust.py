@@ -13,9 +13,13 @@ import pytest
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import StoreServer, TCPStore, trust
 from echelon.store import protocol as p
+from echelon.store.seal import HEADER_BYTES, Opener, stream_keys
 from tests.store.peers import OPENING, SYNC, SYNCED, Background, Raw, ours, until
 
-SECRET = "correct horse"
+SECRET = "correct horse battery staple"
+
+
+WRONG = "wrong horse battery staple"
 
 
 @pytest.fixture
@@ -33,10 +37,10 @@ def test_who_knows_the_secret_is_let_in(guarded, closing):
 
 
 def test_who_does_not_is_told_so(guarded, server, closing):
-    for secret, why in (("wrong", "does not know our secret"), (None, "demands a secret")):
+    for secret, why in ((WRONG, "does not know this client's"), (None, "demands a secret")):
         with pytest.raises(StoreConnectionError, match=why):
             TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=secret)
-    with pytest.raises(StoreConnectionError, match="does not know our secret"):
+    with pytest.raises(StoreConnectionError, match="does not know this client's secret"):
         TCPStore("127.0.0.1", server.port, timeout=20.0, secret=SECRET)
     until(lambda: guarded.statistics().num_connections == 0, "the refused have left")
 
@@ -56,28 +60,31 @@ def test_a_server_is_not_believed_without_its_proof(closing):
             assert connected.recv(1) == b"", "the client went on"
 
     false = Background(pretend)
-    with pytest.raises(StoreConnectionError, match="does not know our secret"):
+    with pytest.raises(StoreConnectionError, match="does not know this client's secret"):
         TCPStore("127.0.0.1", listener.getsockname()[1], timeout=20.0, secret=SECRET)
     false.result()
 
 
-def hello(peer: Raw) -> tuple[bytes, bytes]:
-    """Send a HELLO; return our nonce and the server's."""
+def hello(peer: Raw) -> bytes:
+    """Send a HELLO; return what the proofs cover."""
     nonce = trust.new_nonce()
     peer.send(p.encode(p.HELLO, nonce, p.EXTENSION_VERSION))
     status, payload = peer.take_frame()
     assert status == p.OK
-    _, server_nonce, proof = p.unpack_strings(payload)
-    assert proof == trust.server_proof(SECRET.encode(), nonce, server_nonce)
-    return nonce, server_nonce
+    instance, server_nonce, proof = p.unpack_strings(payload)
+    transcript = trust.transcript(nonce, server_nonce, instance)
+    assert proof == trust.server_proof(SECRET.encode(), transcript)
+    return transcript
 
 
 def test_a_recorded_proof_is_worth_nothing(guarded, closing):
     first = closing(ours(guarded.port))
-    proof = p.encode(p.PROOF, trust.client_proof(SECRET.encode(), *hello(first)))
+    transcript = hello(first)
+    proof = p.encode(p.PROOF, trust.client_proof(SECRET.encode(), transcript))
     first.send(proof)
-    assert first.take_frame() == (p.OK, b"")
-    first.sync()
+    sealed = first.take(HEADER_BYTES + p.FRAME_HEADER_BYTES)
+    opened = Opener(stream_keys(SECRET.encode(), transcript)[1]).open(sealed)
+    assert opened == p.frame(p.OK)
     second = closing(ours(guarded.port))
     hello(second)
     second.send(proof)
@@ -103,10 +110,11 @@ def test_nothing_is_carried_out_before_the_proof(guarded, closing, command, capl
 
 
 def test_the_secret_is_nowhere_in_the_log(guarded, caplog):
-    for secret in ("wrong", None):
+    for secret in (WRONG, None):
         with pytest.raises(StoreConnectionError) as failure:
             TCPStore("127.0.0.1", guarded.port, timeout=20.0, secret=secret)
         assert SECRET not in str(failure.value)
+        assert "wrong" not in str(failure.value)
     assert SECRET not in caplog.text
 
 
@@ -252,12 +260,16 @@ def test_the_kernel_knows_whose_connection_it_is(closing):
         seen = (*far.getpeername()[:2], *far.getsockname()[:2])
         assert trust.owner_uids([seen]) == {seen: os.getuid()}
         near.close()
-        until(lambda: not trust.owner_uids([seen]), "a closed end has no owner")
+        assert not trust.owner_uids([seen])
 
 
-def test_an_empty_secret_is_refused():
+def test_empty_and_short_secrets_are_refused():
     with pytest.raises(ValueError, match="secret is empty"):
         StoreServer(secret="")
+    with pytest.raises(ValueError, match="secret of 15 bytes, at least 16"):
+        StoreServer(secret="x" * 15)
+    with pytest.raises(ValueError, match="secret of 6 bytes"):
+        TCPStore("127.0.0.1", 1, secret="s3cret", timeout=1.0)
 
 
 def test_only_what_was_asked_for_is_bound():

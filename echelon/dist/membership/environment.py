@@ -7,16 +7,13 @@
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | name space of this attempt's keys |
-| ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
 | ECHELON_SHM | "python": the shm backend's pure-Python engine, even where the C core is |
 """
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +29,6 @@ class Rendezvous:
     hosts_store: bool = False  # this rank does
     rank_0_hosts_store: bool = False
     namespace: str = ""
-    secret: str | None = None
 
     @classmethod
     def from_environment(cls) -> Rendezvous:
@@ -62,7 +58,6 @@ class Rendezvous:
                 f"echelon/{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
                 f"/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             ),
-            secret=store_secret(),
         )
 
 
@@ -110,20 +105,3 @@ def _number(name: str, default: int | None = None) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a number") from None
-
-
-def store_secret() -> str | None:
-    """Return what the launcher's store asks its clients for; None for an open store.
-
-    Raises:
-        ValueError: the launcher's job file cannot be read.
-    """
-    path = os.environ.get("ECHELON_JOB_FILE")
-    if not path:
-        return None
-    try:
-        job = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as err:
-        raise ValueError(f"ECHELON_JOB_FILE={path}: {err}") from err
-    secret = job.get("secret")
-    return secret if isinstance(secret, str) else None

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed
 
-from echelon.dist.membership.environment import store_secret
 from echelon.errors import StoreConnectionError, StoreError
 from echelon.recorder import span
 from echelon.store import PrefixStore, TCPStore
@@ -87,13 +86,6 @@ def _join(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
 
 def _connect(client: tuple[int, str, int], timeout_s: float) -> TCPStore:
     _, host, port = client
-    secret = store_secret()
-    try:
-        return TCPStore(host, port, timeout=timeout_s, secret=secret, observer=_observed)
-    except StoreConnectionError:
-        if secret is None:
-            raise
-    # A store of the program's own, not the launcher's.
     return TCPStore(host, port, timeout=timeout_s, observer=_observed)
 
 

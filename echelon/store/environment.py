@@ -1,0 +1,65 @@
+"""What the store's client finds in the environment of a job's worker.
+
+| variable | meaning |
+|---|---|
+| MASTER_ADDR, MASTER_PORT | the job's store |
+| ECHELON_JOB_FILE | the launcher's job file (0600), which holds the store's secret |
+| ECHELON_RANK_DIR | this worker's black box: waits at the store are recorded there |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+
+def job_secret(host: str, port: int) -> bytes | None:
+    """Return the secret of the job's store if this address is its, else None.
+
+    A client of the job's store never connects without the secret, and no other server is offered
+    it.
+
+    Raises:
+        ValueError: the launcher's job file cannot be read.
+    """
+    path = os.environ.get("ECHELON_JOB_FILE")
+    if not path:
+        return None
+    if str(port) != os.environ.get("MASTER_PORT"):
+        return None
+    if not _is_same_host(host, os.environ.get("MASTER_ADDR", "")):
+        return None
+    try:
+        job = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as err:
+        raise ValueError(f"ECHELON_JOB_FILE={path}: {err}") from err
+    secret = job.get("secret") if isinstance(job, dict) else None
+    return secret.encode() if isinstance(secret, str) else None
+
+
+def _is_same_host(one: str, other: str) -> bool:
+    """Whether two names or addresses have an address in common."""
+    if one == other:
+        return True
+    try:
+        return not _addresses(one).isdisjoint(_addresses(other))
+    except OSError:
+        return False
+
+
+def _addresses(host: str) -> set[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(entry[4][0]) for entry in found}
+
+
+def job_observer() -> Callable[[str, str], AbstractContextManager[object]] | None:
+    """Return what records the waits of a job's worker in its black box; None outside a job."""
+    if "ECHELON_RANK_DIR" not in os.environ:
+        return None
+    from echelon.recorder import span  # loaded only where there is a box to write to
+
+    return lambda operation, key: span("store", f"{operation} {key}")
