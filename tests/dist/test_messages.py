@@ -172,9 +172,92 @@ def _from_any(rank: int, world_size: int, backend: str) -> None:
     dist.shutdown()
 
 
-@pytest.mark.parametrize(("backend", "engine"), ENGINES[:3])
+BOTH_LEVELS = [("shm+gloo", "native"), ("shm+gloo", "python")]
+
+
+@pytest.mark.parametrize(("backend", "engine"), [*ENGINES, BOTH_LEVELS[1]])
 def test_a_receive_from_any_rank_returns_the_sender(backend, engine):
     run(_from_any, 4, backend, engine)
+
+
+def _take_all(rank: int, world_size: int, backend: str) -> None:
+    """Receives posted before and after their messages, of all sizes, named ones among them."""
+    world = dist.init(backend, timeout_s=60)
+    draw = random.Random(5)  # the same on all ranks
+    num, sizes = 120, [draw.choice((1, 100, 50_000, 300_000)) for _ in range(40)]
+    tag_of = [draw.randrange(3) for _ in range(num)]
+    size_of = [sizes[tag] for tag in tag_of]  # of one tag all are equal: any may come
+    if rank == 0:
+        named = [world.recv(np.zeros(10, np.int64), source, 7, True) for source in (3, 1, 2)]
+        outs = [np.full(size, -1, np.int64) for size in size_of]
+        late = draw.sample(range(num), num // 2)
+        early = [index for index in range(num) if index not in late]
+        works = {}
+        for index in early:
+            works[index] = world.recv(outs[index], None, tag_of[index], async_op=True)
+        _store().set("posted", "1")
+        for index in late:
+            works[index] = world.recv(outs[index], None, tag_of[index], async_op=True)
+            if index % 3 == 0:
+                works[index].wait()
+        found: dict[tuple[int, int], list[int]] = {}
+        for index in [*early, *late]:
+            works[index].wait()
+            source, number = divmod(int(outs[index][0]), 1000)
+            assert (outs[index] == outs[index][0]).all()
+            assert works[index].source == source
+            found.setdefault((source, tag_of[index]), []).append(number)
+        assert sum(map(len, found.values())) == num
+        assert all(numbers == sorted(numbers) for numbers in found.values()), "out of order"
+        for work in named:
+            work.wait()
+    else:
+        works = []
+        for index in range(num):
+            if index == num // 2:
+                _store().get("posted", timeout=30)
+            if index % 3 == rank - 1:
+                value = np.full(size_of[index], 1000 * rank + index)
+                works.append(world.send(value, 0, tag_of[index], async_op=True))
+        for work in works:
+            work.wait()
+        world.send(np.zeros(10, np.int64), 0, 7)
+    world.barrier()
+    dist.shutdown()
+
+
+@pytest.mark.parametrize(("backend", "engine"), [*ENGINES[:3], *BOTH_LEVELS])
+def test_receives_from_any_rank_lose_and_confuse_no_message(backend, engine):
+    run(_take_all, 4, backend, engine, timeout_s=90)
+
+
+def _take_what_is_left(rank: int, world_size: int, backend: str) -> None:
+    """A rank of the own host leaves: one of another host may send yet; then no rank does."""
+    world = dist.init(backend, timeout_s=30)
+    x = np.zeros(3)
+    if rank == 0:
+        work = world.recv(x, None, tag=3, async_op=True)
+        _store().get("left", timeout=20)
+        _store().set("seen", "1")
+        work.wait()
+        assert (work.source, x[0]) == (3, 7)
+        with pytest.raises(PeerLostError, match=r"recv #1 from any rank .* rank 1 died or left"):
+            world.recv(x, None, tag=3, timeout_s=0.5)
+        _store().set("gave up", "1")
+    elif rank == 1:
+        world.close()
+        _store().set("left", "1")
+    elif rank == 3:
+        _store().get("seen", timeout=20)
+        time.sleep(0.3)  # for the core to notice that rank 1 has left
+        world.send(np.full(3, 7.0), 0, tag=3)
+    _store().get("gave up", timeout=30)
+    dist.shutdown()
+
+
+@pytest.mark.parametrize(("backend", "engine"), BOTH_LEVELS)
+def test_a_receive_from_any_rank_waits_for_other_hosts_when_its_own_is_empty(backend, engine):
+    run(_take_what_is_left, 4, backend, engine, timeout_s=60)
 
 
 def _long_dtype(rank: int, world_size: int, backend: str) -> None:

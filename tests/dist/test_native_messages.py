@@ -84,6 +84,39 @@ def test_a_receive_from_any_rank_reports_the_sender(ranks):
         assert (ticket.source, got[0]) == (sender, sender + 10)
 
 
+def test_a_receive_that_is_withdrawn_ends_and_the_next_one_gets_its_message(ranks):
+    first, second = number(0), number(0)
+    withdrawn, kept = (ranks[1].start(*recv(x, ANY, tag=3)) for x in (first, second))
+    named = ranks[1].start(*recv(number(0), 2, tag=4))
+    assert withdrawn.withdraw()
+    assert not withdrawn.withdraw()
+    assert withdrawn.wait(60.0)
+    assert (withdrawn.fault, withdrawn.source) == (None, -1)
+    assert ranks[0].run(*send(number(5), 1, tag=3)) is None
+    assert kept.wait(60.0)
+    assert (kept.source, first[0], second[0]) == (0, 0, 5)
+    assert not kept.withdraw()
+    assert not named.withdraw()
+    assert ranks[2].run(*send(number(6), 1, tag=4)) is None
+    assert named.wait(60.0)
+
+
+def test_a_message_and_a_withdrawal_that_race_have_one_winner(ranks):
+    ranks[0], ranks[1]
+    for turn in range(300):
+        got = number(-1)
+        ticket = ranks[1].start(*recv(got, ANY, tag=3))
+        sender = Thread(lambda turn=turn: ranks[0].run(*send(number(turn), 1, tag=3)))
+        is_withdrawn = ticket.withdraw()
+        assert ticket.wait(60.0)
+        assert (ticket.source == -1) == is_withdrawn
+        if is_withdrawn:
+            assert got[0] == -1
+            assert ranks[1].run(*recv(got, 0, tag=3)) is None
+        assert got[0] == turn
+        sender.join()
+
+
 def test_receives_from_any_rank_follow_the_order_of_the_sends(ranks):
     """Also where some of the messages are in the stash and others still in their rings."""
     order = [2, 0, 0, 2, 0, 2, 2]

@@ -16,7 +16,7 @@ from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import message_error
 from echelon.dist.messages.driver import Driver, Streams
 from echelon.dist.messages.protocol import Protocol
-from echelon.dist.messages.transfer import Transfer
+from echelon.dist.messages.transfer import Transfer, Withdrawable
 from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.serial import Serial
 from echelon.errors import CollectiveError
@@ -73,6 +73,18 @@ class HostEngine(ABC):
         if operation.is_message:
             return self._post(Transfer(operation, watch))
         return self._serial.submit(operation, watch)
+
+    def submit_shared(self, operation: Operation, watch: Watch) -> Transfer:
+        """Start a receive from any rank that ranks of another engine may answer, too."""
+        transfer = Transfer(operation, watch)
+        transfer.is_shared = True
+        return self._post(transfer)
+
+    def submit_beside(self, operation: Operation, watch: Watch, rival: Withdrawable) -> Transfer:
+        """Start a receive from any rank that gets the message which `rival` does not get."""
+        transfer = Transfer(operation, watch)
+        transfer.rival = rival
+        return self._post(transfer)
 
     def batch(self) -> AbstractContextManager[object]:
         """Launch nothing special: what is submitted runs at once."""

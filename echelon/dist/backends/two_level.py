@@ -6,7 +6,8 @@ With L ranks on each of H hosts, n bytes an array:
     reduce_scatter   reduce_scatter inside, reduce_scatter of the rest across
     all_gather       all_gather across, all_gather inside
     broadcast        across from the root, then inside on each host
-    messages         inside by shared memory, across by Gloo
+    messages         inside by shared memory, across by Gloo; a receive from any rank on both
+                     levels, of which one gets the message (see messages/either.py)
 
 So each byte crosses the network once for each host and not once for each rank. What has no such
 form here (all_to_all, gather, scatter, parts of unequal size), sums in rank order, and groups whose
@@ -40,6 +41,7 @@ from echelon.dist.backends.shm import backend as shm
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
 from echelon.dist.membership.meet import gather
+from echelon.dist.messages.either import EitherPending
 from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
 from echelon.errors import CollectiveError, CollectiveMismatchError
@@ -63,6 +65,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
 _CHUNK_BYTES = 2 << 20  # of a share, between two hosts
 _MOST_KEPT_BYTES = 4 << 20
+_LATER_S = 5.0  # a receive inside the host ends so much later than the one between hosts
 _Agree = Callable[[], Flat]  # returns everybody's call and small data, in rank order
 
 
@@ -173,6 +176,8 @@ class TwoLevelEngine(HostEngine):
     def submit(self, operation: Operation, watch: Watch) -> Pending:
         """Start one operation."""
         if operation.is_message:
+            if self._spans_levels(operation):
+                return self._submit_to_both(operation, watch)
             engine, operation = self._route(operation)
             return engine.submit(operation, watch)
         return super().submit(operation, watch)
@@ -445,24 +450,23 @@ class TwoLevelEngine(HostEngine):
 
     # ---- messages ----
 
-    def prepare(self, operation: Operation) -> None:
-        """Refuse a receive from any rank where both levels may carry the message.
+    def _spans_levels(self, operation: Operation) -> bool:
+        """Whether ranks of this host and of others may send what is received."""
+        return operation.peer == ANY_SOURCE and 1 < len(self._hosts[self._mine]) < self._size
 
-        The levels know nothing of each other's messages, so neither could tell which came first.
-
-        Raises:
-            ValueError: it has no source, and there are ranks on this host and on others.
-        """
-        near = self._hosts[self._mine]
-        if operation.peer == ANY_SOURCE and 1 < len(near) < self._size:
-            raise ValueError(
-                "a receive without a source cannot span the hosts of backend 'shm+gloo'; "
-                "name the source, or use backend 'gloo'"
-            )
+    def _submit_to_both(self, operation: Operation, watch: Watch) -> Pending:
+        """Start a receive on both levels; the one between hosts watches its deadline."""
+        engine: Any = self._inside.engine
+        longer = dataclasses.replace(operation, timeout_s=operation.timeout_s + _LATER_S)
+        inside = engine.submit_shared(longer, watch)
+        across = self._flat.submit_beside(operation, watch, inside)
+        return EitherPending(inside, across, self._hosts[self._mine])
 
     def _route(self, operation: Operation) -> tuple[Engine, Operation]:
         """Return the level that carries a message, and the message as it is called there."""
         near = self._hosts[self._mine]
+        if operation.peer == ANY_SOURCE and len(near) == self._size:
+            return self._inside.engine, operation
         if operation.peer not in near:
             return self._flat, operation
         return self._inside.engine, dataclasses.replace(operation, peer=near.index(operation.peer))

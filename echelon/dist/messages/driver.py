@@ -16,6 +16,7 @@ from typing import Protocol as Interface
 from echelon.dist.messages.frames import FrameError
 from echelon.dist.messages.protocol import Protocol
 from echelon.dist.messages.transfer import Transfer
+from echelon.dist.operation.operation import ANY_SOURCE
 
 _READS_AT_ONCE = 32  # from one peer, before the others have their turn
 _IDLE_S = 5.0
@@ -181,6 +182,10 @@ class Driver:
         """Check the watch of one transfer per peer, and of those whose time is up."""
         now = time.monotonic()
         self._look_at_s = now + CHECK_EVERY_S
+        for transfer in self._live:
+            if transfer.operation.peer == ANY_SOURCE and transfer.is_over:
+                self._protocol.forget(transfer)
+                transfer.finish()
         self._live = [transfer for transfer in self._live if not transfer.done]
         seen: set[int] = set()
         for transfer in self._live:

@@ -53,6 +53,9 @@ class Matcher:
         """Return the message that a receive gets; None: the receive is kept until one arrives."""
         operation = receive.operation
         by_peer = self._early.get(operation.tag)
+        if by_peer and operation.peer == ANY_SOURCE and not receive.take():
+            receive.finish()
+            return None
         if by_peer:
             arrival = self._take_early(by_peer, operation.peer, operation.tag)
             if arrival is not None:
@@ -65,12 +68,14 @@ class Matcher:
     def match(self, peer: int, tag: int) -> Transfer | None:
         """Return the receive that gets a message which has just arrived, and forget it."""
         named = self._posted.get((peer, tag))
-        unnamed = self._posted.get((ANY_SOURCE, tag))
-        if named and (not unnamed or named[0].order < unnamed[0].order):
-            return self._pop_posted((peer, tag), named)
-        if unnamed:
-            return self._pop_posted((ANY_SOURCE, tag), unnamed)
-        return None
+        while unnamed := self._posted.get((ANY_SOURCE, tag)):
+            if named and named[0].order < unnamed[0].order:
+                break
+            receive = self._pop_posted((ANY_SOURCE, tag), unnamed)
+            if receive.take():
+                return receive
+            receive.finish()
+        return self._pop_posted((peer, tag), named) if named else None
 
     def keep(self, arrival: Arrival) -> None:
         """Put a message aside that no receive asks for yet."""
@@ -86,9 +91,14 @@ class Matcher:
             self._set_early(tag, by_peer, peer, kept)
 
     def take_receives(self, peer: int) -> list[Transfer]:
-        """Forget and return the receives that name `peer`."""
-        keys = [key for key in self._posted if key[0] == peer]
-        return [receive for key in keys for receive in self._posted.pop(key)]
+        """Forget and return the receives that name `peer`, except those that others may answer."""
+        found = []
+        for key in [key for key in self._posted if key[0] == peer]:
+            waiting = self._posted.pop(key)
+            found += [receive for receive in waiting if not receive.is_shared]
+            if kept := deque(receive for receive in waiting if receive.is_shared):
+                self._posted[key] = kept
+        return found
 
     def withdraw(self, receive: Transfer) -> None:
         """Forget a posted receive, if no message has been given to it."""

@@ -26,6 +26,17 @@ class Watch(Protocol):
         """Raise what ends the transfer: its deadline, or a death among the `needed` ranks."""
 
 
+class Withdrawable(Protocol):
+    """A receive from any rank in another engine, for the same message as one here."""
+
+    def withdraw(self) -> bool:
+        """Take it back; return False if it has a message, or has ended."""
+
+    @property
+    def source(self) -> int:
+        """The group rank whose message it got; -1 while it has none."""
+
+
 class Transfer:
     """A send or a receive; the `Pending` of its operation.
 
@@ -37,11 +48,13 @@ class Transfer:
         order: number among the posted receives of the group; the lower was posted first.
         moved: bytes that have left or arrived so far.
         watch: what bounds it; None if the thread that called it watches over it.
+        rival: a receive in another engine that gets the message if this one does not.
+        is_shared: whether ranks outside this engine may answer it, too.
     """
 
     __slots__ = (
-        "_ended_mono_ns", "_error", "_finished", "data", "dtype", "moved", "operation", "order",
-        "source", "watch",
+        "_claims", "_ended_mono_ns", "_error", "_finished", "data", "dtype", "is_shared", "moved",
+        "operation", "order", "rival", "source", "watch",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, watch: Watch | None = None) -> None:
@@ -55,6 +68,9 @@ class Transfer:
         self.order = 0
         self.moved = 0
         self.watch = watch
+        self.rival: Withdrawable | None = None
+        self.is_shared = False
+        self._claims: dict[str, bool] = {}  # empty, or whether it gets a message: see `take`
         self._error: BaseException | None = None
         self._ended_mono_ns = 0
         self._finished = threading.Event()
@@ -73,6 +89,28 @@ class Transfer:
     def ended_mono_ns(self) -> int:
         """When it ended; 0 while it has not."""
         return self._ended_mono_ns
+
+    def take(self) -> bool:
+        """Decide that a receive from any rank gets a message.
+
+        Returns:
+            False if it was withdrawn, or its rival has got one.
+        """
+        if self.rival is not None and not self.rival.withdraw():
+            return False
+        return self._claims.setdefault("message", True)
+
+    def withdraw(self) -> bool:
+        """Take back a receive from any rank, which ends; return False if it has a message."""
+        if self.done or self._claims.setdefault("message", False):
+            return False
+        self.finish()
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or waits for nothing any more since its rival has got a message."""
+        return self.done or (self.rival is not None and self.rival.source >= 0)
 
     def needed(self) -> list[int]:
         """Return the group ranks without which it cannot end."""

@@ -99,6 +99,10 @@ class NativePending:
         """The group rank whose message a receive took; -1 before it is done."""
         return int(self._ticket.source)
 
+    def withdraw(self) -> bool:
+        """Take back a receive from any rank; return False if it has a message, or has ended."""
+        return bool(self._ticket.withdraw())
+
     def wait(self, timeout_s: float | None) -> bool:
         """Block until it has ended or the time is up."""
         return bool(self._ticket.wait(-1.0 if timeout_s is None else timeout_s))
@@ -146,6 +150,10 @@ class NativeEngine:
     def submit(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
         """Queue one operation for the engine's thread."""
         return NativePending(self, operation, self._engine.start(*self._arguments(operation)))
+
+    def submit_shared(self, operation: Operation, watch: Watch | None = None) -> NativePending:  # noqa: ARG002
+        """Start a receive from any rank that ranks of another engine may answer, too."""
+        return NativePending(self, operation, self._engine.start(*self._arguments(operation), True))
 
     @property
     def statistics(self) -> dict[str, int]:

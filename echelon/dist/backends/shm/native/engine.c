@@ -423,6 +423,20 @@ int ec_run(struct ec_engine *engine, struct ec_op *op, ec_check check, void *arg
     return wait_locked(engine, op, INT64_MAX, check, argument);
 }
 
+/* Take back a receive from any rank that has not got a message, so that it never will; false: it has
+ * one, or has ended. It ends soon, without a sender. */
+bool ec_withdraw(struct ec_engine *engine, struct ec_op *op)
+{
+    int before = EC_UNCLAIMED;
+    pthread_mutex_lock(&engine->lock);
+    bool is_free = !is_over(op) && op->kind == EC_RECV && op->root == EC_ANY &&
+                   atomic_compare_exchange_strong(&op->claim, &before, EC_WITHDRAWN);
+    if (is_free && engine->driving)
+        kick(engine);
+    pthread_mutex_unlock(&engine->lock);
+    return is_free;
+}
+
 /* Leave the group. What is pending fails; no other thread may be in a call any more when this
  * frees what the engine holds, so `ec_leave` comes first where there may be one. */
 void ec_close(struct ec_engine *engine)

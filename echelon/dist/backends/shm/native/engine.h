@@ -132,6 +132,9 @@ struct ec_blame {
 
 enum ec_state { EC_PENDING, EC_DONE, EC_FAILED };
 
+/* Of a receive from any rank: what decides between a message and `ec_withdraw`. */
+enum ec_claim { EC_UNCLAIMED, EC_HAS_MESSAGE, EC_WITHDRAWN };
+
 /* A counter that some rank moves: the wait is over once *word >= value. */
 struct ec_wait {
     _Atomic uint64_t *word;
@@ -146,6 +149,7 @@ struct ec_op {
     int root; /* or the peer of a send or receive, EC_ANY: any */
     int tag;
     uint32_t type_id; /* of a message: equal at both ends, whatever it means */
+    bool is_shared; /* a receive from any rank that ranks outside this group may answer, too */
     uint64_t sequence;
     const uint8_t *source;
     uint8_t *target;
@@ -164,7 +168,8 @@ struct ec_op {
     uint64_t num_chunks, published, reduced, consumed;
     size_t piece; /* bytes of a chunk, or of one rank's part of it */
     size_t moved; /* bytes of a message */
-    int sender;   /* of a receive: the rank whose message it takes */
+    int sender;   /* of a receive: the rank whose message it takes; -1: none */
+    _Atomic int claim; /* enum ec_claim */
     uint64_t number;     /* in the order of submission */
     struct ec_wait wait; /* what a collective that cannot move is blocked on */
     int64_t ended_ns;
@@ -266,6 +271,7 @@ int ec_submit(struct ec_engine *engine, struct ec_op *op, bool needs_thread);
 int ec_run(struct ec_engine *engine, struct ec_op *op, ec_check check, void *argument);
 int ec_wait(struct ec_engine *engine, struct ec_op *op, int64_t until_ns, ec_check check,
             void *argument);
+bool ec_withdraw(struct ec_engine *engine, struct ec_op *op);
 void ec_abort(struct ec_engine *engine);
 void ec_leave(struct ec_engine *engine);
 void ec_finish(struct ec_engine *engine, struct ec_op *op);
@@ -296,6 +302,7 @@ void ec_open_message(struct ec_engine *engine, int peer);
 void ec_begin_receive(struct ec_engine *engine, struct ec_op *op);
 void ec_take_message(struct ec_engine *engine, int peer, int tag, uint32_t type_id, int64_t sent_ns,
                      size_t num_bytes);
+void ec_drop_withdrawn(struct ec_engine *engine);
 void ec_drop_messages(struct ec_engine *engine);
 
 /* waiting.c */

@@ -108,7 +108,7 @@ static struct ec_blame find_fault(struct look *look, const struct ec_op *op)
             adopt(engine, rank, fault, fault == EC_LEFT && takes_any ? &left : &blame);
         }
     }
-    return takes_any && num_left == engine->size - 1 ? left : blame;
+    return takes_any && !op->is_shared && num_left == engine->size - 1 ? left : blame;
 }
 
 /* Blame the late ones for an operation whose time is up. One that still moves has a moment more: a
@@ -130,6 +130,8 @@ static struct ec_blame time_out(struct look *look, const struct ec_op *op)
 static bool look_at(struct look *look, struct ec_op *op)
 {
     struct ec_blame blame = {.fault = EC_FINE};
+    if (atomic_load(&op->claim) == EC_WITHDRAWN)
+        return false; /* it ends in the next step */
     if (is_message(op) || op == look->running)
         blame = find_fault(look, op);
     if (blame.fault == EC_FINE && look->now >= op->deadline_ns)

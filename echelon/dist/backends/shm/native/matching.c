@@ -142,14 +142,25 @@ static struct ec_op *first_with(struct ec_queue *queue, int tag)
     return op;
 }
 
+/* Decide that a receive from any rank gets a message; false: it was withdrawn before. */
+static bool claim(struct ec_op *op)
+{
+    int before = EC_UNCLAIMED;
+    return atomic_compare_exchange_strong(&op->claim, &before, EC_HAS_MESSAGE) ||
+           before == EC_HAS_MESSAGE;
+}
+
 /* The receive that has waited longest for this tag of this peer, or of any. */
 static struct ec_op *wanted(struct ec_engine *engine, int peer, int tag)
 {
     struct ec_op *op = first_with(&engine->receives[peer], tag);
-    struct ec_op *any = first_with(&engine->any_receives, tag);
-    if (!op || !any)
-        return op ? op : any;
-    return op->number < any->number ? op : any;
+    for (struct ec_op *any = engine->any_receives.head; any; any = any->next) {
+        if (op && op->number < any->number)
+            break;
+        if (any->tag == tag && claim(any))
+            return any;
+    }
+    return op;
 }
 
 /* Open the message whose head was read: find where its body goes. */
@@ -199,7 +210,8 @@ static void begin_any_receive(struct ec_engine *engine, struct ec_op *op)
     int peer, front;
     while ((stashed = find_oldest(engine, op->tag, &peer, &front))) {
         if (front < 0) {
-            deliver(engine, op, peer, stashed);
+            if (claim(op))
+                deliver(engine, op, peer, stashed);
             return;
         }
         bool is_its_own = wanted(engine, front, op->tag) == op;
@@ -222,6 +234,19 @@ void ec_begin_receive(struct ec_engine *engine, struct ec_op *op)
     struct ec_stashed *stashed = find_stashed(engine, op->root, op->tag);
     if (stashed)
         deliver(engine, op, op->root, stashed);
+}
+
+/* End the receives that were withdrawn, without a message. */
+void ec_drop_withdrawn(struct ec_engine *engine)
+{
+    for (struct ec_op *op = engine->any_receives.head, *next; op; op = next) {
+        next = op->next;
+        if (atomic_load(&op->claim) != EC_WITHDRAWN)
+            continue;
+        ec_unlink(&engine->any_receives, op);
+        engine->num_receives--;
+        ec_finish(engine, op);
+    }
 }
 
 void ec_drop_messages(struct ec_engine *engine)

@@ -235,6 +235,8 @@ bool ec_step_messages(struct ec_engine *engine)
 {
     if (!engine->num_sends && !engine->num_receives)
         return false;
+    if (engine->any_receives.head)
+        ec_drop_withdrawn(engine);
     bool moved = engine->any_receives.head && step_in_order(engine);
     for (int peer = 0; peer < engine->size; peer++) {
         if (engine->num_sends && step_sends(engine, peer))

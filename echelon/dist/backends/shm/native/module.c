@@ -64,12 +64,13 @@ struct arguments {
     unsigned long long sequence;
     PyObject *source, *target, *splits, *call;
     double timeout_s;
+    bool is_shared;
 };
 
 static int parse(PyObject *const *args, Py_ssize_t num, struct arguments *parsed)
 {
-    if (num != 11) {
-        PyErr_Format(PyExc_TypeError, "expected 11 arguments, got %zd", num);
+    if (num != 11 && num != 12) {
+        PyErr_Format(PyExc_TypeError, "expected 11 or 12 arguments, got %zd", num);
         return -1;
     }
     parsed->kind = (int)PyLong_AsLong(args[0]);
@@ -83,6 +84,7 @@ static int parse(PyObject *const *args, Py_ssize_t num, struct arguments *parsed
     parsed->splits = args[8];
     parsed->call = args[9];
     parsed->timeout_s = PyFloat_AsDouble(args[10]);
+    parsed->is_shared = num == 12 && args[11] == Py_True;
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -223,6 +225,7 @@ static int prepare(EngineObject *self, PyObject *const *args, Py_ssize_t num, st
     op->reduce_op = (enum ec_reduce_op)a.reduce_op;
     op->root = a.root;
     op->tag = a.tag;
+    op->is_shared = a.is_shared;
     op->sequence = a.sequence;
     op->source = source->buf;
     op->source_bytes = (size_t)source->len;
@@ -349,6 +352,13 @@ static PyObject *Ticket_wait(TicketObject *self, PyObject *argument)
     return PyBool_FromLong(atomic_load(&self->op.state) != EC_PENDING);
 }
 
+static PyObject *Ticket_withdraw(TicketObject *self, PyObject *unused)
+{
+    (void)unused;
+    bool is_pending = atomic_load(&self->op.state) == EC_PENDING && !is_forked(self->owner);
+    return PyBool_FromLong(is_pending && ec_withdraw(&self->owner->engine, &self->op));
+}
+
 static PyObject *Ticket_get_done(TicketObject *self, void *closure)
 {
     (void)closure;
@@ -389,6 +399,8 @@ static void Ticket_dealloc(TicketObject *self)
 
 static PyMethodDef Ticket_methods[] = {
     {"wait", (PyCFunction)Ticket_wait, METH_O, "Wait at most so many seconds (negative: any)."},
+    {"withdraw", (PyCFunction)Ticket_withdraw, METH_NOARGS,
+     "Take back a receive from any rank; False if it has got a message, or has ended."},
     {NULL, NULL, 0, NULL},
 };
 
