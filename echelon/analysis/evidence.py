@@ -86,6 +86,8 @@ class RankEvidence:
     host: HostFacts = field(default_factory=HostFacts)
     has_ring: bool = True
     seen_ns: int = 0  # when the rank was last looked at, on rank 0's clock; 0: not known
+    # Group -> number of the last collective entered, where counters tell it beside the rows.
+    entered: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def offset_ns(self) -> int:

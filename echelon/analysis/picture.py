@@ -17,6 +17,8 @@ from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.lanes import Lanes, all_lanes
 from echelon.analysis.links import BrokenLink, broken_links
 from echelon.analysis.stacks import main_thread
+from echelon.analysis.stream_waits import stream_graph
+from echelon.analysis.streams import Streams
 from echelon.analysis.waits import Wait, WaitGraph, wait_graph
 from echelon.recorder.schema import State
 
@@ -32,6 +34,7 @@ class Picture:
     evidence: Evidence
     lanes: Sequence[Lanes]
     all_waits: WaitGraph
+    streams: Streams | None = None  # of torch's dumps
 
     @cached_property
     def graph(self) -> WaitGraph:
@@ -134,7 +137,9 @@ class Picture:
 def take_picture(evidence: Evidence) -> Picture:
     """Match the records and build the wait-for graph."""
     lanes = all_lanes(evidence)
-    return Picture(evidence=evidence, lanes=lanes, all_waits=wait_graph(evidence, lanes))
+    streams = Streams(evidence) if evidence.foreign == "torch" else None
+    waits = wait_graph(evidence, lanes) if streams is None else stream_graph(streams)
+    return Picture(evidence=evidence, lanes=lanes, all_waits=waits, streams=streams)
 
 
 def failed_last(facts: RankEvidence) -> Any | None:

@@ -45,4 +45,7 @@ def add_torch(builder: EvidenceBuilder, files: Sequence[tuple[int, Path]], world
             rows["group"] = numbers[rows["group"]]
             for name in ("created_ns", "started_ns", "ended_ns"):
                 rows[name] += np.where(rows[name] > 0, shift, 0)
-        builder.ranks[rank] = replace(facts, rows=rows, seen_ns=facts.identity.wall_ns + shift)
+        entered = {int(numbers[g]): n for g, n in groups.entered.get(rank, {}).items()}
+        builder.ranks[rank] = replace(
+            facts, rows=rows, seen_ns=facts.identity.wall_ns + shift, entered=entered
+        )

@@ -9,7 +9,7 @@ something in the group, and such a group is marked as vague.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from echelon.analysis.calls import Tables
 from echelon.analysis.collector import collector_off
 from echelon.analysis.evidence import Evidence, RankEvidence
+from echelon.analysis.torch_counters import Counters, descriptions, join_numbers
 from echelon.analysis.torch_file import rank_in_name, read_torch_file
 from echelon.analysis.torch_rows import TorchRows
 from echelon.errors import DumpFormatError
@@ -118,20 +119,22 @@ class TorchLoader:
         """Read a rank's file; one that cannot be read is a warning."""
         try:
             file = read_torch_file(path, rank)
-            rows = self._rows.rows(str(path), file.entries)
+            rows, tops = self._rows.rows(str(path), file.entries, file.status)
         except DumpFormatError as err:
             self.failure = err
             self._unreadable.append(rank)
             self.warnings.append(str(err))
             return
         self.warnings += file.warnings
-        self.files[rank] = TorchRank(rank, file.members, rows)
+        counters = Counters(tops=tops, status=file.status, names=file.names)
+        self.files[rank] = TorchRank(rank, file.members, rows, counters)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
         """Say who is in which group: rows then point to groups, and peers are global ranks."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
+        groups.count(self.files.values())
         return groups
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
@@ -143,6 +146,7 @@ class TorchLoader:
                 rank=rank,
                 rows=read.rows,
                 identity=Identity(rank=rank, world_size=groups.world_size),
+                entered=groups.entered.get(rank, {}),
             )
         return Evidence(
             world_size=groups.world_size,
@@ -164,6 +168,7 @@ class TorchRank:
     rank: int
     members: Mapping[str, tuple[int, ...]]
     rows: npt.NDArray[Any]
+    counters: Counters
 
 
 class TorchGroups:
@@ -174,6 +179,7 @@ class TorchGroups:
     ) -> None:
         self.groups: list[Group] = []
         self.vague: set[int] = set()
+        self.entered: dict[int, dict[int, int]] = {}  # rank -> group -> collectives
         self._pairs = pairs
         self._index: dict[tuple[str, str, tuple[int, ...]], int] = {}
         self._recorded: dict[int, list[int]] = {}
@@ -200,6 +206,29 @@ class TorchGroups:
             rows["peer"][mine] = ranks[local]
             rows["group"][mine] = -2 - number  # marked, so that it is not taken for a pair
         rows["group"] = -2 - rows["group"]
+
+    def count(self, files: Iterable[TorchRank]) -> None:
+        """Say how many collectives each rank has entered in each group, by all counters."""
+        files = list(files)
+        pairs = list(self._pairs)
+        described = descriptions((read.counters for read in files), pairs)
+        with_messages: set[int] = set()
+        tops: list[tuple[int, int, int]] = []
+        for read in files:
+            for pair, top in read.counters.tops.items():
+                number = self._number(read, pair)
+                tops.append((read.rank, number, top.collectives))
+                if top.messages:
+                    with_messages.add(number)
+        for rank, number, collectives in tops:
+            self.entered.setdefault(rank, {})[number] = collectives
+        for read in files:
+            mine = self.entered.setdefault(read.rank, {})
+            for local, (name, desc) in join_numbers(read.counters, described, pairs).items():
+                found = self._index.get((name, desc, read.members.get(name, ())))
+                if found is None or found in with_messages or local not in read.counters.status:
+                    continue
+                mine[found] = max(mine.get(found, 0), read.counters.status[local][0])
 
     def _number(self, read: TorchRank, pair: int) -> int:
         name, desc = self._pairs[pair]

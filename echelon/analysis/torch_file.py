@@ -21,6 +21,7 @@ _LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,7})\Z")
 _EXTENSION = re.compile(r"(?:\.[A-Za-z]\w*)+\Z")
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})\Z")
 _NUMBER = re.compile(r"(?<!\d)\d{1,7}(?!\d)")
+_COUNT = re.compile(r"-?\d{1,15}\Z")
 _MAJOR = 2
 _KEYS = frozenset({"version", "entries", "pg_config", "pg_status"})
 _MAX_MEMBERS = 1 << 18
@@ -35,6 +36,8 @@ class TorchFile:
     version: tuple[int, int]
     members: Mapping[str, tuple[int, ...]]  # group name -> global ranks, as far as recorded
     entries: Sequence[Mapping[str, Any]]
+    names: tuple[tuple[str, str], ...]  # name and description of the groups in `pg_config`
+    status: Mapping[int, tuple[int, int]]  # local group number -> (last enqueued, last completed)
     warnings: tuple[str, ...] = ()
 
 
@@ -67,6 +70,8 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
         version=version,
         members=_members(top.get("pg_config")),
         entries=good,
+        names=_names(top.get("pg_config")),
+        status=_status(top.get("pg_status")),
         warnings=(f"{path}: {lost} entries cannot be read",) if lost else (),
     )
 
@@ -114,6 +119,26 @@ def _members(config: Any) -> dict[str, tuple[int, ...]]:
     for name, value in config.items() if isinstance(config, dict) else ():
         if isinstance(name, str) and isinstance(value, dict):
             found[name] = ranks_in(value.get("ranks"))
+    return found
+
+
+def _names(config: Any) -> tuple[tuple[str, str], ...]:
+    values = config.items() if isinstance(config, dict) else ()
+    return tuple(
+        (name, str(value.get("desc", "")))
+        for name, value in values
+        if isinstance(name, str) and isinstance(value, dict)
+    )
+
+
+def _status(value: Any) -> dict[int, tuple[int, int]]:
+    """Read `pg_status`: numbers in pickles, strings in JSON, -1 for none."""
+    found: dict[int, tuple[int, int]] = {}
+    for key, counts in value.items() if isinstance(value, dict) else ():
+        if isinstance(key, str) and _COUNT.match(key) and isinstance(counts, dict):
+            pair = [counts.get(f"last_{what}_collective") for what in ("enqueued", "completed")]
+            if all(_COUNT.match(str(number)) for number in pair):
+                found[int(key)] = (int(str(pair[0])), int(str(pair[1])))
     return found
 
 

@@ -21,6 +21,8 @@ import numpy.typing as npt
 from echelon.analysis.calls import NO_VOTE, TRANSPOSED, Call, Tables
 from echelon.analysis.evidence import ROW
 from echelon.analysis.stacks import Frame, users_frame
+from echelon.analysis.torch_blocks import finish_unclosed
+from echelon.analysis.torch_counters import Tops
 from echelon.errors import DumpFormatError
 from echelon.recorder.schema import Flag, Signature, State
 
@@ -75,8 +77,13 @@ class TorchRows:
         self._sites: dict[tuple[Any, ...], tuple[int, int]] = {}
         self._names: dict[str, tuple[str, bool, int, int]] = {}
 
-    def rows(self, path: str, entries: Sequence[Mapping[str, Any]]) -> npt.NDArray[Any]:
-        """Return a rank's rows, oldest first.
+    def rows(
+        self,
+        path: str,
+        entries: Sequence[Mapping[str, Any]],
+        status: Mapping[int, tuple[int, int]],
+    ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
+        """Return a rank's rows, oldest first, and the highest counters of each pair.
 
         Who is in a group is known only when all files are read, so `group` points into `pairs`,
         the (name, description) that entries carry, and `peer` is still the rank in the group.
@@ -85,12 +92,15 @@ class TorchRows:
             DumpFormatError: a field has a type that no version of the format has.
         """
         try:
-            return self._rows(entries)
+            return self._rows(entries, status)
         except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as err:
             text = f"{path}: damaged entries ({type(err).__name__}: {err})"
             raise DumpFormatError(text, path=path) from err
 
-    def _rows(self, entries: Sequence[Mapping[str, Any]]) -> npt.NDArray[Any]:
+    def _rows(
+        self, entries: Sequence[Mapping[str, Any]], status: Mapping[int, tuple[int, int]]
+    ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
+        tops: dict[int, Tops] = {}
         frames: dict[int, tuple[int, int]] = {}
         columns: list[tuple[Any, ...]] = []
         for entry in entries:
@@ -98,6 +108,7 @@ class TorchRows:
             pair = self._pair_index.get((name, desc))
             if pair is None:
                 pair = self._pair(name, desc)
+            _raise_tops(tops, pair, entry)
             full_name = entry.get("profiling_name") or ""
             parsed = self._names.get(full_name)
             if parsed is None:
@@ -125,7 +136,7 @@ class TorchRows:
                     bool(entry.get("retired")),
                 )
             )
-        return self._settled(_table(columns), columns)
+        return self._settled(_table(columns), columns, tops, status), tops
 
     def _pair(self, name: Any, desc: Any) -> int:
         if not isinstance(name, str) or not isinstance(desc, str):
@@ -133,7 +144,13 @@ class TorchRows:
         self.pairs.append((name[:500], desc[:500]))
         return self._pair_index.setdefault((name, desc), len(self.pairs) - 1)
 
-    def _settled(self, rows: npt.NDArray[Any], columns: list[tuple[Any, ...]]) -> npt.NDArray[Any]:
+    def _settled(
+        self,
+        rows: npt.NDArray[Any],
+        columns: list[tuple[Any, ...]],
+        tops: Mapping[int, Tops],
+        status: Mapping[int, tuple[int, int]],
+    ) -> npt.NDArray[Any]:
         """Give blocks the state of their closing entry, drop the closing entries, mark timeouts."""
         retired = np.array([column[-1] for column in columns], bool)
         gave_up = retired & (rows["state"] != State.COMPLETED)
@@ -141,8 +158,10 @@ class TorchRows:
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)
         is_end = np.array([call.operation == _COALESCED for call in self._tables.calls], bool)
         closing = np.asarray(is_end[rows["call"]])
+        batched = frozenset(rows["group"][closing & ((rows["flags"] & _P2P_FLAG) > 0)].tolist())
         if closing.any():
             rows = self._closed_blocks(rows, closing)
+        finish_unclosed(rows, batched=batched, tops=tops, status=status)
         return self._merged(rows)
 
     def _closed_blocks(
@@ -258,6 +277,15 @@ class TorchRows:
             self._tables.text(f"{frame.file}:{frame.line} {frame.function}"),
             self._tables.text("\n".join(lines)),
         )
+
+
+def _raise_tops(tops: dict[int, Tops], pair: int, entry: Mapping[str, Any]) -> None:
+    top = tops.get(pair)
+    if top is None:
+        number = entry.get("pg_id")
+        top = tops[pair] = Tops(local_number=number if type(number) is int else -1)
+    top.collectives = max(top.collectives, entry.get("collective_seq_id") or 0)
+    top.messages = max(top.messages, entry.get("p2p_seq_id") or 0)
 
 
 def parse_name(name: Any) -> tuple[str, bool, int, int]:

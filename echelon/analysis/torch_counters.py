@@ -1,0 +1,75 @@
+"""What torch's counters say beside the entries: how far each rank is in each group.
+
+`pg_status` is keyed by local group numbers, which rise in the order in which the rank made its
+groups. Entries join the number to a name. Where a group left no entry (its ring has wrapped, or
+only active entries were dumped), the numeric names in `pg_config`, sorted, are in that same order;
+names that are hashes are joined by the description that other ranks use under that number.
+
+Each entry carries both counters of its group, collectives and messages. `pg_status` holds whichever
+of the two came last, so it counts collectives only in a group that has no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+Pair = int  # index of a (name, description)
+
+
+@dataclass(slots=True)
+class Tops:
+    """The highest counters seen in one rank's entries of one group."""
+
+    collectives: int = 0
+    messages: int = 0
+    local_number: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """One rank's counters: those in its entries, and `pg_status` by local group number."""
+
+    tops: Mapping[Pair, Tops] = field(default_factory=dict)
+    status: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    names: tuple[tuple[str, str], ...] = ()  # (name, description) of `pg_config`
+
+
+def join_numbers(
+    counters: Counters, described: Mapping[int, frozenset[str]], pairs: list[tuple[str, str]]
+) -> dict[int, tuple[str, str]]:
+    """Return which group, by name and description, each local number of a rank's status is."""
+    found = {tops.local_number: pairs[pair] for pair, tops in counters.tops.items()}
+    left = [number for number in sorted(counters.status) if number not in found]
+    names = [one for one in counters.names if one not in set(found.values())]
+    if not left or not names:
+        return found
+    if all(name.isdigit() for name, _ in counters.names):
+        names.sort(key=lambda one: int(one[0]))
+        every = sorted(counters.names, key=lambda one: int(one[0]))
+        if len(counters.status) == len(every):
+            return {**found, **dict(zip(sorted(counters.status), every, strict=True))}
+        for number in left:
+            if number < len(every) and _agrees(every[number], described.get(number)):
+                found[number] = every[number]
+        return found
+    for number in left:
+        alike = [one for one in names if one[1] in described.get(number, frozenset())]
+        if len(alike) == 1:
+            found[number] = alike[0]
+    return found
+
+
+def _agrees(one: tuple[str, str], described: frozenset[str] | None) -> bool:
+    return described is None or one[1] in described
+
+
+def descriptions(
+    all_counters: Iterable[Counters], pairs: list[tuple[str, str]]
+) -> dict[int, frozenset[str]]:
+    """Return the descriptions that ranks use under each local number, by their entries."""
+    found: dict[int, set[str]] = {}
+    for counters in all_counters:
+        for pair, tops in counters.tops.items():
+            found.setdefault(tops.local_number, set()).add(pairs[pair][1])
+    return {number: frozenset(texts) for number, texts in found.items()}
