@@ -40,6 +40,7 @@ class Channel:
     """
 
     __slots__ = (
+        "__weakref__",
         "_at",
         "_buffer",
         "_header",
@@ -77,6 +78,11 @@ class Channel:
         if self._at < len(self._buffer):
             raise StoreConnectionError("unsealed bytes follow the server's proof")
         self._sealer, self._opener = Sealer(to_server), Opener(to_client)
+
+    @property
+    def descriptor(self) -> int:
+        """The socket's file descriptor, -1 when it is closed."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Close the socket; the server takes back what this connection waits for."""

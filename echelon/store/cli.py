@@ -20,7 +20,10 @@ from pathlib import Path
 
 from echelon import __version__
 from echelon.errors import EchelonError
+from echelon.store.hub import log
+from echelon.store.logsink import StderrSink
 from echelon.store.server import StoreServer
+from echelon.store.trust import is_loopback
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,10 +39,16 @@ def main(argv: list[str] | None = None) -> int:
     except EchelonError as error:
         print(f"echelon store: {error}", file=sys.stderr)
         return 1
+    sink = StderrSink()
+    log.addHandler(sink)
+    if secret is None and not is_loopback(server.address):
+        log.warning("store: serving %s without a secret: all who reach it are let in", args.host)
     if has_parent_pipe:
         threading.Thread(target=_listen_to_parent, args=(server,), daemon=True).start()
     server.serve_forever(on_ready=lambda: print(server.port, flush=True))
     server.close()
+    log.removeHandler(sink)
+    sink.close()
     return 0
 
 

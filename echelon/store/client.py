@@ -150,16 +150,23 @@ class TCPStore(Store):
 
     def close(self) -> None:
         """Leave the server; if this store hosts it, stop it once nobody here shares it."""
+        hosted = self._leave()
+        if hosted is not None:
+            hosted.leave()
+
+    def _leave(self) -> Hosted | None:
+        """Close the connections; return the server if this process's store hosts one."""
         connections = getattr(self, "_connections", None)
         if connections is not None:
             connections.close()
         hosted, self._hosted = getattr(self, "_hosted", None), None
-        if hosted is not None and hosted.pid == os.getpid():  # a forked child hosts nothing
-            hosted.leave()
+        return hosted if hosted is not None and hosted.pid == os.getpid() else None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # interpreter shutdown: what is gone is gone
-            self.close()
+            hosted = self._leave()
+            if hosted is not None:
+                hosted.leave_soon()  # a finalizer waits for no thread
 
     def _join(self, world_size: int, is_master: bool, deadline: Deadline) -> None:
         """Count this client in; the master waits until all are."""

@@ -87,6 +87,17 @@ class Connection(asyncio.Protocol):
         return (far[0], far[1], near[0], near[1]) if far and near else None
 
     @property
+    def descriptor(self) -> int:
+        """The socket's file descriptor, -1 when it is closed."""
+        held = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return -1 if held is None else int(held.fileno())
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether the server does not read from the peer, whose time stands still then."""
+        return self._is_deaf
+
+    @property
     def num_unread_bytes(self) -> int:
         """Bytes of replies that the peer has not taken yet."""
         transport = self._transport
@@ -176,6 +187,8 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is not None and self._is_deaf and not transport.is_closing():
             self._is_deaf = False
+            if self.standing is Standing.MEMBER:
+                self.since = self.hub.loop.time()
             transport.resume_reading()
 
     # Carrying out.
@@ -253,7 +266,8 @@ class Connection(asyncio.Protocol):
         state, out, pack = self.state, self._out, p.pack_u64
         values, waiting, promised = state.values, state.waiting, state.promised_to
         watched, present_by = state.watched, state.present_by
-        is_crowded = self.hub.limits.num_keys - len(values) < _PACKET_COMMANDS
+        room = self.hub.limits.num_keys - len(values) - len(state.queues)
+        is_crowded = room < _PACKET_COMMANDS
         for message in messages:
             query = message[0]
             if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):

@@ -15,12 +15,14 @@ import os
 import random
 import threading
 import time
+import weakref
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import channel as channels
 from echelon.store import protocol as p
 from echelon.store.channel import Channel
 from echelon.store.deadline import Deadline
+from echelon.store.forks import keep_from_children
 
 _FIRST_DELAY_S = 0.02
 _DELAY_GROWTH = 1.5
@@ -47,8 +49,15 @@ class Connections:
         self._main: Channel | None = None
         self._idle: list[Channel] = []
         self._taken: set[Channel] = set()
+        self._dedicated: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._instance: bytes | None = None
         self.is_closed = False
+        keep_from_children(self)
+
+    def descriptors(self) -> list[int]:
+        """Return the sockets that a forked child must not hold."""
+        channels = (*self._taken, *self._idle, *self._dedicated, self._main)
+        return [channel.descriptor for channel in channels if channel is not None]
 
     @property
     def endpoint(self) -> str:
@@ -134,7 +143,9 @@ class Connections:
     def dedicated(self, operation: str, key: str, deadline: Deadline) -> Channel:
         """Open a connection that the caller owns, for what lasts as long as it."""
         self._check_usable(operation, key)
-        return self._connect(operation, key, deadline, _RECONNECT_S)
+        channel = self._connect(operation, key, deadline, _RECONNECT_S)
+        self._dedicated.add(channel)
+        return channel
 
     def close(self) -> None:
         """Close all; calls that wait in other threads fail."""

@@ -1,6 +1,6 @@
 """A store in one file on a folder that all processes share.
 
-The file is a log: a header, then records of changes, each a length, a CRC and a command in the
+The file is a log: a header, then records of changes, each a length, checksums and a command in the
 store's own encoding. A writer locks the file, reads what others appended, decides, and appends one
 record in one write; so counters and compare_set are exact however many write at once. A writer
 that dies releases the lock, and what it left half-written is cut off by the next one.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import stat
 import struct
 import threading
 import time
@@ -27,14 +28,18 @@ from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import protocol as p
 from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.deadline import Deadline, Timeout, seconds
+from echelon.store.forks import keep_from_children
 from echelon.store.limits import Limits
 from echelon.store.parser import Parser
 from echelon.store.state import StoreState
 
 T = TypeVar("T")
 
-_HEADER: Final = b"echelon store file 1\n"
-_RECORD: Final = struct.Struct("<II")  # bytes of the command, CRC32 of it
+_HEADER: Final = b"echelon store file 2\n"
+# Bytes of the command, CRC32 of it; CRC32 of both and of the record's place in the file.
+_RECORD: Final = struct.Struct("<III")
+_PLACED: Final = struct.Struct("<IIQ")
+_READ_BYTES: Final = 1 << 30
 _FIRST_LOOK_S: Final = 0.001
 _LAST_LOOK_S: Final = 0.05
 _MISSING: Final = object()
@@ -68,6 +73,7 @@ class FileStore(Store):
         self._lock = threading.Lock()
         self._descriptor = -1
         self._open()
+        keep_from_children(self)
 
     @property
     def endpoint(self) -> str:
@@ -92,14 +98,32 @@ class FileStore(Store):
 
     def _open(self) -> None:
         """Open the file anew and forget what was read of it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)
         except OSError as error:
             raise self._error(f"cannot open the file: {error.strerror}") from None
+        try:
+            self._check_owner(os.fstat(self._descriptor))
+        except StoreError:
+            self.close()
+            raise
         self._pid = os.getpid()
         self._state = StoreState()
         self._read_to = 0
+
+    def _check_owner(self, status: os.stat_result) -> None:
+        """Refuse a file that processes of other users may write."""
+        if not stat.S_ISREG(status.st_mode):
+            raise self._error("not a plain file")
+        if status.st_uid != os.geteuid():
+            raise self._error(f"the file belongs to user {status.st_uid}")
+        if status.st_mode & 0o022:
+            raise self._error("other users can write it; chmod 600 it")
+
+    def descriptors(self) -> list[int]:
+        """Return the file's, whose lock a forked child must not hold."""
+        return [self._descriptor]
 
     def _error(self, text: str) -> StoreError:
         return StoreError(f"FileStore {self.path}: {text}", endpoint=str(self.path))
@@ -150,21 +174,39 @@ class FileStore(Store):
             size = max(size, len(_HEADER))
         if size < self._read_to:
             raise self._error("the file became shorter: someone else truncated or replaced it")
-        data = os.pread(self._descriptor, size - self._read_to, self._read_to)
+        data = self._read(size)
         position = 0
         while position + _RECORD.size <= len(data):
-            length, checksum = _RECORD.unpack_from(data, position)
+            length, checksum, of_header = _RECORD.unpack_from(data, position)
+            at = self._read_to + position
+            if zlib.crc32(_PLACED.pack(length, checksum, at)) != of_header:
+                raise self._error(f"damaged at byte {at}")
             start = position + _RECORD.size
             command = data[start : start + length]
             if len(command) < length:
                 break
             if zlib.crc32(command) != checksum:
-                raise self._error(f"damaged at byte {self._read_to + position}")
-            self._replay(command)
+                raise self._error(f"damaged at byte {at}")
+            try:
+                self._replay(command)
+            except (ValueError, KeyError) as error:
+                raise self._error(f"damaged at byte {at}: {error}") from None
             position = start + length
         self._read_to += position
-        if position < len(data):
+        if position < len(data):  # what a writer that died had begun: its header is whole or cut
             os.ftruncate(self._descriptor, self._read_to)
+
+    def _read(self, size: int) -> bytes:
+        """Return the file's bytes from where this store has read to `size`; reads may be short."""
+        pieces: list[bytes] = []
+        at = self._read_to
+        while at < size:
+            piece = os.pread(self._descriptor, min(size - at, _READ_BYTES), at)
+            if not piece:
+                raise self._error("the file became shorter while it was read")
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
 
     def _check_header(self, size: int) -> None:
         found = os.pread(self._descriptor, len(_HEADER), 0)
@@ -182,15 +224,23 @@ class FileStore(Store):
         parser.admitted = True
         messages = parser.feed(_OPENING + command)
         if parser.violation is not None or len(messages) != 1:
-            raise self._error(f"a record that is no command ({parser.violation})")
+            raise ValueError(parser.violation or "not one command")
         query, *operands = messages[0]
-        assert isinstance(query, int)
-        _REPLAY[query](self._state, *operands)
+        act = _REPLAY.get(query) if isinstance(query, int) else None
+        if act is None:
+            raise ValueError(f"query {query} changes nothing")
+        act(self._state, *operands)
 
     def _append(self, query: int, *fields: bytes | list[bytes]) -> None:
         """Record a change; the lock is held. It is replayed at once, here as by everyone else."""
         command = p.encode(query, *fields)
-        record = _RECORD.pack(len(command), zlib.crc32(command)) + command
+        self._append_record(command)
+        self._replay(command)
+
+    def _append_record(self, command: bytes) -> None:
+        length, checksum = len(command), zlib.crc32(command)
+        of_header = zlib.crc32(_PLACED.pack(length, checksum, self._read_to))
+        record = _RECORD.pack(length, checksum, of_header) + command
         try:
             written = os.pwrite(self._descriptor, record, self._read_to)
         except OSError as error:
@@ -200,7 +250,6 @@ class FileStore(Store):
             os.ftruncate(self._descriptor, self._read_to)
             raise self._error("cannot write: the file system is full")
         self._read_to += written
-        self._replay(command)
 
     def _look(self, read: Callable[[StoreState], T], deadline: Deadline | None = None) -> T:
         with self._locked(deadline or Deadline(self._timeout_s)) as state:

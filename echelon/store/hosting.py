@@ -10,6 +10,8 @@ import os
 import threading
 import weakref
 
+from echelon.errors import StoreError
+
 
 class Hosted:
     """A server in this process, and how many stores share it.
@@ -35,26 +37,49 @@ class Hosted:
         return self
 
     def leave(self) -> None:
-        """Count one store less; the last one stops the server."""
+        """Count one store less; the last one stops the server and waits for its end."""
+        if self._is_last():
+            self._server.close()
+
+    def leave_soon(self) -> None:
+        """Count one store less without waiting, from a finalizer at whatever moment."""
+        if self._is_last():
+            self._server.stop_soon()
+
+    def _is_last(self) -> bool:
         with _shared_lock:
             self._num_stores -= 1
-            if self._num_stores == 0:
-                _shared.pop(self.port, None)
-                self._server.close()
+            if self._num_stores == 0 and _shared.get(self.port) is self:
+                del _shared[self.port]
+            return self._num_stores == 0
 
 
 _shared: weakref.WeakValueDictionary[int, Hosted] = weakref.WeakValueDictionary()
-_shared_lock = threading.Lock()
+# Reentrant: the collector may run a store's finalizer inside any allocation of the same thread.
+_shared_lock = threading.RLock()
 
 
 def host(
     address: str, port: int, secret: bytes | None, multi_tenant: bool, listen_fd: int | None
 ) -> Hosted:
     """Start a server, or share the one that this process has at the port."""
-    with _shared_lock:
-        if multi_tenant and port in _shared:
-            return _shared[port].share()
+    shared = _share(port) if multi_tenant else None
+    if shared is not None:
+        return shared
+    try:
         hosted = Hosted(address, port, secret, listen_fd)
-        if multi_tenant:
+    except StoreError:  # another thread may have begun to host it just now
+        shared = _share(port) if multi_tenant else None
+        if shared is None:
+            raise
+        return shared
+    if multi_tenant:
+        with _shared_lock:
             _shared[hosted.port] = hosted
-        return hosted
+    return hosted
+
+
+def _share(port: int) -> Hosted | None:
+    with _shared_lock:
+        hosted = _shared.get(port)
+        return None if hosted is None else hosted.share()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("echelon.store")
 
 _SWEEP_S = 1.0
+_REFUSALS_LOGGED = 20  # between two sweeps, a second; strangers must not fill the log
 _SHOWN_RANKS = 64
 _PROGRESS_BYTES = 64 << 10
 
@@ -53,6 +54,8 @@ class Hub:
         self.instance = secrets.token_bytes(16)
         self.admitted_addresses: set[str] = set()
         self.num_refused = 0
+        self._num_logged = 0
+        self._num_unlogged = 0
         self.connections: set[Connection] = set()
         self._watchers: dict[bytes, set[Connection]] = {}
         self._asked: dict[Connection, tuple[str, int, str, int]] = {}
@@ -81,12 +84,24 @@ class Hub:
             self.deliver_woken()
 
     def log_refusal(self, connection: Connection, why: str) -> None:
-        """Say in one line whom the server turned away."""
+        """Log in one line which peer was closed and why; a flood of them is counted instead."""
         self.num_refused += 1
-        log.warning("store: closed %s: %s", connection.peer, why)
+        if self._num_logged < _REFUSALS_LOGGED:
+            self._num_logged += 1
+            log.warning("store: closed %s: %s", connection.peer, why)
+        else:
+            self._num_unlogged += 1
+
+    def _log_unlogged(self) -> None:
+        """Log how many refusals were not; called by each sweep and at the end."""
+        self._num_logged = 0
+        number, self._num_unlogged = self._num_unlogged, 0
+        if number:
+            log.warning("store: %d more connections were closed for what they sent", number)
 
     def close(self) -> None:
         """Close all connections and stop the housekeeping."""
+        self._log_unlogged()
         self._sweeper.cancel()
         if self._asking is not None:
             self._asking.cancel()
@@ -180,15 +195,16 @@ class Hub:
     # Housekeeping.
 
     def _sweep(self) -> None:
-        """Close who dawdles; free items promised to someone who went silent."""
+        """Close peers that took too long; release items promised to peers that went silent."""
         self._sweeper = self.loop.call_later(self._sweep_s, self._sweep)
         now = self.loop.time()
+        self._log_unlogged()
         for connection in list(self.connections):
             waited = now - connection.since
             if connection.standing is not Standing.MEMBER:
                 if waited > self.limits.handshake_s:
                     connection.refuse(f"no handshake within {self.limits.handshake_s:g} s")
-            elif connection.is_inside_command:
+            elif connection.is_inside_command and not connection.is_deaf:
                 windows = 1 + connection.partial_bytes // _PROGRESS_BYTES
                 if waited > self.limits.command_s * windows:
                     connection.refuse(f"a command is incomplete after {waited:.0f} s")

@@ -2,14 +2,23 @@
 
 A process that dies closes its connections; a machine that loses power or its network does not, and
 what it waited for or arrived at would stay. Both ends therefore let the kernel probe an idle peer,
-which takes it for dead after about half a minute of silence.
+which takes it for dead after about half a minute of silence. While data is on its way there are no
+probes, and the kernel would send it again for a quarter of an hour: a limit on unacknowledged data
+closes that hole. It also ends the connection of a peer that reads nothing for that long while
+more than its buffers hold is on its way.
 """
 
 from __future__ import annotations
 
 import socket
 
-_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
+# Seconds, seconds, times; milliseconds.
+_OPTIONS = {
+    "TCP_KEEPIDLE": 15,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 30_000,
+}
 
 
 def keep_alive(end: socket.socket) -> None:

@@ -21,12 +21,13 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import trust
 from echelon.store.connection import Connection
+from echelon.store.forks import keep_from_children
 from echelon.store.hub import Hub, log
 from echelon.store.keepalive import keep_alive
 from echelon.store.limits import Limits
@@ -82,12 +83,23 @@ class StoreServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hub: Hub | None = None
         self._is_closed = False
+        self._is_serving = False
+        self._must_stop = False
         self._lock = threading.Lock()
         if listen_fd is not None:
             self._sockets = [socket.socket(fileno=listen_fd)]
+            keep_alive(self._sockets[0])
         else:
             self._sockets = _bind(host, port, bind_all_if_foreign and self._secret is not None)
         self.port: int = self._sockets[0].getsockname()[1]
+        keep_from_children(self)
+
+    def descriptors(self) -> Iterator[int]:
+        """Return the sockets that a forked child must not hold."""
+        yield from (listener.fileno() for listener in self._sockets)
+        hub = self._hub
+        if hub is not None:
+            yield from (connection.descriptor for connection in hub.connections)
 
     @property
     def address(self) -> str:
@@ -116,18 +128,20 @@ class StoreServer:
         """Serve on this thread until `close()` from elsewhere, SIGTERM or SIGINT."""
         with self._lock:
             assert self._thread is None, "start() was called before"
+            _raise_descriptor_limit()  # the process serves and does nothing else
             self._prepare()
             self._thread = threading.current_thread()
         assert self._loop is not None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self._loop.stop)
+                self._loop.add_signal_handler(number, self.stop_soon)
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
-        """Make `serve_forever` return; callable from any thread."""
+        """Make `serve_forever` return, also if it has not begun; callable from any thread."""
+        self._must_stop = True
         loop = self._loop
-        if loop is not None:
+        if loop is not None and self._is_serving:  # else `_begin` looks at `_must_stop`
             with contextlib.suppress(RuntimeError):  # closed already
                 loop.call_soon_threadsafe(loop.stop)
 
@@ -214,7 +228,6 @@ class StoreServer:
 
     def _prepare(self) -> None:
         """Make the loop and the hub; nothing runs yet."""
-        _raise_descriptor_limit()
         self._loop = _new_event_loop()
         self._hub = Hub(self._loop, self._limits, self._secret)
 
@@ -230,7 +243,7 @@ class StoreServer:
             for listener in self._sockets
         ]
         try:
-            loop.call_soon(on_ready)
+            loop.call_soon(self._begin, on_ready)
             loop.run_forever()
         finally:
             for server in servers:
@@ -239,6 +252,15 @@ class StoreServer:
             _finish(loop)
             for listener in self._sockets:
                 listener.close()
+
+    def _begin(self, on_ready: Callable[[], None]) -> None:
+        """Report that the loop runs; from here on `stop_soon` stops it by itself."""
+        assert self._loop is not None
+        self._is_serving = True
+        if self._must_stop:
+            self._loop.stop()
+        else:
+            on_ready()
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:
@@ -256,10 +278,11 @@ def _finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a libuv loop, or asyncio's own where uvloop is not to be had (Windows)."""
+    """Return a libuv loop, or asyncio's own where uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
+        log.warning("store: uvloop is not installed; serving on asyncio's slower loop")
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop

@@ -58,6 +58,7 @@ class StoreState:
         self.promised_to: dict[Hashable, bytes] = {}
         self._promises: dict[bytes, int] = {}
         self.present_by: dict[bytes, Hashable] = {}
+        self._presences_of: dict[Hashable, builtins.set[bytes]] = {}
 
     # Keys.
 
@@ -384,14 +385,15 @@ class StoreState:
         """Store a value that goes away with its owner, unless someone stores another over it."""
         self.set(key, value)
         self.present_by[key] = owner
+        self._presences_of.setdefault(owner, builtins.set()).add(key)
 
     def forget(self, owner: Hashable) -> None:
         """Take back everything of an owner that is gone."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)
-        if self.present_by:
-            for key in [key for key, by in self.present_by.items() if by is owner]:
+        for key in self._presences_of.pop(owner, ()):
+            if self.present_by.get(key) is owner:
                 self.delete(key)
 
     def waiting_keys(self) -> dict[str, int]:
@@ -415,5 +417,11 @@ class StoreState:
 
 
 def show_key(key: bytes) -> str:
-    """Return a key as its user wrote it: without the leading "/" that travels with it."""
-    return key.decode("utf-8", "replace").removeprefix("/")
+    """Return a key as its user wrote it, without the "/" that travels with it.
+
+    What a terminal would obey is escaped.
+    """
+    text = key.decode("utf-8", "replace").removeprefix("/")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -59,6 +59,29 @@ def test_its_parent_can_admit_torchs_clients_and_begin_anew(tmp_path, closing):
     assert "admit not-an-address" in errors
 
 
+@pytest.mark.parametrize("moment", ["at once", "before it serves"])
+def test_a_parent_that_is_gone_before_it_serves_is_noticed(moment, tmp_path):
+    """A parent may die while its server still loads."""
+    if moment == "at once":
+        command = COMMAND
+    else:  # the end of input is seen before the loop is made
+        slow = tmp_path / "slow.py"
+        slow.write_text(
+            "import echelon.store.server as s, echelon.store.cli as c, threading, sys\n"
+            "seen, real, stop = threading.Event(), s._new_event_loop, s.StoreServer.stop_soon\n"
+            "def note(self):\n    stop(self)\n    seen.set()\n"
+            "def late():\n    assert seen.wait(20)\n    return real()\n"
+            "s.StoreServer.stop_soon, s._new_event_loop = note, late\n"
+            "sys.exit(c.main([]))\n"
+        )
+        command = [sys.executable, str(slow)]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _, errors = server.communicate("", timeout=PATIENCE_S)
+    assert (server.returncode, errors) == (0, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_without_a_pipe_it_goes_on_until_a_signal(number, closing):
     server = start(subprocess.DEVNULL)
@@ -106,6 +129,37 @@ def test_bad_usage_exits_with_2(arguments, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_strangers_do_not_stop_it_through_its_log(closing):
+    """Standard error is a pipe that nobody reads."""
+    server = start(subprocess.DEVNULL)
+    port = int(server.stdout.readline())
+    for _ in range(1500):
+        stranger = closing(Raw(port, opening=b"GET / HTTP/1.1\r\n\r\n"))
+        assert stranger.is_closed_by_server()
+    store = closing(TCPStore("127.0.0.1", port, timeout=PATIENCE_S))
+    assert store.add("n", 1) == 1
+    assert store.statistics().num_refused == 1500
+    server.terminate()
+    errors = server.communicate(timeout=PATIENCE_S)[1]
+    assert "GET" not in errors
+    assert "more connections were closed" in errors
+    assert errors.count("\n") < 500
+    assert server.returncode == 0
+
+
+def test_a_store_open_to_the_network_says_so(tmp_path):
+    server = subprocess.Popen(
+        [*COMMAND, "--host", "0.0.0.0"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert int(server.stdout.readline()) > 0
+    server.terminate()
+    assert "without a secret" in server.communicate(timeout=PATIENCE_S)[1]
 
 
 def test_a_missing_secret_file_is_one_line(capsys):

@@ -10,10 +10,14 @@ import pytest
 
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import FileStore
+from echelon.store import protocol as p
+from echelon.store.deadline import Deadline
 
 WRITER = """
 import sys
 from echelon.store import FileStore
+from echelon.store import protocol as p
+from echelon.store.deadline import Deadline
 path, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with FileStore(path, timeout=60.0) as store:
     for number in range(rounds):
@@ -72,6 +76,64 @@ def test_damage_is_an_error_that_says_where(tmp_path):
     path.write_bytes(data)
     with FileStore(path) as store, pytest.raises(StoreError, match="damaged at byte 21"):
         store.get("k")
+
+
+def test_no_damaged_byte_loses_a_key(tmp_path):
+    """Wherever a byte is wrong, the file is left as it is and the error names a place."""
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        for number in range(3):
+            store.set(f"k{number}", b"value")
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 0x40
+        path.write_bytes(data)
+        with FileStore(path) as store, pytest.raises(StoreError, match=r"damaged at|not a store"):
+            store.list_keys()
+        assert path.read_bytes() == bytes(data), at
+
+
+def test_a_read_that_is_cut_short_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.multi_set(["a", "b"], [b"1", b"2"])
+        store.set("c", b"3")
+    whole = path.read_bytes()
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: real(fd, min(size, 25), at))
+    with FileStore(path) as store:
+        assert sorted(store.list_keys()) == ["a", "b", "c"]
+    assert path.read_bytes() == whole
+
+
+def test_a_command_that_changes_nothing_is_damage(tmp_path):
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("k", b"v")
+        with store._locked(Deadline(5.0)):
+            store._append_record(p.encode(p.GET, b"k"))
+    with FileStore(path) as store, pytest.raises(StoreError, match="damaged at"):
+        store.list_keys()
+
+
+def test_no_link_and_no_file_of_another_user_is_taken(tmp_path):
+    path = tmp_path / "store"
+    FileStore(path).close()
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(StoreError, match="cannot open the file"):
+        FileStore(link)
+    path.chmod(0o622)
+    with pytest.raises(StoreError, match="other users can write it"):
+        FileStore(path)
+    if os.geteuid() == 0:
+        path.chmod(0o600)
+        os.chown(path, 65534, -1)
+        with pytest.raises(StoreError, match="belongs to user 65534"):
+            FileStore(path)
+    with pytest.raises(StoreError, match="not a plain file"):
+        FileStore("/dev/null")
 
 
 def test_a_foreign_file_is_left_alone(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+import threading
 
 import pytest
 
@@ -101,6 +102,24 @@ def test_dribbling_bytes_buys_no_time(strict, caplog):
 
     assert dribble() < len(command)
     assert "a command is incomplete after" in refusal(caplog)[0]
+
+
+def test_a_command_that_the_server_does_not_read_has_all_the_time_it_needs(closing):
+    """A peer stops in the middle of a command while its replies lie unread."""
+    limits = Limits(command_s=0.3, unread_bytes=1 << 16)
+    with StoreServer(limits=limits) as server, Raw(server.port) as peer:
+        peer.send(p.encode(p.SET, b"/k", bytes(8 << 20)))
+        peer.sync()
+        get = p.encode(p.GET, b"/k")
+        peer.send(get * 4, get[:5])
+        until(lambda: server._call(lambda hub: any(c.is_deaf for c in hub.connections)), "deaf")
+        for _ in range(4):  # the sweeps go on meanwhile
+            server._call(lambda hub: hub._sweep())
+            threading.Event().wait(0.2)
+        peer.send(get[5:])
+        for _ in range(5):
+            assert len(peer.take_string()) == 8 << 20
+        assert server.statistics().num_refused == 0
 
 
 def test_an_idle_member_stays(strict):

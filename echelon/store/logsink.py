@@ -1,0 +1,53 @@
+"""Log lines to standard error from a thread of their own.
+
+A pipe that nobody reads blocks whoever writes to it, and the server's loop must not stop for its
+log. Lines that find the queue full are dropped; the next line that fits says how many.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+
+_LINES = 1000
+_CLOSE_S = 1.0
+
+
+class StderrSink(logging.Handler):
+    """Writes records to standard error; `emit` never blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str | None] = queue.Queue(_LINES)
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write, name="echelon-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the record's line, or drop it."""
+        line = self.format(record)
+        if self._num_dropped:
+            line += f" ({self._num_dropped} lines before this one were dropped)"
+        try:
+            self._lines.put_nowait(line)
+            self._num_dropped = 0
+        except queue.Full:
+            self._num_dropped += 1
+
+    def close(self) -> None:
+        """Wait a moment until what is queued is written."""
+        try:
+            self._lines.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+        except queue.Full:
+            pass
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                print(line, file=sys.stderr, flush=True)
+            except OSError:  # nobody can read it any more
+                return
