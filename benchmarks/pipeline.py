@@ -337,6 +337,7 @@ def gloo_group(world: Any) -> Any:
     """Make a gloo group of ours beside the shm one; a program has one backend, a benchmark two."""
     from echelon.dist.backends import registry
     from echelon.dist.backends.interface import Members
+    from echelon.dist.channel import ChannelTags
     from echelon.dist.group import ProcessGroup
     from echelon.dist.membership.environment import Rendezvous
     from echelon.store import PrefixStore, TCPStore
@@ -349,7 +350,8 @@ def gloo_group(world: Any) -> Any:
     )  # fmt: skip
     store = PrefixStore("benchmark/gloo", client)
     backend = registry.create("gloo", members, store, 60.0)
-    return ProcessGroup(members, backend, 600.0, lambda *_: None)
+    channels = ChannelTags(PrefixStore("benchmark/channels", client), members.rank)
+    return ProcessGroup(members, backend, 600.0, lambda *_: None, channels=channels)
 
 
 def clear(modules: Any) -> None:

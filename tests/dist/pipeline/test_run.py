@@ -126,7 +126,7 @@ def _mistakes(group):
         Pipeline([stage], group=group, schedule=schedule("1f1b", 3, 2))
     with pytest.raises(ValueError, match="has 4 micro-batches, not 2"):
         Pipeline([stage], group=group, schedule=schedule("1f1b", 2, 4), num_microbatches=2)
-    with pytest.raises(ValueError, match="'0' is no copy"):
+    with pytest.raises(ValueError, match="'0' does not name a copy"):
         Pipeline([stage], group=group, num_microbatches=2, ties=[["0", "1:weight"]])
     with pytest.raises(ValueError, match=f"rank {1 - group.rank} has schedule '1f1b' with"):
         Pipeline([stage], group=group, num_microbatches=2 + group.rank)

@@ -37,29 +37,34 @@ class Tied:
 
     def __init__(self, stage: Stage, name: str) -> None:
         self._stage = stage
-        self._name = name
+        self.name = name
         self._kept: torch.Tensor | None = None
         parameter = self._parameter()
         if not parameter.is_floating_point():
             raise ValueError(f"{stage.index}:{name} is {parameter.dtype}: only floats can be tied")
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it requires gradients."""
+        return self._holder().requires_grad
+
     def room(self) -> torch.Tensor:
         """Return memory for another stage's value or gradient."""
-        shard = shards(self._stage.module).get(self._name)
+        shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.empty_like(self._parameter(), requires_grad=False)
         return shard.data.new_empty(shard.shape)
 
     def value(self) -> torch.Tensor:
         """Return the whole value. Collective among the shards' ranks."""
-        shard = shards(self._stage.module).get(self._name)
+        shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return self._parameter().detach()
         return self._gathered(shard.data)
 
     def set_value(self, value: torch.Tensor) -> None:
         """Write the whole value, or what of it lies here."""
-        shard = shards(self._stage.module).get(self._name)
+        shard = shards(self._stage.module).get(self.name)
         with torch.no_grad():
             if shard is None:
                 self._parameter().copy_(value)
@@ -75,7 +80,7 @@ class Tied:
     def gradient(self) -> torch.Tensor:
         """Return the whole gradient of this step. Collective among the shards' ranks."""
         holder = self._holder()
-        shard = shards(self._stage.module).get(self._name)
+        shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.zeros_like(holder) if holder.grad is None else holder.grad
         own = torch.zeros_like(shard.data) if holder.grad is None else holder.grad.reshape(-1)
@@ -84,7 +89,7 @@ class Tied:
     def set_gradient(self, total: torch.Tensor) -> None:
         """Put the sum over all stages in place, and what was set aside back."""
         holder = self._holder()
-        shard = shards(self._stage.module).get(self._name)
+        shard = shards(self._stage.module).get(self.name)
         if shard is not None:
             total = total.reshape(-1)[shard.start : shard.start + shard.length]
         gradient = total.reshape(holder.shape).clone()
@@ -93,19 +98,19 @@ class Tied:
 
     def _holder(self) -> nn.Parameter:
         """Return what the optimizer steps: the parameter, or this rank's shard of it."""
-        shard = shards(self._stage.module).get(self._name)
+        shard = shards(self._stage.module).get(self.name)
         return self._parameter() if shard is None else shard.parameter
 
     def _parameter(self) -> nn.Parameter:
-        found = dict(self._stage.module.named_parameters(remove_duplicate=False)).get(self._name)
+        found = dict(self._stage.module.named_parameters(remove_duplicate=False)).get(self.name)
         if found is None:
-            raise ValueError(f"stage {self._stage.index} has no parameter {self._name!r}")
+            raise ValueError(f"stage {self._stage.index} has no parameter {self.name!r}")
         return found
 
     def _gathered(self, own: torch.Tensor) -> torch.Tensor:
-        shard = shards(self._stage.module)[self._name]
+        shard = shards(self._stage.module)[self.name]
         member = member_of(shard.parameter)
-        assert member is not None, self._name
+        assert member is not None, self.name
         whole = own.new_zeros(shard.shape).reshape(-1)
         whole[shard.start : shard.start + shard.length] = own
         member.flat.group.all_reduce(whole)

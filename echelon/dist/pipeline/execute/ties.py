@@ -6,15 +6,15 @@ each step: every stage's total, added in the order of the stages. So they stay e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from echelon.dist.channel import Channel
 from echelon.dist.group import ProcessGroup
+from echelon.dist.pipeline.execute.messages.links import connect
 from echelon.dist.pipeline.execute.parameters import Tied
 from echelon.dist.pipeline.execute.stage import Stage
-
-_FIRST_TAG = 1 << 23
 
 
 class Ties:
@@ -25,28 +25,42 @@ class Ties:
         ties: Sequence[Sequence[str]],
         stages: Sequence[Stage],
         rank_of_stage: Sequence[int],
-        group: ProcessGroup,
     ) -> None:
         """Find this rank's copies.
 
         Args:
             ties: of each tie its copies, as `stage:parameter`.
             stages: this rank's.
-            rank_of_stage: where all stages are.
-            group: the pipeline's ranks.
+            rank_of_stage: the group rank that holds each stage.
 
         Raises:
-            ValueError: a copy is not there, or one stage is named twice.
+            ValueError: a copy does not exist, or one stage is named twice.
         """
-        self._group = group
-        self._ties = [
-            _Tie(number, tie, stages, rank_of_stage, group) for number, tie in enumerate(ties)
-        ]
+        self._ties = [_Tie(tie, stages, rank_of_stage) for tie in ties]
 
-    def begin(self) -> None:
-        """Give every copy the first stage's value. Blocks until the other holders have come."""
-        for tie in self._ties:
-            tie.begin()
+    def begin(self, group: ProcessGroup, name: str, device: torch.device) -> None:
+        """Open a channel to each other holder, and give every copy the first stage's value.
+
+        Blocks until the other holders do so too.
+
+        Args:
+            group: the pipeline's ranks.
+            name: of the pipeline, the same on all its ranks.
+            device: of the stages.
+        """
+        held = [tie for tie in self._ties if tie.mine]
+        peers = sorted({rank for tie in held for rank in tie.holders} - {group.rank})
+        channels = {peer: group.channel(peer, f"{name}/ties") for peer in peers}
+        connect(channels.values(), device)
+        for tie in held:
+            tie.begin(group.rank, channels)
+
+    def trained(self) -> list[list[tuple[str, bool]]]:
+        """Return whether each copy here requires gradients, by tie."""
+        return [
+            [(f"{stage}:{tied.name}", tied.is_trained) for stage, tied in tie.mine.items()]
+            for tie in self._ties
+        ]
 
     def set_aside(self) -> None:
         """Keep earlier steps' gradients out of this step's sums."""
@@ -55,21 +69,17 @@ class Ties:
                 tied.set_aside()
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients. Blocks until the others have come."""
+        """Give every copy the sum of all copies' gradients. Blocks until all holders do so."""
         for tie in self._ties:
-            tie.sum_gradients()
+            if any(tied.is_trained for tied in tie.mine.values()):
+                tie.sum_gradients()
 
 
 class _Tie:
     """One parameter's copies."""
 
     def __init__(
-        self,
-        number: int,
-        names: Sequence[str],
-        stages: Sequence[Stage],
-        rank_of_stage: Sequence[int],
-        group: ProcessGroup,
+        self, names: Sequence[str], stages: Sequence[Stage], rank_of_stage: Sequence[int]
     ) -> None:
         copies = sorted(_parse(name, len(rank_of_stage)) for name in names)
         self._stages = [stage for stage, _ in copies]
@@ -78,12 +88,13 @@ class _Tie:
         local = {stage.index: stage for stage in stages}
         self.mine = {s: Tied(local[s], name) for s, name in copies if s in local}
         self._owner = {stage: rank_of_stage[stage] for stage in self._stages}
-        self._group = group
-        self._first_tag = _FIRST_TAG + number * len(rank_of_stage)
+        self.holders = sorted(set(self._owner.values()))
+        self._rank = -1
+        self._channels: Mapping[int, Channel] = {}
 
-    def begin(self) -> None:
-        if not self.mine:
-            return
+    def begin(self, rank: int, channels: Mapping[int, Channel]) -> None:
+        self._rank = rank
+        self._channels = channels
         first = self._stages[0]
         own = {stage: tied.value() for stage, tied in self.mine.items() if stage == first}
         values = self._exchange([first], own)
@@ -92,8 +103,6 @@ class _Tie:
                 tied.set_value(values[first])
 
     def sum_gradients(self) -> None:
-        if not self.mine:
-            return
         own = {stage: tied.gradient() for stage, tied in self.mine.items()}
         gradients = self._exchange(self._stages, own)
         total = gradients[self._stages[0]].clone()
@@ -105,31 +114,30 @@ class _Tie:
     def _exchange(
         self, stages: Sequence[int], own: dict[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Send what is mine to every other holder; return what all `stages` sent, by stage."""
-        me = self._group.rank
-        others = sorted(set(self._owner.values()) - {me})
+        """Send this rank's tensors to every other holder; return those of `stages`, by stage."""
+        others = [self._channels[rank] for rank in self.holders if rank != self._rank]
         sends = [
-            self._group.send(tensor.contiguous(), to, self._first_tag + stage, async_op=True)
-            for stage, tensor in own.items()
-            for to in others
+            channel.send(tensor.contiguous(), async_op=True)
+            for tensor in own.values()
+            for channel in others
         ]
-        there = dict(own)
+        all_of_them = dict(own)
         like = next(iter(self.mine.values()))
         for stage in stages:
-            if self._owner[stage] != me:
-                there[stage] = like.room()
-                self._group.recv(there[stage], self._owner[stage], self._first_tag + stage)
+            if self._owner[stage] != self._rank:
+                all_of_them[stage] = like.room()
+                self._channels[self._owner[stage]].recv(all_of_them[stage])
         for work in sends:
             assert work is not None
             work.wait()
-        return there
+        return all_of_them
 
 
 def _parse(name: str, num_stages: int) -> tuple[int, str]:
     stage, colon, parameter = name.partition(":")
     if not colon or not stage.isdecimal() or not parameter or int(stage) >= num_stages:
         raise ValueError(
-            f"ties: {name!r} is no copy; one reads STAGE:PARAMETER, such as '0:token.weight', "
-            f"with a stage from 0 to {num_stages - 1}"
+            f"ties: {name!r} does not name a copy; one reads STAGE:PARAMETER, such as "
+            f"'0:token.weight', with a stage from 0 to {num_stages - 1}"
         )
     return int(stage), parameter

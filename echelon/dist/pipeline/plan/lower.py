@@ -45,6 +45,12 @@ def add_messages(plan: Plan) -> Plan:
     return replace(plan, rows=rows, columns=())
 
 
+def order_messages(plan: Plan) -> Plan:
+    """Return the plan with its messages in the one order of the note above, whatever it had."""
+    rows = [[action for action in row if action.kind not in MESSAGES] for row in plan.rows]
+    return add_messages(replace(plan, rows=rows, columns=()))
+
+
 def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     """Return the plan with the sharding actions of stages whose parameters are sharded.
 

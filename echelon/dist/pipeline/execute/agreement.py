@@ -1,0 +1,88 @@
+"""What must hold before a pipeline can run: its plan, its stages, and that all ranks agree."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from zlib import crc32
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.pipeline.execute.stage import Stage
+from echelon.dist.pipeline.execute.ties import Ties
+from echelon.dist.pipeline.plan.catalogue import schedule as schedule_of
+from echelon.dist.pipeline.plan.check import check_plan
+from echelon.dist.pipeline.plan.plan import Plan
+
+
+def plan_of(
+    schedule: str | Path | Plan, num_ranks: int, num_microbatches: int | None, num_chunks: int
+) -> Plan:
+    """Return the plan of a schedule's name, a file or a plan, and check that it fits.
+
+    Raises:
+        ValueError: it does not fit the numbers of ranks, micro-batches or chunks.
+        PlanError: it cannot run.
+    """
+    if isinstance(schedule, str) and not schedule.endswith(".csv"):
+        if num_microbatches is None:
+            raise ValueError(f"schedule {schedule!r} needs num_microbatches")
+        return schedule_of(schedule, num_ranks, num_microbatches, num_chunks)
+    if isinstance(schedule, Plan):
+        plan = schedule
+        check_plan(plan)
+    else:
+        plan = Plan.load(schedule)
+    if num_microbatches not in (None, plan.num_microbatches):
+        raise ValueError(
+            f"plan {plan.name!r} has {plan.num_microbatches} micro-batches, not {num_microbatches}"
+        )
+    if plan.num_ranks != num_ranks:
+        raise ValueError(f"plan {plan.name!r} is for {plan.num_ranks} ranks, not {num_ranks}")
+    return plan
+
+
+def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
+    """Check that a rank has the stages that the plan places there.
+
+    Raises:
+        ValueError: it has others.
+    """
+    indices, expected = tuple(stage.index for stage in stages), plan.stages_of(rank)
+    if indices != expected:
+        raise ValueError(
+            f"{plan.name} puts stages {list(expected)} on rank {rank} of the group, got "
+            f"{list(indices)}"
+        )
+    wrong = [stage for stage in stages if stage.num_stages != plan.num_stages]
+    if wrong:
+        raise ValueError(f"{wrong[0]}: {plan.name} has {plan.num_stages} stages here")
+
+
+def agree(group: ProcessGroup, plan: Plan, ties: Sequence[Sequence[str]], mine: Ties) -> str:
+    """Check that all ranks run one plan with the same ties; return a name for the pipeline.
+
+    Collective. The name is random, so that no message of an earlier pipeline of the group that
+    failed can be taken for one of this pipeline.
+
+    Raises:
+        ValueError: plans or ties differ, or a tied parameter is frozen in some stages only.
+    """
+    text = plan.to_csv() + repr([sorted(tie) for tie in ties])
+    facts = [plan.name, plan.num_microbatches, crc32(text.encode())]
+    every = group.all_gather_object([facts, mine.trained(), uuid.uuid4().hex[:12]])
+    for rank, (theirs, _, _) in enumerate(every):
+        if theirs != facts:
+            raise ValueError(
+                f"rank {group.ranks[rank]} has schedule {theirs[0]!r} with {theirs[1]} micro-"
+                f"batches, this rank {facts[0]!r} with {facts[1]}, or their plans or ties differ"
+            )
+    for number, tie in enumerate(ties):
+        trained = {name: flag for _, flags, _ in every for name, flag in flags[number]}
+        if len(set(trained.values())) > 1:
+            frozen = ", ".join(sorted(name for name, flag in trained.items() if not flag))
+            raise ValueError(
+                f"ties: of {list(tie)}, {frozen} does not require gradients and the others do: "
+                "the copies would not stay equal"
+            )
+    return f"pipeline/{every[0][2]}"

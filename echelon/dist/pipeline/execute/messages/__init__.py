@@ -1,0 +1,1 @@
+"""What passes between stages on different ranks: outputs forward, their gradients back."""

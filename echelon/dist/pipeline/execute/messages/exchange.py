@@ -1,0 +1,172 @@
+"""A rank's side of everything that passes between stages in one step.
+
+Where two neighbouring stages are on one rank, tensors are handed over; else they are sent. Sends
+never block. Receives are posted at the latest where the plan with messages has them (see the note
+in `lower.py`), and mostly a few computations earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.pipeline.execute.messages.header import Tensors
+from echelon.dist.pipeline.execute.messages.incoming import Incoming
+from echelon.dist.pipeline.execute.messages.links import Link
+from echelon.dist.pipeline.execute.messages.outgoing import Outgoing
+from echelon.dist.pipeline.plan.action import Action, Kind, computations
+from echelon.dist.pipeline.plan.needs import Product, Thing, makes, needs
+from echelon.dist.pipeline.plan.plan import Plan
+from echelon.recorder import span
+
+_NAMES = {Product.OUTPUT: "RECV_F", Product.INPUT_GRAD: "RECV_B"}
+
+
+class Routes:
+    """Which rank sends what to this one, and in which order; follows from the plan."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.owner = plan.rank_of_stage
+        self.rank = rank
+        self._num_stages = plan.num_stages
+        self._sent = {peer: self._sent_by(plan, peer) for peer in self.peers()}
+
+    def peers(self) -> list[int]:
+        """Return the ranks that hold neighbours of this rank's stages."""
+        pairs = zip(self.owner, self.owner[1:], strict=False)
+        near = {other for pair in pairs if self.rank in pair for other in pair}
+        return sorted(near - {self.rank})
+
+    def sent_by(self, peer: int, *, backward: bool) -> list[Thing]:
+        """Return what a rank sends to this one in a step, in its order."""
+        return [one for one in self._sent[peer] if backward or one.product is Product.OUTPUT]
+
+    def destination(self, thing: Thing) -> int | None:
+        """Return which rank a thing goes to; None: to no stage."""
+        to = thing.stage + {Product.OUTPUT: 1, Product.INPUT_GRAD: -1}.get(thing.product, 0)
+        if to == thing.stage or not 0 <= to < self._num_stages:
+            return None
+        return self.owner[to]
+
+    def source(self, thing: Thing) -> int:
+        """Return which rank makes a thing."""
+        return self.owner[thing.stage]
+
+    def needed(self, action: Action) -> list[Thing]:
+        """Return what a computation needs of other ranks."""
+        wanted = needs(action, self._num_stages)
+        return [thing for thing in wanted if self.source(thing) != self.rank]
+
+    def _sent_by(self, plan: Plan, peer: int) -> list[Thing]:
+        made = (thing for action in computations(plan.rows[peer]) for thing in makes(action))
+        return [thing for thing in made if self.destination(thing) == self.rank]
+
+
+class Exchange:
+    """What passes in one step; made for each.
+
+    Args:
+        group: the pipeline's ranks.
+        routes: of this rank.
+        links: to its peers.
+        device: of its stages.
+        backward: whether gradients are sent.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        routes: Routes,
+        links: Mapping[int, Link],
+        device: torch.device,
+        *,
+        backward: bool,
+    ) -> None:
+        self._group = group
+        self._routes = routes
+        self._backward = backward
+        self._here: dict[Thing, Tensors] = {}
+        self._outgoing = {peer: Outgoing(link) for peer, link in links.items()}
+        self._incoming = {
+            peer: Incoming(link, routes.sent_by(peer, backward=backward), device)
+            for peer, link in links.items()
+        }
+
+    def want(self, things: Sequence[Thing]) -> None:
+        """Post the receives of what this rank will need, and of what headers have announced."""
+        for thing in things:
+            self._incoming[self._routes.source(thing)].want(thing)
+        for incoming in self._incoming.values():
+            incoming.advance()
+
+    def want_for(self, action: Action) -> None:
+        """Post the receives of what a computation needs."""
+        self.want(self._routes.needed(action))
+
+    def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
+        """Send what a computation made: a stage's outputs, or the gradients of its inputs."""
+        to = self._routes.destination(thing)
+        assert to is not None, thing
+        if to == self._routes.rank:
+            self._here[thing] = list(tensors)
+        elif thing.product is Product.INPUT_GRAD:
+            self._outgoing[to].gradients(tensors)
+        else:
+            self._outgoing[to].outputs(thing, tensors)
+            if self._backward:
+                gradient = Thing(Product.INPUT_GRAD, thing.stage + 1, thing.microbatch)
+                self._incoming[to].expect(gradient, tensors)
+
+    def take(self, thing: Thing, action: Action) -> Tensors:
+        """Return what a computation needs; block until it is here.
+
+        Outputs arrive as leaves that require gradients where their maker's did. On a device the
+        current stream waits for the data, not the host.
+
+        Raises:
+            CollectiveError: the rank that makes it is lost, or did not send within the group's
+                timeout.
+        """
+        source = self._routes.source(thing)
+        if source == self._routes.rank:
+            tensors = self._here.pop(thing)
+            if thing.product is Product.OUTPUT:
+                return [one.detach().requires_grad_(one.requires_grad) for one in tensors]
+            return tensors
+        incoming = self._incoming[source]
+        incoming.want(thing)
+        if incoming.is_here(thing):
+            return incoming.take(thing)
+        rank = self._group.ranks[source]
+        what = f"{action} waits in {_NAMES[thing.product]} for {_text(thing)} of rank {rank}"
+        with span("pipeline", what):
+            return incoming.take(thing)
+
+    def finish(self) -> None:
+        """Block until all that was sent has left.
+
+        Raises:
+            CollectiveError: a receiver is lost or did not receive within the group's timeout.
+        """
+        for outgoing in self._outgoing.values():
+            if outgoing.is_done:
+                outgoing.finish()
+                continue
+            rank = self._group.ranks[outgoing.rank]
+            with span("pipeline", f"the step's end waits in SEND for rank {rank}"):
+                outgoing.finish()
+
+
+def received(message: Action) -> Thing:
+    """Return what a receive of a plan is for."""
+    if message.kind is Kind.RECV_F:
+        return Thing(Product.OUTPUT, message.stage - 1, message.microbatch)
+    assert message.kind is Kind.RECV_B, message
+    return Thing(Product.INPUT_GRAD, message.stage + 1, message.microbatch)
+
+
+def _text(thing: Thing) -> str:
+    kind = "F" if thing.product is Product.OUTPUT else "B"
+    return f"{thing.stage}{kind}{thing.microbatch}"

@@ -1,0 +1,121 @@
+"""Headers: what a micro-batch's outputs are, and their bytes in one buffer.
+
+A header tells how many tensors a stage returned, the dtype and dims of each and whether it requires
+a gradient. It is read on the host before the tensors are made, so it is always a host tensor, even
+where the payload is on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+_MAX_TENSORS, _MAX_DIMS = 8, 8
+_RECORD = 3 + _MAX_DIMS
+HEADER_NUMBERS = 96  # two, and a record for each tensor
+_ALIGNMENT = 64
+
+
+class Place(IntEnum):
+    """Where the payload of a header is."""
+
+    MAIN = 0  # on the data channel
+    SPILL = 1  # on the spill channel: the receive posted for it on the data channel is too small
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor: what is needed to make it of bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a micro-batch's outputs are."""
+
+    specs: tuple[Spec, ...]
+    place: Place = Place.MAIN
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the payload, each tensor padded."""
+        return sum(_aligned(spec.num_bytes) for spec in self.specs)
+
+    def encode(self) -> torch.Tensor:
+        """Return the header as numbers: [HEADER_NUMBERS], int64, on the host."""
+        numbers = [len(self.specs), int(self.place)]
+        for spec in self.specs:
+            dims = [*spec.shape, *[0] * (_MAX_DIMS - len(spec.shape))]
+            numbers += [_DTYPES.index(spec.dtype), spec.requires_grad, len(spec.shape), *dims]
+        numbers += [0] * (HEADER_NUMBERS - len(numbers))
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @staticmethod
+    def decode(numbers: Sequence[int]) -> Header:
+        """Read `encode`'s numbers."""
+        specs = []
+        for at in range(2, 2 + numbers[0] * _RECORD, _RECORD):
+            dtype, requires_grad, num_dims, *dims = numbers[at : at + _RECORD]
+            specs.append(Spec(_DTYPES[dtype], tuple(dims[:num_dims]), bool(requires_grad)))
+        return Header(tuple(specs), Place(numbers[1]))
+
+
+def describe(tensors: Sequence[torch.Tensor]) -> tuple[Spec, ...]:
+    """Return what some tensors are.
+
+    Raises:
+        ValueError: there are too many, or one has too many dims or a dtype that cannot be sent.
+    """
+    if len(tensors) > _MAX_TENSORS:
+        raise ValueError(
+            f"a stage returned {len(tensors)} tensors; at most {_MAX_TENSORS} can be sent"
+        )
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES or tensor.dim() > _MAX_DIMS:
+            raise ValueError(
+                f"a stage returned {tensor.dtype} with {tensor.dim()} dims; tensors that are sent "
+                f"have at most {_MAX_DIMS} dims and a real dtype"
+            )
+    return tuple(Spec(one.dtype, tuple(one.shape), one.requires_grad) for one in tensors)
+
+
+def pack(tensors: Iterable[torch.Tensor], payload: torch.Tensor) -> None:
+    """Copy tensors into a payload: [payload_bytes or more], uint8."""
+    at = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        payload[at : at + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        at += _aligned(size)
+
+
+def unpack(specs: Iterable[Spec], payload: torch.Tensor) -> Tensors:
+    """Return tensors in place in their payload, as leaves that require what their specs say."""
+    tensors: Tensors = []
+    at = 0
+    for spec in specs:
+        tensor = payload[at : at + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        tensors.append(tensor.requires_grad_(spec.requires_grad))
+        at += _aligned(spec.num_bytes)
+    return tensors
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,193 @@
+"""Incoming: what this rank receives from one peer during a step.
+
+Messages of a channel arrive in the order in which they are sent, which is that of the peer's row of
+the plan. So receives are posted in that order, whatever order they are needed in, and a few
+computations ahead of need.
+
+A receive of outputs can be posted before their header has arrived, because both ends remember the
+size of the step before. So a micro-batch may have any shape, and the next step another: outputs
+that have grown take one more message. In the first step a receive waits for its header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from echelon.dist.channel import Channel
+from echelon.dist.pipeline.execute.messages.header import (
+    HEADER_NUMBERS,
+    Header,
+    Place,
+    Spec,
+    Tensors,
+    unpack,
+)
+from echelon.dist.pipeline.execute.messages.links import Link
+from echelon.dist.pipeline.plan.needs import Product, Thing
+from echelon.dist.work import Work
+
+
+@dataclass
+class _Arrival:
+    """The receives of one thing.
+
+    Attributes:
+        works: of its data.
+        header: outputs only: the receive of the header and where it is written.
+        specs: what the header says, once it is read.
+        payload: outputs only.
+        tensors: gradients only.
+    """
+
+    works: list[Work] = field(default_factory=list)
+    header: tuple[Work, torch.Tensor] | None = None
+    specs: tuple[Spec, ...] = ()
+    payload: torch.Tensor | None = None
+    tensors: Tensors = field(default_factory=list)
+
+
+class Incoming:
+    """Receives from one peer.
+
+    Args:
+        link: to the peer.
+        order: what it sends in this step, in its order.
+        device: of the data.
+    """
+
+    def __init__(self, link: Link, order: Sequence[Thing], device: torch.device) -> None:
+        self.rank = link.rank
+        self._link = link
+        self._order = order
+        self._place = {thing: number for number, thing in enumerate(order)}
+        self._device = device
+        self._num_wanted = 0  # so many of `order` may be posted
+        self._num_headers = 0  # of so many of `order` the header's receive is posted
+        self._num_posted = 0  # so many of `order` are posted
+        self._num_read = 0  # so many of `order` have their header read
+        self._arrivals: dict[Thing, _Arrival] = {}
+        self._expected: dict[Thing, Tensors] = {}
+
+    def want(self, thing: Thing) -> None:
+        """Let receives be posted up to a thing's, and post those that can be."""
+        self._num_wanted = max(self._num_wanted, self._place[thing] + 1)
+        self.advance()
+
+    def expect(self, thing: Thing, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the shapes of a micro-batch's gradients: those of the outputs that are sent now."""
+        self._expected[thing] = [
+            torch.empty(one.shape, dtype=one.dtype, device="meta")
+            for one in outputs
+            if one.requires_grad
+        ]
+        self.advance()
+
+    def advance(self) -> None:
+        """Post what can be posted. Does not block."""
+        while self._num_headers < self._num_wanted:
+            self._post_header(self._order[self._num_headers])
+            self._num_headers += 1
+        while self._num_posted < self._num_wanted and self._post(self._order[self._num_posted]):
+            self._num_posted += 1
+
+    def is_here(self, thing: Thing) -> bool:
+        """Whether `take` would not wait. On a device: whether its header has arrived."""
+        if self._place[thing] >= self._num_posted:
+            return False
+        arrival = self._arrivals[thing]
+        if arrival.header is not None:
+            if not arrival.header[0].done:
+                return False
+            self._read_headers(thing)
+        return self._device.type != "cpu" or all(work.done for work in arrival.works)
+
+    def take(self, thing: Thing) -> Tensors:
+        """Return a thing's tensors; block until they are here, on a device until they are ordered.
+
+        Raises:
+            CollectiveError: the peer is lost, or did not send within the group's timeout.
+        """
+        self.want(thing)
+        while self._place[thing] >= self._num_posted:
+            before = self._order[self._num_posted]
+            assert before.product is Product.OUTPUT, f"{before} is sent before {thing}, unexpected"
+            self._read_headers(before)
+            self.advance()
+        self._read_headers(thing)
+        arrival = self._arrivals.pop(thing)
+        for work in arrival.works:
+            work.wait()
+        if arrival.header is None:
+            return arrival.tensors
+        assert arrival.payload is not None, thing
+        return unpack(arrival.specs, arrival.payload)
+
+    def _read_headers(self, thing: Thing) -> None:
+        """Wait for the headers up to a thing's and read them.
+
+        In the peer's order: receives from the spill channel must be posted in that order, too.
+        """
+        while self._num_read <= self._place[thing]:
+            one = self._order[self._num_read]
+            if one.product is Product.OUTPUT:
+                self._read(one, self._arrivals[one])
+            self._num_read += 1
+
+    def _read(self, thing: Thing, arrival: _Arrival) -> None:
+        assert arrival.header is not None, thing
+        work, numbers = arrival.header
+        work.wait()
+        header = Header.decode(numbers.tolist())
+        arrival.specs = header.specs
+        size = header.payload_bytes
+        key = (thing.stage, thing.microbatch)
+        if header.place is Place.SPILL:
+            arrival.payload = self._payload(size)
+            arrival.works += self._receive(self._link.spill, arrival.payload)
+        self._link.received[key] = size
+
+    def _post_header(self, thing: Thing) -> None:
+        if thing.product is not Product.OUTPUT:
+            return
+        numbers = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
+        (work,) = self._receive(self._link.headers, numbers)
+        self._arrivals[thing] = _Arrival(header=(work, numbers))
+
+    def _post(self, thing: Thing) -> bool:
+        """Post the receives of a thing's data, if their sizes are known."""
+        if thing.product is not Product.OUTPUT:
+            return self._post_gradients(thing)
+        arrival = self._arrivals[thing]
+        assert arrival.header is not None, thing
+        size = self._link.received.get((thing.stage, thing.microbatch))
+        if size is None:
+            if not arrival.header[0].done:
+                return False
+            self._read_headers(thing)
+            size = self._link.received[thing.stage, thing.microbatch]
+        arrival.payload = self._payload(size)
+        arrival.works += self._receive(self._link.data, arrival.payload)
+        return True
+
+    def _post_gradients(self, thing: Thing) -> bool:
+        expected = self._expected.pop(thing, None)
+        if expected is None:
+            return False
+        tensors = [torch.empty_like(one, device=self._device) for one in expected]
+        works = [work for one in tensors for work in self._receive(self._link.data, one)]
+        self._arrivals[thing] = _Arrival(works=works, tensors=tensors)
+        return True
+
+    def _payload(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    @staticmethod
+    def _receive(channel: Channel, tensor: torch.Tensor) -> list[Work]:
+        if tensor.numel() == 0:  # both ends know
+            return []
+        work = channel.recv(tensor, async_op=True)
+        assert work is not None
+        return [work]

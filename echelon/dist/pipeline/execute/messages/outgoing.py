@@ -1,0 +1,78 @@
+"""Outgoing: what this rank sends to one peer during a step. Never blocks before the step's end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from echelon.dist.channel import Channel
+from echelon.dist.pipeline.execute.messages.header import Header, Place, describe, pack
+from echelon.dist.pipeline.execute.messages.links import Link
+from echelon.dist.pipeline.plan.needs import Thing
+from echelon.dist.work import Work
+
+
+class Outgoing:
+    """Sends to one peer, kept until they are done."""
+
+    def __init__(self, link: Link) -> None:
+        self.rank = link.rank
+        self._link = link
+        self._sent: deque[Work] = deque()
+
+    def outputs(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
+        """Send a micro-batch's outputs.
+
+        The receiver may have posted a receive of the size that they had in the step before. That
+        many bytes go over the data channel in any case; what does not fit takes the spill channel.
+
+        Raises:
+            ValueError: the tensors cannot be sent.
+        """
+        specs = describe(tensors)
+        key = (thing.stage, thing.microbatch)
+        expected = self._link.sent.get(key)
+        header = Header(specs)
+        size = header.payload_bytes
+        is_spilled = expected is not None and size > expected
+        if is_spilled:
+            header = Header(specs, Place.SPILL)
+        self._send(self._link.headers, header.encode())
+        payload = torch.empty(
+            size if expected is None else max(size, expected),
+            dtype=torch.uint8,
+            device=tensors[0].device,
+        )
+        pack(tensors, payload)
+        self._send(self._link.data, payload if expected is None else payload[:expected])
+        if is_spilled:
+            self._send(self._link.spill, payload)
+        self._link.sent[key] = size
+
+    def gradients(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Send the gradients of a micro-batch's inputs, whose shapes the receiver knows."""
+        for tensor in tensors:
+            self._send(self._link.data, tensor)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was sent has left."""
+        return all(work.done for work in self._sent)
+
+    def finish(self) -> None:
+        """Block until all that was sent has left, within the group's timeout.
+
+        Raises:
+            CollectiveError: the peer is lost or did not receive it.
+        """
+        while self._sent:
+            self._sent.popleft().wait()
+
+    def _send(self, channel: Channel, tensor: torch.Tensor) -> None:
+        if tensor.numel() == 0:  # both ends know
+            return
+        work = channel.send(tensor.detach().contiguous(), async_op=True)
+        assert work is not None
+        self._sent.append(work)
