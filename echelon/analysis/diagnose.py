@@ -1,17 +1,16 @@
-"""From a picture to a report: ask the rules in order of precedence and choose the root.
+"""From a picture to a report: have the rules propose, choose the root, and order the findings.
 
-The first stage that has an answer holds the root. Later stages see mostly its consequences (after
-a death everybody waits), so of them only endings are still listed, beneath the root.
+After the root come roots of ranks that it does not explain, and endings that followed it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from echelon.analysis.evidence import Evidence
 from echelon.analysis.finding import Finding, Report
+from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.load import load
 from echelon.analysis.picture import Picture, take_picture
 from echelon.analysis.rules.desync import find_desync
@@ -27,10 +26,8 @@ from echelon.analysis.rules.stuck import find_all_busy, find_lost, find_stuck
 from echelon.analysis.rules.transport import find_transport
 from echelon.analysis.rules.watchdog import find_given_up
 
-Rule = Callable[[Picture], list[Finding]]
-
-# In order of precedence: a slip explains a mismatch, a mismatch explains endings, and so on.
-STAGES: tuple[Rule, ...] = (
+# The nearer to a cause, the earlier: a slip explains a mismatch, a mismatch explains endings.
+RULES: tuple[Rule, ...] = (
     find_skipped,
     find_mismatch,
     find_split_mismatch,
@@ -43,12 +40,10 @@ STAGES: tuple[Rule, ...] = (
     find_stuck,
     find_given_up,
     find_transport,
-    find_missing,
-    find_unknown,
-    find_straggler,
 )
+# Asked in turn where no hypothesis was proposed.
+FALLBACKS: tuple[Rule, ...] = (find_missing, find_unknown, find_straggler)
 _MAX_NAMED = 16
-_LISTED_BENEATH: frozenset[Rule] = frozenset({find_ended})
 
 
 def analyze(path: str | Path) -> Report:
@@ -83,7 +78,7 @@ def report_of(picture: Picture) -> Report:
     return Report(
         world_size=evidence.world_size,
         ranks_present=tuple(evidence.ranks),
-        findings=tuple(_named(finding) for finding in _ask(picture, STAGES)),
+        findings=tuple(_named(finding) for finding in _findings(picture)),
         origin=evidence.origin,
         warnings=evidence.warnings,
     )
@@ -101,14 +96,17 @@ def _named(finding: Finding) -> Finding:
     return finding.changed(evidence=(*finding.evidence, f"singled out: {names}"))
 
 
-def _ask(picture: Picture, stages: Sequence[Rule]) -> list[Finding]:
-    findings: list[Finding] = []
-    for rule in stages:
-        rooted = any(not finding.info for finding in findings)
-        if rooted and rule not in _LISTED_BENEATH:
-            continue
+def _findings(picture: Picture) -> list[Finding]:
+    """Return the root, the roots beside it, and the endings that came after it."""
+    choice = choose(picture, propose(picture, RULES))
+    if not choice.roots:
+        return next((found for rule in FALLBACKS if (found := rule(picture))), [])
+    findings = list(choice.roots)
+    first = choice.roots[0]
+    for other in choice.rest:
         named = {rank for finding in findings for rank in finding.culprit_ranks}
-        findings += [
-            f for f in rule(picture) if not rooted or not named.issuperset(f.culprit_ranks)
-        ]
+        is_ending = RULES[other.place] is find_ended
+        beside = other.place == choice.place and is_joint(picture, first, other.finding)
+        if (is_ending or beside) and not named.issuperset(other.finding.culprit_ranks):
+            findings.append(other.finding)
     return findings

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-REPORT_FORMAT = 1
+REPORT_FORMAT = 2
 
 
 class Cause(str, Enum):
@@ -50,6 +50,36 @@ class Confidence(str, Enum):
     POSSIBLE = "possible"
 
 
+class Scope(Enum):
+    """Whose trouble a finding explains, apart from those who wait for these ranks in turn."""
+
+    CULPRITS = "those who wait for its culprits"
+    GROUP = "those inside its operation or a later one of its group"
+    FALLOUT = "the ranks that it lists as fallout"
+    SHARED = "those who share an operation with its culprits, which are inside it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A runner-up: another root that was proposed, and what speaks against it."""
+
+    cause: Cause
+    culprit_ranks: tuple[int, ...]
+    confidence: Confidence  # of its observation
+    summary: str
+    against: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `fr-analyze --json` shows it."""
+        return {
+            "cause": self.cause.value,
+            "culprit_ranks": list(self.culprit_ranks),
+            "confidence": self.confidence.value,
+            "summary": self.summary,
+            "against": self.against,
+        }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """One thing that is wrong, who caused it, and why we think so.
@@ -70,6 +100,8 @@ class Finding:
     would_settle: tuple[str, ...] = ()
     next_action: str = ""
     info: bool = False
+    scope: Scope = Scope.CULPRITS
+    alternatives: tuple[Alternative, ...] = ()  # other roots that were considered
 
     def changed(self, **changes: Any) -> Finding:
         """Return a copy with some fields replaced."""
@@ -89,6 +121,7 @@ class Finding:
             "fallout_ranks": list(self.fallout_ranks),
             "would_settle": list(self.would_settle),
             "next_action": self.next_action,
+            "alternatives": [other.to_json() for other in self.alternatives],
         }
         if self.info:
             shown["severity"] = "info"

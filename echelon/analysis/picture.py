@@ -51,9 +51,13 @@ class Picture:
         """
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
+        return not self.is_in_flight(wait.age_s)
+
+    def is_in_flight(self, age_s: float) -> bool:
+        """Tell whether something that has lasted so long is still nothing to wonder at."""
         if self.evidence.incident.kind == "stall":
-            return wait.age_s >= _YOUNG_SHARE * self._oldest_s
-        return wait.age_s >= STUCK_AFTER_S
+            return age_s < _YOUNG_SHARE * self._oldest_s
+        return age_s < STUCK_AFTER_S
 
     def is_over(self, wait: Wait) -> bool:
         """Tell whether all ranks of a wait recorded more between the two looks at them."""
@@ -128,6 +132,17 @@ class Picture:
         culprits = set(culprits)
         reached = set(self.graph.fallout(culprits)) | self.disturbed
         return tuple(sorted(reached - culprits))
+
+    def dragged_along(self, gone: set[int]) -> set[int]:
+        """Return the ranks that share a pending operation with ranks that are gone.
+
+        A rank that died inside an operation had entered it: the others wait for nobody there.
+        """
+        reached: set[int] = set(gone)
+        for wait in self.graph.waits:
+            if not gone.isdisjoint(wait.waiting):
+                reached.update(wait.waiting)
+        return reached | set(self.graph.fallout(reached))
 
     def wait_for(self, ranks: Iterable[int]) -> Wait | None:
         """Return the earliest wait for one of `ranks`."""

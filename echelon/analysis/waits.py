@@ -143,15 +143,16 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
     for column in sorted(set(pending[pending >= 0].tolist())):
         waiting = np.flatnonzero(pending == column)
         done = np.flatnonzero(lane.state[:, column] == State.COMPLETED)
-        absent: tuple[int, ...] = ()
-        if not lane.proven[column]:
-            absent = (*lane.ranks(np.flatnonzero(lane.last < column)), *lane.strangers)
         own = [(member, lane.row(member, column)) for member in waiting.tolist()]
         rows = [row for _, row in own if row is not None]
         operation = _most_common([evidence.call(row).operation for row in rows])
         is_rooted = operation in ROOTED
         created = np.flatnonzero((pending == column) & (lane.state[:, column] == State.CREATED))
         ages = [_age_s(evidence, int(lane.members[m]), row) for m, row in own if row is not None]
+        absent: tuple[int, ...] = ()
+        raised = any("MismatchError" in evidence.error(row) for row in rows)
+        if not lane.proven[column] and not raised:  # who raised a mismatch does not wait
+            absent = (*lane.ranks(np.flatnonzero(lane.last < column)), *lane.strangers)
         yield Wait(
             group=lane.name,
             operation=operation,

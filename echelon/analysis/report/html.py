@@ -21,6 +21,7 @@ from echelon.analysis.report.graph import draw
 from echelon.analysis.report.graph_page import render_graph
 from echelon.analysis.report.page_script import SCRIPT
 from echelon.analysis.report.page_style import STYLE
+from echelon.analysis.report.text import alternative_line
 from echelon.analysis.report.timeline import timeline
 from echelon.analysis.stacks import Frame, main_thread, site_frame, users_frame
 from echelon.analysis.timing import COMMUNICATION, CallTime, RankTime, Timing, timing_of
@@ -113,7 +114,9 @@ def _glance(report: Report, verdict: Finding) -> str:
     if verdict.fallout_ranks:
         pairs.append(("fallout", rank_list(verdict.fallout_ranks)))
     if verdict.would_settle:
-        pairs.append(("would settle", "; ".join(verdict.would_settle)))
+        pairs.append(("missing evidence", "; ".join(verdict.would_settle)))
+    for other in verdict.alternatives[:1]:
+        pairs.append(("runner-up", alternative_line(other)))
     items = "".join(f"<dt>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in pairs)
     return f"<dl>{items}</dl>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from echelon.analysis.finding import Finding, Report, rank_list, rate, seconds
+from echelon.analysis.finding import Alternative, Finding, Report, rank_list, rate, seconds
 from echelon.analysis.report.clean import clean
 
 if TYPE_CHECKING:
@@ -73,8 +73,16 @@ def _sections(finding: Finding) -> list[tuple[str, list[str]]]:
     if finding.fallout_ranks:
         sections.append(("fallout", [rank_list(finding.fallout_ranks)]))
     if finding.would_settle:
-        sections.append(("would settle", list(finding.would_settle)))
+        sections.append(("missing", list(finding.would_settle)))
+    if finding.alternatives:
+        sections.append(("runner-up", [alternative_line(finding.alternatives[0])]))
     return [(label, lines) for label, lines in sections if lines and lines[0]]
+
+
+def alternative_line(other: Alternative) -> str:
+    """Show another root that was considered, and what separates it from the verdict."""
+    who = f" · {rank_list(other.culprit_ranks)}" if other.culprit_ranks else ""
+    return f"{other.cause.value}{who}: {other.summary} ({other.against})"
 
 
 def _tail(report: Report, verdict: Finding | None) -> list[tuple[str, str]]:

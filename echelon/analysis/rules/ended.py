@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from echelon.analysis.evidence import RankEvidence
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.errors import Meaning, died_by_watchdog, meaning_of
 from echelon.analysis.stacks import (
@@ -92,7 +92,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
         ordered = sorted(endings, key=lambda e: by_coordinator[e.rank])
         one_clock = True
     else:
-        ordered = sorted(endings, key=lambda e: (_exit_order(ranks[e.rank]), e.moment_ns, e.rank))
+        ordered = sorted(endings, key=lambda e: (_exit_order(ranks[e.rank]), e.rank))
     wordless = ordered[0].cause is Cause.DEAD_PROCESS
     memory = next((e for e in ordered if e.cause is Cause.OUT_OF_MEMORY), None)
     if wordless and memory is not None:
@@ -367,6 +367,7 @@ def _describe(picture: Picture, ending: Ending) -> Finding:
         evidence=tuple(lines),
         fallout_ranks=picture.fallout([ending.rank]),
         next_action=_next_action(facts, ending),
+        scope=Scope.SHARED,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.calls import TRANSPOSED, Call
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.lanes import ABSENT, Lanes
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
@@ -197,6 +197,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
         fallout_ranks=picture.fallout(ranks),
         would_settle=_tie_note(found),
         next_action=_next_action(cause, ranks, site),
+        scope=Scope.GROUP,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from echelon.analysis.evidence import RankEvidence, Span
 from echelon.analysis.finding import Cause, Finding, rank_list
-from echelon.analysis.picture import STUCK_AFTER_S, Picture
+from echelon.analysis.picture import Picture
 from echelon.analysis.rules.reading import Reading, read_rank
 from echelon.recorder.schema import Flag, State
 
@@ -57,9 +57,8 @@ def _wait_of(picture: Picture, facts: RankEvidence) -> _Wait | None:
         found = _WAIT.fullmatch(span.detail) if span.name == "pipeline" else None
         if found is None or int(found[4]) >= picture.evidence.world_size:
             continue
-        age_s = max(0, facts.seen_ns - span.started_ns) / 1e9
-        if picture.evidence.incident.kind != "stall" and age_s < STUCK_AFTER_S:
-            continue  # in flight
+        if picture.is_in_flight(max(0, facts.seen_ns - span.started_ns) / 1e9):
+            continue
         return _Wait(facts.rank, found[1], found[2], found[3] or "", int(found[4]), span)
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.lanes import Lanes
 from echelon.analysis.picture import Picture
 from echelon.analysis.rules.mismatch import earliest, error_lines
@@ -28,7 +28,9 @@ def find_skipped(picture: Picture) -> list[Finding]:
         first = min(slips, key=lambda slip: _began(slip.lanes, slip.column))
         found = earliest(picture)
         if found is None or _began(first.lanes, first.column) <= found.began_ns:
-            return [_describe(picture, first)]
+            # Where no signature differs, it explains only who waits for the rank, or the rank.
+            scope = Scope.CULPRITS if found is None else Scope.GROUP
+            return [_describe(picture, first).changed(scope=scope)]
     found = earliest(picture)
     slip = None if found is None else slip_at(found)
     return [] if slip is None else [_describe(picture, slip)]
@@ -80,6 +82,7 @@ def _describe(picture: Picture, slip: Slip) -> Finding:
         would_settle=()
         if slip.certain
         else ("step numbers: call echelon.recorder.step() in the loop",),
+        scope=Scope.GROUP,
         next_action=f"Look for a condition around {usual_site or site or 'this call'} under which "
         f"{who} leaves the call out or repeats it; check that all have equally many batches.",
     )

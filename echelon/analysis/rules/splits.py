@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from echelon.analysis.calls import TRANSPOSED, Call
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.lanes import Lanes
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
@@ -114,4 +114,5 @@ def _describe(picture: Picture, lanes: Lanes, column: int, odd: tuple[int, ...])
         evidence=tuple(lines),
         fallout_ranks=picture.fallout(ranks),
         next_action=f"Exchange the split sizes before the call, or correct those of {who}.",
+        scope=Scope.GROUP,
     )

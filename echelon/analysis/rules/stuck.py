@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from echelon.analysis.evidence import RankEvidence
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list, seconds
 from echelon.analysis.picture import Picture, has_moved, is_inside
 from echelon.analysis.rules.outside import (
     keeps_waiting,
@@ -113,7 +113,7 @@ def find_lost(picture: Picture) -> list[Finding]:
         return []
     finding = describe_sinks(picture, lost, read_loss(picture, lost[0]), lost[0])
     others = tuple(rank for rank in picture.evidence.ranks if rank not in lost)
-    return [finding.changed(fallout_ranks=others)]
+    return [finding.changed(fallout_ranks=others, scope=Scope.FALLOUT)]
 
 
 def suspects(picture: Picture) -> tuple[int, ...]:
@@ -255,6 +255,7 @@ def describe_sinks(
         fallout_ranks=fallout,
         would_settle=settles,
         next_action=action,
+        scope=Scope.SHARED if reading.cause is Cause.DEVICE_STUCK else Scope.CULPRITS,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list, seconds
 from echelon.analysis.links import BrokenLink, common_end
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.errors import Meaning, meaning_of
@@ -57,6 +57,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
         ),
         fallout_ranks=tuple(rank for rank in wait.waiting if rank not in culprits),
         would_settle=() if links else _SETTLES,
+        scope=Scope.FALLOUT,
         next_action=f"Check the network of {rank_list(culprits)}'s host."
         if culprits
         else "Check the links between this group's hosts and their socket queues.",
@@ -99,6 +100,7 @@ def _broken(picture: Picture) -> list[Finding]:
             evidence=tuple(quoted),
             fallout_ranks=tuple(sorted(set(texts) - set(culprits))),
             would_settle=_SETTLES[:2],
+            scope=Scope.FALLOUT,
             next_action=f"Check the link of {rank_list(culprits)}'s host."
             if culprits
             else "Check the links between the hosts of this job.",

@@ -6,7 +6,7 @@ watchdog ended did not wait there: it is what the others waited for.
 
 from __future__ import annotations
 
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.picture import Picture
 from echelon.analysis.rules.errors import watchdog_timeout
 from echelon.analysis.rules.reading import read_rank
@@ -45,6 +45,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
             f"{operation} #{number}",
             evidence=(*finding.evidence, *lines),
             fallout_ranks=others,
+            scope=Scope.FALLOUT,
         )
     ]
 
@@ -62,6 +63,7 @@ def _all_gave_up(
         "nothing recorded singles out a rank",
         evidence=lines,
         fallout_ranks=ranks,
+        scope=Scope.FALLOUT,
         would_settle=("torch's flight recorder: which ranks had entered the operation",),
         next_action="Run under TORCH_NCCL_TRACE_BUFFER_SIZE=2000 to have torch record operations.",
     )

@@ -1,0 +1,182 @@
+"""Hypotheses about a root, and the choice among them.
+
+Every rule proposes what it sees; no rule is a trump. A proposal explains the disturbed ranks that
+its culprits hold up, directly or through others, and it may be explained by another one in turn:
+after a death, a timeout or a mismatch other ranks end too. The root is the proposal that explains
+the most and that nothing contradicts; of equals, the one whose rule stands nearer to a cause (a
+slip explains a mismatch, a mismatch explains endings). What it leaves unexplained needs a root of
+its own, and is a finding beside it.
+
+[Note: certainty of an observation, certainty of a choice] That rank 3 was killed may be certain and
+yet be the consequence of something else. A rule states how sure its observation is; here a second
+proposal that explains as much, and that the root does not explain in turn, lowers the confidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from echelon.analysis.finding import Alternative, Cause, Confidence, Finding, Scope, rank_list
+from echelon.analysis.picture import Picture
+
+Rule = Callable[[Picture], list[Finding]]
+_WEAK = 0.75  # of a record: how much a rank without a record counts against one that shows a fault
+_ORDER = (Confidence.POSSIBLE, Confidence.LIKELY, Confidence.CERTAIN)
+_MAX_ALTERNATIVES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hypothesis:
+    """One proposal: what is wrong, which disturbed ranks that explains, and its rule's place."""
+
+    finding: Finding
+    explains: frozenset[int]
+    place: int  # of its rule: the nearer to a cause, the lower
+    is_weak: bool  # it rests on records that are missing
+
+    @property
+    def score(self) -> float:
+        """How much it explains."""
+        return len(self.explains) * (_WEAK if self.is_weak else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The root and what stands beside it; `roots` is empty where no hypothesis was proposed."""
+
+    roots: tuple[Finding, ...]
+    rest: tuple[Hypothesis, ...]
+    place: int = -1  # of the root's rule
+
+
+def propose(picture: Picture, rules: Sequence[Rule]) -> list[Hypothesis]:
+    """Ask all rules."""
+    return [
+        Hypothesis(
+            finding=finding,
+            explains=explained(picture, finding),
+            place=place,
+            is_weak=_is_weak(picture, finding),
+        )
+        for place, rule in enumerate(rules)
+        for finding in rule(picture)
+        if not finding.info
+    ]
+
+
+def explained(picture: Picture, finding: Finding) -> frozenset[int]:
+    """Return the disturbed ranks whose trouble follows from a finding."""
+    start = set(finding.culprit_ranks)
+    if finding.scope is Scope.GROUP:
+        start.update(_members_in(picture, finding))
+    if finding.scope is Scope.FALLOUT:
+        start.update(finding.fallout_ranks)
+    reached = start | set(picture.graph.fallout(start))
+    if finding.scope is Scope.SHARED:
+        reached |= picture.dragged_along(start)
+    waiting = {rank for wait in picture.graph.waits for rank in wait.waiting}
+    # Who ended and waited nowhere: any cause may have led to that.
+    return frozenset((reached & picture.disturbed) | (picture.disturbed - waiting))
+
+
+def _members_in(picture: Picture, finding: Finding) -> Iterable[int]:
+    """Return the ranks inside an operation of the finding's group at its number or later."""
+    number = finding.sequence
+    for wait in picture.graph.waits:
+        if wait.group == finding.group and (number is None or wait.sequence >= number):
+            yield from wait.waiting
+
+
+def _is_weak(picture: Picture, finding: Finding) -> bool:
+    missing = set(picture.evidence.missing) - set(picture.evidence.incident.absent)
+    return bool(finding.culprit_ranks) and missing.issuperset(finding.culprit_ranks)
+
+
+def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
+    """Choose the root, further roots for what it does not explain, and judge how sure that is."""
+    if not hypotheses:
+        return Choice(roots=(), rest=())
+    ordered = sorted(hypotheses, key=lambda one: (-one.score, one.place))
+    root = ordered[0]
+    taken = [root]
+    left = picture.disturbed - root.explains - set(root.finding.culprit_ranks)
+    for other in ordered[1:]:
+        if other.explains & left and not _is_same(other, taken):
+            taken.append(other)
+            left -= other.explains
+    rivals = [
+        one for one in ordered if one not in taken and not _is_same(one, taken) and one.explains
+    ]
+    first = _judged(picture, root, rivals)
+    beside = tuple(one.finding for one in taken[1:])
+    rest = tuple(one for one in ordered if one not in taken)
+    return Choice(roots=(first, *beside), rest=rest, place=root.place)
+
+
+def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
+    """Tell whether a proposal names ranks that are named already."""
+    named = {rank for other in taken for rank in other.finding.culprit_ranks}
+    ranks = set(one.finding.culprit_ranks)
+    return bool(ranks) and ranks <= named
+
+
+def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) -> Finding:
+    """Lower the root's confidence by its rivals, and name them."""
+    finding = root.finding
+    alternatives: list[Alternative] = []
+    for rival in rivals:
+        against = _against(picture, root, rival)
+        if not against:
+            finding = _capped(finding, rival.finding)
+            against = "explains as much"
+        if len(alternatives) < _MAX_ALTERNATIVES and rival.finding.cause is not Cause.UNKNOWN:
+            alternatives.append(
+                Alternative(
+                    cause=rival.finding.cause,
+                    culprit_ranks=rival.finding.culprit_ranks,
+                    confidence=rival.finding.confidence,
+                    summary=rival.finding.summary,
+                    against=against,
+                )
+            )
+    return finding.changed(alternatives=tuple(alternatives))
+
+
+def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
+    """Say what separates a rival from the root; "" if nothing does."""
+    ranks = rival.finding.culprit_ranks
+    if not ranks:
+        return "singles out no rank"
+    if root.place == rival.place and is_joint(picture, root.finding, rival.finding):
+        return "the same operation waits for both"
+    if set(ranks) <= root.explains | set(root.finding.culprit_ranks):
+        return f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'} explained by the root"
+    if rival.is_weak and not root.is_weak:
+        return "a record that is missing shows less than one that is there"
+    disturbed = len(picture.disturbed)
+    if len(rival.explains) < len(root.explains):
+        return f"explains {len(rival.explains)} of {disturbed} disturbed ranks"
+    return ""
+
+
+def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
+    """Tell whether one operation waits for both: then both are roots, not alternatives."""
+    return any(
+        not set(one.culprit_ranks).isdisjoint(wait.absent)
+        and not set(other.culprit_ranks).isdisjoint(wait.absent)
+        for wait in picture.graph.waits
+    )
+
+
+def _capped(finding: Finding, rival: Finding) -> Finding:
+    """Lower a confidence where a rival explains as much: the surer the rival, the lower."""
+    if rival.confidence is Confidence.POSSIBLE:
+        return finding
+    highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE
+    lowered = min(finding.confidence, highest, key=_ORDER.index)
+    who = rank_list(rival.culprit_ranks)
+    return finding.changed(
+        confidence=lowered,
+        would_settle=(*finding.would_settle, f"what came first: {who} explains as much"),
+    )
