@@ -40,11 +40,18 @@ class Backward:
         self._to_gather = ended[::-1]
         self._expected = [unit for unit in reversed(list(begun)) if unit.trains]
         self._over: set[Unit] = set()
+        self._entered: set[Unit] = set()  # units whose outputs have their gradients
         self._any_arrived = False
         self._reducer = Reducer(driver)
 
+    def enters(self, unit: Unit) -> None:
+        """Gather what autograd needs to go through a unit, which it is about to do."""
+        self._entered.add(unit)
+        for one in (*unit.borrowed, unit):
+            self.needs(one)
+
     def needs(self, unit: Unit) -> None:
-        """Have a unit's parameters there: autograd is about to go through it."""
+        """Ensure that a unit's parameters are gathered."""
         if unit in self._to_gather:
             place = self._to_gather.index(unit)
             for due in self._to_gather[: place + 1]:
@@ -64,9 +71,11 @@ class Backward:
         """
         check_whole(unit, f"the gradient of {member.name!r}")
         self._any_arrived = True
-        if unit in self._over:  # once more, through another graph
+        if unit in self._over:  # again, through another graph
             self._over.discard(unit)
-            self._expect(unit)
+            unit.missing = None
+            if unit not in self._expected:
+                self._expect(unit)
         unit.awaits().discard(member)
         if unit.sync and not unit.held:
             self._reducer.collect(member)
@@ -76,15 +85,28 @@ class Backward:
 
     def look(self, unit: Unit, *, passed: bool) -> None:
         """See whether a unit's backward is over; `passed`: its inputs have their gradients."""
-        missing = unit.awaits()
-        some = len(missing) < unit.num_training()
-        if unit.calls or (missing and not (passed and some)):
+        if unit.calls or self._is_lent(unit) or not self._is_complete(unit, passed=passed):
             return
         self._over.add(unit)
         # Frozen parameters have no gradient that tells when the last use of them is over.
         if not unit.held and not (unit.is_unwatched and unit.has_frozen):
             unit.release()
         self._reduce_ready()
+        for owner in unit.borrowed:
+            if owner not in self._over:
+                self.look(owner, passed=not owner.is_unwatched)
+
+    def _is_complete(self, unit: Unit, *, passed: bool) -> bool:
+        """Whether no gradient of a unit's parameters is still to be computed."""
+        if not passed and unit.borrowed:
+            return False  # what it borrowed is not among what it awaits
+        # A run that yields no gradient at all computes those of inputs only. Which parameters of
+        # this unit got one may differ between ranks, so that must not decide.
+        return not unit.awaits() or (passed and self._any_arrived)
+
+    def _is_lent(self, unit: Unit) -> bool:
+        """Whether autograd is inside a unit that uses parameters of this one."""
+        return any(one in self._entered and one not in self._over for one in unit.borrowers)
 
     def finish(self) -> None:
         """End the run: reduce what is left, wait for all, release everything.

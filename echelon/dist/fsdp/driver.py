@@ -42,7 +42,8 @@ class Driver:
     Attributes:
         group: gathers. reducer: the same ranks; reduces.
         replicas: the ranks that hold what I hold; None: nobody does.
-        hash: of every gather and reduction so far, in their order.
+        hashes: of the gathers and of the reductions so far, each in their order. How the two kinds
+            alternate may depend on which parameters a rank used.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -54,7 +55,7 @@ class Driver:
         self.units: list[Unit] = []
         self.pool = Pool()
         self.pages = Pages()
-        self.hash = 0
+        self.hashes = {"gather": 0, "reduce": 0}
         self._near: dict[int, ProcessGroup] = {}
         self._num_flats = 0
         self._open: list[Unit] = []
@@ -98,8 +99,7 @@ class Driver:
         """Gather a unit's parameters; `trains`: a backward may follow."""
         backward = self.running()
         if backward is not None:  # activations are computed again
-            for one in (*unit.borrowed, unit):
-                backward.needs(one)
+            backward.enters(unit)
             return
         if self._failed or self._backward is not None or unit in self._open:
             self.start_over()
@@ -159,8 +159,8 @@ class Driver:
                 self.start_gather(due)
 
     def note(self, what: str, number: int) -> None:
-        """Add a collective to the hash of their order."""
-        self.hash = zlib.crc32(f"{what} {number}".encode(), self.hash)
+        """Add a gather or a reduction to the hash of their order."""
+        self.hashes[what] = zlib.crc32(f"{what} {number}".encode(), self.hashes[what])
 
     # ---- backward ----
 

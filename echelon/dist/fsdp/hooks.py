@@ -19,9 +19,9 @@ from torch import nn
 from echelon.dist.fsdp.backward import check_whole
 from echelon.dist.fsdp.flat import Member
 from echelon.dist.fsdp.nested import map_tensors, tensors_in
-from echelon.dist.fsdp.unit import State, Unit, unit_of
+from echelon.dist.fsdp.unit import UNWATCHED, State, Unit, unit_of
 
-_numbers = itertools.count()
+_numbers = itertools.count(UNWATCHED + 1)
 _hooks: weakref.WeakKeyDictionary[Unit, _ModuleHooks] = weakref.WeakKeyDictionary()
 
 
@@ -103,6 +103,7 @@ class _ModuleHooks:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._ran: set[nn.Module] = set()
+        self._call: int | None = None  # of the forward that runs; None: not followed
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         driver = self._unit.driver
@@ -117,10 +118,10 @@ class _ModuleHooks:
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
-        unit = self._unit
+        unit, call = self._unit, self._call
         if unit.precision.output_dtype is not None:
             output = _cast(output, unit.precision.output_dtype)
-        has_graph = _watch(output, lambda: _needed(unit))
+        has_graph = _watch(output, lambda: _needed(unit, call))
         if len(self._ran) == len(unit.modules):
             self._ran.clear()
             with _failing(unit):
@@ -131,14 +132,19 @@ class _ModuleHooks:
         unit, precision = self._unit, self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             inputs = _cast(inputs, precision.param_dtype)
-        if not watched or not torch.is_grad_enabled() or unit.driver.running() is not None:
+        if not watched:
+            return inputs
+        self._call = None
+        if not torch.is_grad_enabled():
+            return inputs
+        # A forward that is computed again was watched when it ran with gradients. Within a
+        # reentrant checkpoint it ran without.
+        if unit.driver.running() is not None and (unit.calls or unit.is_unwatched):
             return inputs
         inputs = map_tensors(_inner, inputs)
         call = next(_numbers)
-        if _watch(inputs, lambda: _passed(unit, call)):
-            unit.calls.add(call)
-        else:
-            unit.is_unwatched = True
+        self._call = call if _watch(inputs, lambda: _passed(unit, call)) else UNWATCHED
+        unit.begin_call(self._call)
         return inputs
 
 
@@ -149,18 +155,19 @@ def _trains(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _needed(unit: Unit) -> None:
+def _needed(unit: Unit, call: int | None) -> None:
     with _failing(unit):
         backward = unit.driver.enter_backward()
-        for one in (*unit.borrowed, unit):
-            backward.needs(one)
+        if call is not None:
+            unit.begin_call(call)  # once more, if its graph was kept
+        backward.enters(unit)
 
 
 def _passed(unit: Unit, call: int) -> None:
     with _failing(unit):
         backward = unit.driver.enter_backward()
         check_whole(unit, "the gradient of an input")
-        unit.calls.discard(call)
+        unit.end_call(call)
         backward.look(unit, passed=True)
 
 

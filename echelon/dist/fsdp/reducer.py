@@ -87,10 +87,12 @@ class Reducer:
     def _exchange(self, present: list[bool]) -> list[bool]:
         driver = self._driver
         device = self._all[0].flat.device
-        message = torch.tensor([driver.hash, *present], dtype=torch.int64).to(device)
+        hashes = list(driver.hashes.values())
+        message = torch.tensor([*hashes, *present], dtype=torch.int64).to(device)
         rows = _gather(driver.reducer, message)
-        _check([row[0] for row in rows], driver.reducer)
-        flags = [any(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+        _check([tuple(row[: len(hashes)]) for row in rows], driver.reducer)
+        columns = zip(*(row[len(hashes) :] for row in rows), strict=True)
+        flags = [any(column) for column in columns]
         if driver.replicas is not None:
             self._advance(0)  # their all_reduces come first, on all of them
             across = torch.tensor(flags, dtype=torch.int64).to(device)
@@ -106,7 +108,7 @@ def _gather(group: ProcessGroup, message: torch.Tensor) -> list[list[int]]:
     return result
 
 
-def _check(hashes: list[int], group: ProcessGroup) -> None:
+def _check(hashes: list[tuple[int, ...]], group: ProcessGroup) -> None:
     if len(set(hashes)) == 1:
         return
     usual = Counter(hashes).most_common(1)[0][0]

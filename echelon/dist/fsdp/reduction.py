@@ -124,6 +124,10 @@ class Reduction:
         return self._buffer
 
     def _copy(self, member: Member, gradient: torch.Tensor) -> None:
-        member.within(self._take_buffer()).copy_(gradient)
+        place = member.within(self._take_buffer())
+        if member in self.present:  # a second graph reached it in the same backward
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+            self.present.add(member)
         member.drop_gradient()
-        self.present.add(member)

@@ -93,6 +93,8 @@ def fully_shard(
         depth=prefetch,
     )
     unit.borrowed = borrowed
+    for owner in borrowed:
+        owner.borrowers.append(unit)
     _name(unit, modules)
     hooks.install(unit)
     states.install(unit)
@@ -164,6 +166,7 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
     sources: dict[int, Source] = {}
     within = {module for _, module in _parts(modules)}
     borrowed: dict[Unit, None] = {}
+    sharded = {part for top in within if unit_of(top) is not None for part in top.modules()}
     for path, module in _parts(modules):
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored:
@@ -177,7 +180,7 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
             elif not any(part is module and key == name for part, key in member.slots):
                 member.slots.append((module, name))
                 borrowed[member.flat.unit] = None
-            elif not any(top in within for top in member.flat.unit.modules):
+            elif module not in sharded:
                 raise ValueError(
                     f"{name!r} of this {type(modules[0]).__name__} belongs to {member.flat.unit} "
                     "already: shard the blocks first and the module around them last"

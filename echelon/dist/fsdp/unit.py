@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from echelon.dist.fsdp.driver import Driver
 
 
+UNWATCHED = 0  # a call of which no input has a gradient
+
+
 class State(enum.Enum):
     """Which parameters are in memory.
 
@@ -41,6 +44,7 @@ class Unit:
         outer: whether it contains other units. Such a one is whole from its forward to the end of
             its backward: releasing it in between would gather it again at once.
         borrowed: units that own parameters which this one uses too.
+        borrowers: units that use parameters of this one.
         held: `unshard` was called: nothing is released, and no gradient reduced, until told.
         sync: whether backward reduces the gradients.
         depth: how many units ahead of this one are gathered while it computes.
@@ -71,10 +75,12 @@ class Unit:
         self.name = type(modules[0]).__name__
         self.outer = False
         self.borrowed: list[Unit] = []
+        self.borrowers: list[Unit] = []
         self.held = False
         self.sync = True
         self.state = State.SHARDED
         self.calls: set[int] = set()
+        self._ended_calls: set[int] = set()
         self.is_unwatched = False
         self.missing: set[Member] | None = None
         self._version = 0
@@ -180,11 +186,20 @@ class Unit:
         """Be ready for the next backward."""
         self.missing = None
         self.calls.clear()
+        self._ended_calls.clear()
         self.is_unwatched = False
 
-    def num_training(self) -> int:
-        """Return how many members want gradients."""
-        return sum(member.leaf.requires_grad for member in self.members)
+    def begin_call(self, call: int) -> None:
+        """Expect the backward of a forward call, unless it is over in this run of autograd."""
+        if call == UNWATCHED:
+            self.is_unwatched = True
+        elif call not in self._ended_calls:
+            self.calls.add(call)
+
+    def end_call(self, call: int) -> None:
+        """Note that the backward of a call has reached the unit's inputs."""
+        self.calls.discard(call)
+        self._ended_calls.add(call)
 
     def has_gradients(self) -> bool:
         """Whether autograd left gradients that were not reduced."""
