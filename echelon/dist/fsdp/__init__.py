@@ -9,6 +9,7 @@ from echelon.dist.fsdp.control import (
     unshard,
 )
 from echelon.dist.fsdp.hooks import register_forward_method
+from echelon.dist.fsdp.scaler import GradScaler
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
 from echelon.dist.fsdp.sharding import fully_shard
 from echelon.dist.fsdp.states import Shard, full_state_dict, is_part, optimizer_state, shards
@@ -19,6 +20,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "register_forward_method",
     "clip_grad_norm_",
+    "GradScaler",
     "gradient_sync",
     "set_requires_gradient_sync",
     "unshard",

@@ -63,7 +63,7 @@ def clip_grad_norm_(
     owners = _owners(parameters)
     skipped = {id(_owner(parameter)) for parameter in aliases}
     groups = _groups(parameters, owners)
-    over = _over(groups) if over is None else over
+    over = largest(groups) if over is None else over
     _check_over(over, groups)
     counted = [
         (one.grad, _share(one, over, replicas or (groups[0] if groups else None)))
@@ -107,23 +107,33 @@ def _groups(
         found.update(
             (unit.driver.group, None) for unit in units_of(parameters) if unit.flats and unit.trains
         )
-    for member in map(member_of, owners):
-        if member is not None:
-            found.setdefault(member.flat.group)
+    members = [member for member in map(member_of, owners) if member is not None]
+    found.update((group, None) for group in groups_of(members))
     return sorted(found, key=lambda group: -group.size)
 
 
-def _over(groups: list[ProcessGroup]) -> ProcessGroup | None:
+def groups_of(members: Iterable[Member]) -> list[ProcessGroup]:
+    """Return the groups among which parameters are divided, the largest first."""
+    found = {member.flat.group: None for member in members}
+    return sorted(found, key=lambda group: -group.size)
+
+
+def largest(groups: list[ProcessGroup]) -> ProcessGroup | None:
+    """Return the first of some groups, largest first; None if there are none.
+
+    Raises:
+        ValueError: it lacks ranks of another one.
+    """
     if len(groups) < 2:
         return groups[0] if groups else None
-    largest = groups[0]
+    first = groups[0]
     for group in groups[1:]:
-        if not set(group.ranks) <= set(largest.ranks):
+        if not set(group.ranks) <= set(first.ranks):
             raise ValueError(
-                f"the parameters are divided among groups {largest.name!r} and {group.name!r}, "
+                f"the parameters are divided among groups {first.name!r} and {group.name!r}, "
                 "neither of which has all their ranks: pass over=, a group that has"
             )
-    return largest
+    return first
 
 
 def _check_over(over: ProcessGroup | None, groups: list[ProcessGroup]) -> None:

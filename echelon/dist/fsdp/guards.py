@@ -23,8 +23,8 @@ import torch.nn.utils.clip_grad as torch_clipping
 from torch import nn
 
 from echelon.dist.fsdp.clipping import clip_grad_norm_
-from echelon.dist.fsdp.flat import Member, is_of_shard, member_of
-from echelon.dist.group import ProcessGroup
+from echelon.dist.fsdp.flat import is_of_shard, member_of
+from echelon.dist.fsdp.scaler import share_overflow
 
 _installed = False
 
@@ -100,37 +100,16 @@ def _guarded_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor]
         found = original(self, optimizer, inv_scale, found_inf, allow_fp16)
-        members = _members(optimizer)
-        if members:
-            _share_overflow(members, found, found_inf)
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        shards = [one for one in parameters if member_of(one) is not None]
+        if shards:
+            mine = any(bool(flag) for flag in found.values())
+            shared = share_overflow(mine, shards)
+            for device in found or [shards[0].device]:
+                found[device] = torch.full_like(found_inf, float(shared), device=device)
         return found
 
     return unscale
-
-
-def _members(optimizer: torch.optim.Optimizer) -> list[Member]:
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
-    return [member for member in map(member_of, parameters) if member is not None]
-
-
-def _share_overflow(
-    members: list[Member], found: dict[torch.device, torch.Tensor], like: torch.Tensor
-) -> None:
-    """Let every rank that shares a unit know of an overflow in any rank's part. Collective."""
-    groups: dict[ProcessGroup, torch.device] = {}
-    for member in members:
-        driver = member.flat.unit.driver
-        for group in (driver.group, driver.replicas):
-            if group is not None and group.size > 1:
-                groups.setdefault(group, member.flat.device)
-    flags = [flag.cpu() for flag in found.values()]
-    overflow = torch.stack(flags).max().reshape(1) if flags else like.cpu().reshape(1).clone()
-    for group, device in groups.items():
-        on_device = overflow.to(device)
-        group.all_reduce(on_device, op="max")
-        overflow = on_device.cpu()
-    for device in found or [members[0].shard.device]:
-        found[device] = overflow.to(device).reshape(like.shape)
 
 
 def _guarded_zero_grad(original: Callable[..., None]) -> Callable[..., None]:

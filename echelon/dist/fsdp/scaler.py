@@ -1,0 +1,200 @@
+"""Loss scaling for float16, decided by all ranks together.
+
+Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale before backward
+and the gradients are divided by it after. If the scale was too large, gradients overflow, the step
+is skipped and the scale is reduced. An overflow often shows on one rank only: in its shards, in its
+stage, in its experts. So the flag is reduced over every rank that holds parameters, and all ranks
+skip the step and change the scale alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from echelon.dist.fsdp.clipping import groups_of, largest
+from echelon.dist.fsdp.flat import Member, member_of
+from echelon.dist.group import ProcessGroup
+
+T = TypeVar("T", bound="torch.Tensor | list[torch.Tensor]")
+
+
+class GradScaler:
+    """A scale for the loss that grows while gradients are finite and shrinks when they overflow.
+
+    Its methods are those of `torch.amp.GradScaler`, in the same order in a step. Its state is the
+    same on all ranks and goes into a checkpoint as it is: `save(path, {"scaler": scaler, ...})`.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: the scale is multiplied by it after `growth_interval` finite steps in a row.
+        backoff_factor: the scale is multiplied by it after an overflow.
+        growth_interval: in steps.
+        over: a group with all ranks that hold parameters of the model: the stages of a pipeline,
+            other experts, replicas. None: the ranks that an optimizer's parameters are divided
+            among, and the replicas of a mesh.
+        enabled: False: nothing is scaled, and every step is taken.
+
+    Raises:
+        ValueError: a bad argument.
+
+    Example:
+        >>> scaler.scale(loss).backward()
+        >>> scaler.unscale_(optimizer)  # before clipping; otherwise step() does it
+        >>> clip_grad_norm_(model, 1.0)
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        over: ProcessGroup | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if not (init_scale > 0 and math.isfinite(init_scale)):
+            raise ValueError(f"init_scale must be positive and finite, got {init_scale!r}")
+        if not growth_factor >= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1:
+            raise ValueError(
+                f"growth_factor {growth_factor!r} must be >= 1, backoff_factor {backoff_factor!r} "
+                f"between 0 and 1, growth_interval {growth_interval!r} >= 1"
+            )
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.enabled = enabled
+        self._over = over
+        self._scale = float(init_scale)
+        self._num_finite = 0  # steps since the scale changed
+        self._overflowed: dict[int, bool] = {}  # by the id of each optimizer unscaled in this step
+
+    def get_scale(self) -> float:
+        """Return what losses are multiplied by; 1.0 if the scaler is not enabled."""
+        return self._scale if self.enabled else 1.0
+
+    def scale(self, outputs: T) -> T:
+        """Multiply a loss, or several, by the scale."""
+        if not self.enabled:
+            return outputs
+        if isinstance(outputs, list):
+            return [one * self._scale for one in outputs]  # type: ignore[return-value]
+        return outputs * self._scale  # type: ignore[return-value]
+
+    def unscale_(self, optimizer: Optimizer) -> bool:
+        """Divide an optimizer's gradients by the scale in place, and look for overflows.
+
+        Collective among all ranks that hold parameters; blocks until they have joined, bounded by
+        the group's timeout. It waits for the device once.
+
+        Returns:
+            Whether all gradients are finite on all ranks.
+
+        Raises:
+            ValueError: called twice in a step, or a gradient is float16: then it was not reduced
+                in float32, and the scale cannot be taken out of it.
+            CollectiveError: a rank is lost or did not join.
+        """
+        if not self.enabled:
+            return True
+        if id(optimizer) in self._overflowed:
+            raise ValueError("unscale_() was called twice for this optimizer since update()")
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError(
+                "gradients are float16: keep parameters in float32, and compute in float16 by "
+                "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32) or "
+                "by torch.autocast"
+            )
+        overflow = _unscale(gradients, 1.0 / self._scale)
+        overflow = share_overflow(overflow, parameters, self._over)
+        self._overflowed[id(optimizer)] = overflow
+        return not overflow
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call `optimizer.step` unless a gradient overflowed on any rank; return its result."""
+        if self.enabled and id(optimizer) not in self._overflowed:
+            self.unscale_(optimizer)
+        if self._overflowed.get(id(optimizer), False):
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def update(self) -> None:
+        """End a step: reduce the scale after an overflow, raise it after enough finite steps.
+
+        Raises:
+            ValueError: no optimizer was unscaled since the last call.
+        """
+        if not self.enabled:
+            return
+        if not self._overflowed:
+            raise ValueError("update() needs a step() or unscale_() before it")
+        if any(self._overflowed.values()):
+            self._scale *= self.backoff_factor
+            self._num_finite = 0
+        else:
+            self._num_finite += 1
+            if self._num_finite == self.growth_interval:
+                self._num_finite = 0
+                grown = self._scale * self.growth_factor
+                self._scale = grown if grown < torch.finfo(torch.float32).max else self._scale
+        self._overflowed.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs; equal on all ranks between `update` and `unscale_`."""
+        return {"scale": self._scale, "num_finite": self._num_finite}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state; growth and backoff stay as they were given here."""
+        self._scale, self._num_finite = float(state["scale"]), int(state["num_finite"])
+        self._overflowed.clear()
+
+
+def _unscale(gradients: list[torch.Tensor], factor: float) -> bool:
+    """Multiply gradients in place; return whether any element is not finite."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient)
+    flags = []
+    for here in by_device.values():
+        greatest = torch.stack(torch._foreach_norm(here, math.inf))  # before: a NaN stays one
+        torch._foreach_mul_(here, factor)
+        flags.append(greatest.isfinite().logical_not().any())
+    return any(bool(flag) for flag in flags)
+
+
+def share_overflow(
+    overflow: bool, parameters: Iterable[torch.Tensor], over: ProcessGroup | None = None
+) -> bool:
+    """Return whether any rank that holds parameters passed True. Collective among them.
+
+    Args:
+        overflow: what this rank found.
+        parameters: which groups share them says which ranks decide together.
+        over: a group in place of these.
+    """
+    members = [member for member in map(member_of, parameters) if member is not None]
+    groups = [over] if over is not None else _groups(members)
+    device = members[0].flat.device if members else None
+    for group in groups:
+        flag = torch.tensor([float(overflow)], device=device)
+        if group.size > 1:
+            group.all_reduce(flag, op="max")
+        overflow = bool(flag)
+    return overflow
+
+
+def _groups(members: list[Member]) -> list[ProcessGroup]:
+    """Return the group that has all ranks among which parameters are divided, and the replicas."""
+    over = largest(groups_of(members))
+    replicas = {member.flat.unit.driver.replicas: None for member in members}
+    return [group for group in (over, *replicas) if group is not None]
