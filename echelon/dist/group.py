@@ -1,18 +1,12 @@
-"""ProcessGroup: the one place where every operation passes.
-
-Here, and only here, an operation's arguments are checked, it gets its number in the group, it is
-recorded, and it is handed to the engine. An engine therefore never sees a bad argument, and the
-black box never misses an operation.
-"""
+"""ProcessGroup: what a group offers besides its calls on arrays, which `calls/` holds."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import echelon.recorder.current as black_box
 from echelon.dist import objects
@@ -21,19 +15,9 @@ from echelon.dist.calls.base import Timeout
 from echelon.dist.calls.collectives import Collectives
 from echelon.dist.calls.point_to_point import PointToPoint
 from echelon.dist.channel import Channel, ChannelTags
-from echelon.dist.operation.arrays import View
 from echelon.dist.operation.checks import check_timeout
-from echelon.dist.operation.operation import ANY_SOURCE, OPEN, Operation, encode_call
 from echelon.dist.progress.group_state import Evidence, GroupState
 from echelon.dist.work import Work
-from echelon.errors import CollectiveError
-from echelon.recorder import sites
-from echelon.recorder.recorder import NOT_RECORDED
-from echelon.recorder.schema import Flag
-
-_MAX_CALLS = 1024
-_ASYNC = int(Flag.ASYNC)  # looking up a member of an enum costs as much as the rest of the flags
-_P2P = int(Flag.P2P)
 
 MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]
 
@@ -67,19 +51,11 @@ class ProcessGroup(Collectives, PointToPoint):
         evidence: Evidence | None = None,
         channels: ChannelTags | None = None,
     ) -> None:
-        self._members = members
-        self._engine = engine
-        self._timeout_s = timeout_s
+        super().__init__(members, engine, timeout_s, evidence)
         self._make_group = make_group
-        self._state = GroupState(members, engine, evidence)
-        self._state.evidence.serve(self._state)
         self.created_mono_ns = time.monotonic_ns()
         self._num_splits = 0
         self._channels = channels
-        self._coalesced = threading.local()
-        self._calls: dict[tuple[Any, ...], bytes] = {}  # of collectives the engine accepts
-        recorder = black_box.current()
-        self._reference = 0 if recorder is None else recorder.new_group(members.name, members.ranks)
 
     # ---- who we are ----
 
@@ -259,228 +235,6 @@ class ProcessGroup(Collectives, PointToPoint):
     def state(self) -> GroupState:
         """What the group has called and how it ended; outlives the group if that is dropped."""
         return self._state
-
-    # ---- dispatch ----
-
-    def _collective(
-        self,
-        kind: str,
-        source: View | None,
-        target: View | None,
-        *,
-        reduce_op: str = "",
-        root: int = -1,
-        input_splits: tuple[int, ...] = (),
-        output_splits: tuple[int, ...] = (),
-        splits: tuple[int, ...] = (),
-        timeout_s: Timeout = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        is_part = kind == "scatter" or (kind == "all_gather" and splits)
-        shown = target if is_part or source is None else source
-        if shown is None:
-            dtype, device, compared = "", "cpu", None
-        else:
-            dtype, device, compared = shown.dtype, shown.device, shown.shape
-        state = self._state
-        if state.is_foreign or state.is_closed:
-            self._refuse_use()
-        key = (kind, reduce_op, dtype, root, compared, device, splits)
-        call = self._calls.get(key) or self._new_call(key, shown)
-        limit_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
-        with state.collectives as is_nested:
-            # By position: this is the hot path, and 15 keywords cost more than their values.
-            operation = Operation(
-                kind, state.num_collectives, dtype, device, reduce_op, root, -1, 0,
-                None if source is None else source.data,
-                None if target is None else target.data,
-                input_splits, output_splits, compared or (), limit_s, call,
-            )  # fmt: skip
-            return self._dispatch(operation, shown, async_op, is_nested=is_nested)
-
-    def _message(
-        self, kind: str, peer: int, data: View, tag: int, *, timeout_s: Timeout, async_op: bool
-    ) -> Work | None:
-        self._check_use(kind, data, "")
-        if peer == ANY_SOURCE:
-            self._check_any_source(data, async_op)
-        is_blocking = not async_op and self._batch() is None
-        with self._state.messages:
-            operation = Operation(
-                kind=kind,
-                sequence=self._state.next_message(kind, peer),
-                dtype=data.dtype,
-                device=data.device,
-                peer=peer,
-                tag=tag,
-                source=data.data if kind == "send" else None,
-                target=data.data if kind != "send" else None,
-                shape=data.shape,
-                timeout_s=self._limit(timeout_s),
-                is_detached=kind == "send" and is_blocking and data.device != "cpu",
-            )
-            if is_blocking and self._is_inline(operation):
-                record = self._admit(operation, data, async_op)
-            else:
-                work = self._dispatch(operation, data, async_op, waits=False)
-                record = None
-        if record is not None:
-            self._execute(operation, record)
-            return None
-        if is_blocking and work is not None:  # other threads may send while this one waits
-            work.wait()
-        return work if async_op or peer == ANY_SOURCE else None
-
-    def _is_inline(self, operation: Operation) -> bool:
-        """Return whether a blocking operation runs on this thread: its result is all there is."""
-        is_open = operation.kind == OPEN
-        return operation.device == "cpu" and operation.peer != ANY_SOURCE and not is_open
-
-    def _dispatch(
-        self,
-        operation: Operation,
-        shown: View | None,
-        async_op: bool,
-        *,
-        is_nested: bool = False,
-        waits: bool = True,
-    ) -> Work | None:
-        """Number, record and launch one operation; its turn is held.
-
-        With `waits` false the caller waits, and gets the work for that.
-        """
-        batch = self._batch()
-        record = self._admit(operation, shown, async_op, is_nested=is_nested)
-        if not async_op and batch is None and self._is_inline(operation):
-            self._execute(operation, record)
-            return None
-        try:
-            work = self._state.launch(operation, record)
-        except BaseException as err:  # noqa: BLE001 -- raised again
-            self._raise_failure(err, record)
-        if batch is not None:
-            batch[1].append(work)
-        elif not async_op and waits:
-            work.wait()  # on a device: once it is in order behind what the caller has queued there
-        return work if async_op or not waits else None
-
-    def _admit(
-        self, operation: Operation, shown: View | None, async_op: bool, *, is_nested: bool = False
-    ) -> int:
-        """Give an operation its number and its record, unless it is refused."""
-        try:
-            self._state.admit(operation, is_nested=is_nested)
-        except CollectiveError as err:
-            self._raise_failure(err, self._record(operation, shown, async_op, is_started=False))
-        return self._record(operation, shown, async_op)
-
-    def _raise_failure(self, err: BaseException, record: int) -> NoReturn:
-        """Record a failure and raise it; one of the group names the caller's line."""
-        recorder = None if record == NOT_RECORDED else black_box.current()
-        if recorder is not None:
-            recorder.failed(record, err)
-        if not isinstance(err, CollectiveError):
-            raise err
-        frame = sites.caller(1)
-        if frame is not None and "Called at" not in str(err):
-            err.args = (f"{err}. Called at {frame.f_code.co_filename}:{frame.f_lineno}",)
-        # The message says it all; a user's traceback should end in the user's code, not here.
-        cause = err.__cause__
-        raise err.with_traceback(None) from cause
-
-    def _execute(self, operation: Operation, record: int) -> None:
-        try:
-            self._state.run(operation)
-        except BaseException as err:  # noqa: BLE001 -- raised again
-            self._raise_failure(err, record)
-        recorder = None if record == NOT_RECORDED else black_box.current()
-        if recorder is not None:
-            recorder.completed(record)
-
-    def _record(
-        self, operation: Operation, shown: View | None, async_op: bool, *, is_started: bool = True
-    ) -> int:
-        recorder = black_box.current()
-        if recorder is None or operation.kind == OPEN:  # it moves nothing
-            return NOT_RECORDED
-        batch = self._batch()
-        if operation.peer == -1:
-            root = operation.root
-            return recorder.begin(
-                self._reference,
-                operation.kind,
-                sequence=operation.sequence,
-                dtype=operation.dtype,
-                shapes=() if shown is None else (shown.shape,),
-                input_splits=operation.input_splits,
-                output_splits=operation.output_splits,
-                num_bytes=0 if shown is None else shown.data.nbytes,
-                reduce_op=operation.reduce_op,
-                root=-1 if root < 0 else self._members.ranks[root],
-                coalesced=-1 if batch is None else batch[0],
-                timeout_s=operation.timeout_s,
-                flags=_ASYNC if async_op else 0,
-                depth=5,
-                is_started=is_started,
-            )
-        return recorder.begin(
-            self._reference,
-            operation.kind,
-            p2p_sequence=operation.sequence,
-            dtype=operation.dtype,
-            shapes=() if shown is None else (shown.shape,),
-            num_bytes=0 if shown is None else shown.data.nbytes,
-            peer=self._members.ranks[operation.peer] if operation.peer >= 0 else -1,
-            tag=operation.tag,
-            coalesced=-1 if batch is None else batch[0],
-            timeout_s=operation.timeout_s,
-            flags=_P2P | _ASYNC if async_op else _P2P,
-            depth=4,
-            is_started=is_started,
-        )
-
-    # ---- checks ----
-
-    def _batch(self) -> tuple[int, list[Work]] | None:
-        batch: tuple[int, list[Work]] | None = getattr(self._coalesced, "batch", None)
-        return batch
-
-    def _check_use(self, kind: str, shown: View | None, reduce_op: str) -> None:
-        if self._state.is_foreign or self._state.is_closed:
-            self._refuse_use()
-        if shown is None or shown.device != self._engine.device:
-            return  # the engine's `prepare` refuses it, if it does
-        reason = self._engine.refuses(kind, shown.dtype, reduce_op)
-        if reason:
-            raise ValueError(f"{kind} of {shown}: backend {self.backend!r} {reason}")
-
-    def _refuse_use(self) -> NoReturn:
-        if self._state.is_foreign:
-            raise ValueError(
-                f"group {self.name!r} belongs to another process: a forked child cannot use it"
-            )
-        raise ValueError(f"group {self.name!r} is shut down")
-
-    def _new_call(self, key: tuple[Any, ...], shown: View | None) -> bytes:
-        """Encode a collective that the engine accepts; kept, up to a limit."""
-        kind, reduce_op = key[:2]
-        self._check_use(kind, shown, reduce_op)
-        if len(self._calls) >= _MAX_CALLS:
-            self._calls.clear()
-        call = self._calls[key] = encode_call(*key)
-        return call
-
-    def _limit(self, timeout_s: Timeout) -> float:
-        return self._timeout_s if timeout_s is None else check_timeout(timeout_s)
-
-    def _check_any_source(self, data: View, async_op: bool) -> None:
-        if data.device != "cpu":
-            raise ValueError(f"recv of {data} from any rank: on {data.device} name the source")
-        if self._batch() is not None and not async_op:
-            raise ValueError(
-                "recv from any rank inside coalesce(): pass async_op=True; its work names the "
-                "source once the block has ended"
-            )
 
     def _check_object_call(self, call: str, root: int = 0) -> int:
         if self._batch() is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import time
@@ -164,27 +163,3 @@ def _from_any(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("engine", ["native", "python"])
 def test_a_receive_from_any_rank_names_the_sender(engine):
     run_ranks(_from_any, 3, environ={"ECHELON_SHM": engine})
-
-
-def _from_any_host(rank, world_size):
-    two_level = importlib.import_module("echelon.dist.backends.two_level")
-    two_level.host_identity = lambda: {"boot": f"host {(0, 0, 1)[rank]}"}
-    world = dist.init("shm+gloo", timeout_s=20)
-    number = np.array([float(rank)])
-    if rank == 0:
-        with pytest.raises(ValueError, match="name the source"):
-            world.recv(number, None)
-        world.recv(number, 2)
-        assert number[0] == 2
-        world.recv(number, 1)
-        assert number[0] == 1
-    else:
-        world.send(number, 0)
-    world.barrier()
-    dist.shutdown()
-
-
-@pytest.mark.ranks
-def test_a_receive_from_any_rank_is_refused_where_two_levels_carry_messages():
-    pytest.importorskip("torch")
-    run_ranks(_from_any_host, 3)

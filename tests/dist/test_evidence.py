@@ -23,6 +23,9 @@ SUM = Operation("all_reduce", 7, timeout_s=1.0)
 BROKEN = ConnectionBroken("connection reset by peer")
 
 
+FACTS: list[dict[str, Any]] = [{"boot": f"host {rank}", "net": 1, "pids": 1} for rank in range(3)]
+
+
 class World:
     """Three ranks of three hosts in this process; those in `calls` answer with that number."""
 
@@ -31,14 +34,18 @@ class World:
         self.said = threading.Event()
         self.ranks: dict[int, Liveness] = {}
         self._clients: list[TCPStore] = []
-        facts = [{"boot": f"host {rank}", "net": 1, "pids": 1} for rank in range(3)]
         for rank, count in calls.items():
             client = TCPStore("127.0.0.1", port, timeout=20)
             self._clients.append(client)
             members = Members(name="world", rank=rank, ranks=range(3))
             store = PrefixStore("group", client)
-            self.ranks[rank] = Liveness(members, store, Board(client), facts)
+            self.ranks[rank] = Liveness(members, store, Board(client), FACTS)
             self.ranks[rank].serve(self._state(rank, count))
+
+    def client(self) -> TCPStore:
+        client = TCPStore("127.0.0.1", self._clients[0].port, timeout=20)
+        self._clients.append(client)
+        return client
 
     def _state(self, rank: int, count: int) -> Any:
         def fail(error: CollectiveError) -> None:
@@ -92,6 +99,27 @@ def test_a_timeout_tells_the_late_from_those_not_heard_from(make):
     error = world.ranks[0].find(SUM, None, None)
     assert error.ranks == (1, 2)
     assert str(error).endswith("not heard from: rank 1")
+
+
+def test_a_monitored_barrier_does_not_name_a_rank_that_has_arrived_and_cannot_answer(make):
+    """Rank 1 has arrived and was stopped since: rank 2, which answers, is the one that is late."""
+    world = make({0: 8, 2: 7})
+    barrier = Operation("barrier", 7, timeout_s=1.0)
+    client = world.client()
+    stopped = Liveness(
+        Members(name="world", rank=1, ranks=range(3)),
+        PrefixStore("group", client),
+        Board(client),
+        FACTS,
+    )
+    with world.ranks[0].arriving(), stopped.arriving():
+        error = world.ranks[0].find(barrier, None, None)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (2,)
+    assert "not heard from" not in str(error)
+    with world.ranks[0].arriving():  # the next one knows nothing of it
+        error = world.ranks[0].find(Operation("barrier", 8, timeout_s=1.0), None, None)
+    assert error.ranks == (1, 2)
 
 
 def test_a_rank_that_closed_the_group_is_named_where_another_is_not_heard_from(make):

@@ -55,6 +55,42 @@ def _wait_for_death(rank: int, world_size: int, backend: str, num: int) -> None:
     dist.shutdown()
 
 
+def _stop_in_monitored_barrier(rank: int, world_size: int, backend: str) -> None:
+    """Rank 1 arrives and is stopped, rank 2 computes: it alone has not arrived."""
+    world = dist.init(backend, timeout_s=60)
+    world.monitored_barrier()
+    store = importlib.import_module("echelon.dist.runtime")._need().store
+    pids = world.all_gather_object(os.getpid())
+    if rank == 1:
+        with contextlib.suppress(CollectiveError):  # it may end, once rank 2 arrives
+            world.monitored_barrier()
+        store.set("continued", "1")
+    elif rank == 2:
+        store.get("timed out", timeout=40)
+        with contextlib.suppress(CollectiveError):
+            world.monitored_barrier()
+    else:
+        world.state.evidence._store.get("arrived/1/1", timeout=20)
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            with pytest.raises(CollectiveTimeoutError, match="barrier #") as caught:
+                world.monitored_barrier(timeout_s=0.5)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert caught.value.ranks == (2,), caught.value
+        store.set("timed out", "1")
+        store.get("continued", timeout=40)
+    dist.shutdown()
+
+
+@pytest.mark.slow  # test_evidence.py has the same without oneCCL
+def test_a_monitored_barrier_over_oneccl_names_the_rank_that_computes_and_not_one_that_is_stopped():
+    reason = next(status.reason for status in registry.statuses() if status.name == "xccl")
+    if reason:
+        pytest.skip(reason)
+    run_ranks(_stop_in_monitored_barrier, 3, "xccl", timeout_s=90)
+
+
 @pytest.mark.parametrize("num", [1, BIG])
 def test_a_killed_rank_is_named_long_before_the_timeout(num, engine):
     run_ranks(_wait_for_death, 4, "shm", num, exit_codes={1: -signal.SIGKILL}, environ=engine)

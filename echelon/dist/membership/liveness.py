@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from echelon.dist.backends.interface import ConnectionBroken, Members
@@ -74,6 +74,8 @@ class Liveness:
         self._board = board if self._peers.watched != set(self._others) else None
         self._state: GroupState | None = None
         self._has_heard = False  # of a verdict: it needs no other
+        self._num_monitored = 0
+        self._arrivals = ""  # where ranks of the monitored barrier under way leave their marks
         self._is_closed = False
 
     def use_board(self) -> None:
@@ -142,6 +144,32 @@ class Liveness:
         except StoreError:
             return error
 
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Mark in the store, inside, that this rank is in a monitored barrier.
+
+        The liveness check answers for a process; the mark holds for a rank that cannot answer any
+        more, too. Where ranks share a host and memory, that memory shows which have arrived.
+        """
+        if self._board is None:
+            yield
+            return
+        arrivals = f"arrived/{self._num_monitored}"
+        self._num_monitored += 1
+        mark = f"{arrivals}/{self._members.rank}"
+        self._try(lambda store: store.set_confirmed(mark, b"1"))
+        self._arrivals = arrivals
+        try:
+            yield
+        finally:
+            self._arrivals = ""
+        self._try(lambda store: store.delete_key(mark))  # after a failure others may read it
+
+    def _try(self, ask: Callable[[Store], object]) -> None:
+        """Ask the store within a short limit; without an answer there is no mark."""
+        with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
+            ask(store)
+
     def publish(self, error: CollectiveError) -> None:
         """Publish why the group ended on this rank, from the watcher's thread."""
         if self._others and not self._has_heard:
@@ -191,6 +219,7 @@ class Liveness:
             return build.peer_lost(members, operation, gone, silent=silent)
         if broken is None:
             late = self._late(operation, entered, silent) if needed is None else list(needed)
+            late = self._without_arrived(operation, late, store)
             mute = [rank for rank in silent if rank in late]
             return build.timed_out(members, operation, late, silent=mute)
         if silent:
@@ -203,6 +232,12 @@ class Liveness:
             return [operation.peer] if operation.peer in self._others else []
         late = [rank for rank, number in entered.items() if number <= operation.sequence]
         return sorted({*late, *silent})
+
+    def _without_arrived(self, operation: Operation, late: list[int], store: Store) -> list[int]:
+        """Leave out the ranks that have marked their arrival in a monitored barrier."""
+        if operation.kind != "barrier" or not self._arrivals:
+            return late
+        return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
     def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, int], list[int]]:
         """Return how many collectives each other rank has called, and which did not answer."""

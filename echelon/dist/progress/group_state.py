@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -75,6 +76,9 @@ class Evidence(Protocol):
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return a better explanation of what the engine raised, if other ranks published one."""
 
+    def arriving(self) -> AbstractContextManager[object]:
+        """Let the other members know, inside, that this rank is in a monitored barrier."""
+
     def publish(self, error: CollectiveError) -> None:
         """Let the other members know why the group ended on this rank. Returns at once."""
 
@@ -113,6 +117,10 @@ class NoEvidence:
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
         """Return the error."""
         return error
+
+    def arriving(self) -> AbstractContextManager[object]:
+        """Do nothing."""
+        return contextlib.nullcontext()
 
     def publish(self, error: CollectiveError) -> None:
         """Do nothing."""
