@@ -43,6 +43,7 @@ class Wait:
     peer: int = -1  # whom a send or receive is for
     members: int = 0
     vague: bool = False  # the group's members were inferred
+    has_mismatch: bool = False  # one of those that wait has raised a mismatch
     gave_up: bool = False  # an error is recorded: a timeout passed
 
     def __str__(self) -> str:
@@ -165,6 +166,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
             created=lane.ranks(created),
             members=len(lane.members) + len(lane.strangers),
             vague=lane.group in evidence.vague_groups,
+            has_mismatch=raised,
             gave_up=any(evidence.error(row) for row in rows),
         )
 

@@ -350,3 +350,16 @@ def test_watch_tells_only_what_is_new(tmp_path: Path) -> None:
     seen.look()
     assert told == ["waiting", "3 ranks, nothing is wrong", "host_hang"]
     assert seen.exit_code == 1
+
+
+def test_what_is_not_a_terminal_is_neither_wrapped_nor_padded() -> None:
+    job = Job(4).train(2)
+    for rank in job.others(1):
+        rank.all_reduce(inside=True)
+    job[1].stands("a_file_with_a_long_name_that_would_be_broken_over_two_lines.py", 8, "wait")
+    report = job.report()
+    out = StringIO()
+    render_text(report, Console(file=out, width=40))
+    lines = out.getvalue().splitlines()
+    assert f"  {report.verdict.summary}" in lines
+    assert all(line == line.rstrip() for line in lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from echelon.analysis.finding import Alternative, Finding, Report, rank_list, rate, seconds
@@ -23,11 +23,15 @@ _MAX_CHARS = 400
 
 
 def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
-    """Print a report on a rich console.
+    """Print a report on a rich console; what is not a terminal gets one line per sentence.
 
     Args:
-        timing: where the time went; shown beneath a healthy report.
+        timing: where the time went; shown below a healthy report.
     """
+    if not console.is_terminal:
+        for line in plain_lines(report, timing):
+            console.file.write(f"{line}\n")
+        return
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -47,6 +51,33 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
         _print_timing(timing, console)
     for line, style in _tail(report, verdict):
         console.print(Text(f"  {line}", style=style))
+
+
+def plain_lines(report: Report, timing: Timing | None = None) -> list[str]:
+    """Return the report as lines that are neither wrapped nor padded, for logs and for grep."""
+    verdict = report.verdict
+    lines = [_headline(report, verdict).plain.strip()]
+    if verdict is not None:
+        lines += [f"  {clean(verdict.summary, _MAX_CHARS)}", ""]
+        sections = _sections(verdict)
+        width = max(len(label) for label, _ in sections) + 2
+        for label, rows in sections:
+            for index, row in enumerate(rows):
+                head = "" if index else label
+                lines.append(f"  {head:<{width}}{clean(row, _MAX_CHARS)}")
+    elif timing is not None:
+        for title, cells in _timing_rows(timing):
+            lines += _columns([title, *cells])
+    return [*lines, *(f"  {line}" for line, _ in _tail(report, verdict))]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        " "
+        + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _headline(report: Report, verdict: Finding | None) -> Text:
@@ -115,19 +146,42 @@ def _print_timing(timing: Timing, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    for title, rows in _timing_rows(timing):
+        table = Table(*title, box=None, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(Padding(table, (0, 0, 0, 1), expand=False))
+
+
+def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield the tables of a healthy report: titles and rows."""
     ranks = [rank for rank in timing.slowest if rank.window_s > 0][:_MAX_RANKS]
     if ranks:
-        table = Table("latest ranks", "late by", "last in", "phases", box=None, header_style="bold")
-        for rank in ranks:
-            lag, share = seconds(rank.mean_lag_s), f"{rank.last_share:.0%}"
-            table.add_row(f"rank {rank.rank}", lag, share, Text(clean(phase_words(rank))))
-        console.print(Padding(table, (0, 0, 0, 1), expand=False))
+        yield (
+            ["slowest ranks", "mean lag", "last in", "phases"],
+            [
+                [
+                    f"rank {rank.rank}",
+                    seconds(rank.mean_lag_s),
+                    f"{rank.last_share:.0%}",
+                    clean(phase_words(rank)),
+                ]
+                for rank in ranks
+            ],
+        )
     if timing.calls:
-        table = Table("collective", "times", "own time", "rate", box=None, header_style="bold")
-        for call in timing.calls[:_MAX_CALLS]:
-            name = Text(clean(f"{call.call} · {call.group}", 90))
-            table.add_row(name, str(call.count), seconds(call.total_s), rate(call.bytes_per_s))
-        console.print(Padding(table, (0, 0, 0, 1), expand=False))
+        yield (
+            ["collective", "calls", "time", "rate"],
+            [
+                [
+                    clean(f"{call.call} · {call.group}", 90),
+                    str(call.count),
+                    seconds(call.total_s),
+                    rate(call.bytes_per_s),
+                ]
+                for call in timing.calls[:_MAX_CALLS]
+            ],
+        )
 
 
 def phase_words(rank: RankTime) -> str:

@@ -61,13 +61,16 @@ def _describe(picture: Picture, slip: Slip) -> Finding:
     site, usual_site = short_site(evidence.site(odd_row)), short_site(evidence.site(usual_row))
     at = f" (it is at {site})" if site else ""
     here = f"{usual_call.operation} #{sequence} of group '{lanes.name}'"
-    summary = f"{who} {done} {number}: {slip.sign}, seen at {here}{at}"
+    sign = slip.sign if len(ranks) == 1 else _plural(slip.sign)
+    usual_rank = int(lanes.members[slip.usual])
+    rest = f"rank {usual_rank}" if len(lanes.members) <= 2 else "the others"
+    summary = f"{who} {done} {number}: {sign}, seen at {here}{at}"
     lines = [
         f"{who} called {evidence.call(odd_row)}" + (f" at {site}" if site else "") + _step(odd_row),
-        f"the others called {usual_call}"
+        f"{rest} called {usual_call}"
         + (f" at {usual_site}" if usual_site else "")
         + _step(usual_row),
-        f"{who}: {slip.sign}",
+        f"{who}: {sign}",
     ]
     return Finding(
         cause=Cause.SKIPPED_COLLECTIVE,
@@ -79,13 +82,36 @@ def _describe(picture: Picture, slip: Slip) -> Finding:
         summary=summary,
         evidence=(*lines, *error_lines(picture)),
         fallout_ranks=picture.fallout(ranks),
-        would_settle=()
-        if slip.certain
-        else ("step numbers: call echelon.recorder.step() in the loop",),
+        would_settle=() if slip.certain else (_settles(slip, odd_row),),
         scope=Scope.GROUP,
         next_action=f"Look for a condition around {usual_site or site or 'this call'} under which "
-        f"{who} leaves the call out or repeats it; check that all have equally many batches.",
+        f"{who} {'leaves' if len(ranks) == 1 else 'leave'} the call out or "
+        f"{'repeats' if len(ranks) == 1 else 'repeat'} it; check that all have equally many "
+        "batches.",
     )
+
+
+_PLURALS = (
+    ("its next", "their next"),
+    ("it is", "they are"),
+    ("it made", "they made"),
+    ("it repeated", "they repeated"),
+    ("it has", "they have"),
+    ("it still calls", "they still call"),
+    ("and stays", "and stay"),
+)
+
+
+def _settles(slip: Slip, row: Any) -> str:
+    if row is not None and int(row["step"]) >= 0:
+        return f"more than {len(slip.lanes.members)} ranks, or a longer history"
+    return "step numbers: call echelon.recorder.step() in the loop"
+
+
+def _plural(sign: str) -> str:
+    for one, many in _PLURALS:
+        sign = sign.replace(one, many)
+    return sign
 
 
 def _step(row: Any) -> str:

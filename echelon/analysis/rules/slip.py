@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,7 @@ from echelon.analysis.rules.mismatch import Divergence, culprits
 
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 _LOOK_BACK = 512  # columns that are searched for a period
+_CONTEXTS = (8, 4, 2, 1)  # calls that a habit is told by
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 
@@ -169,10 +170,15 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
     assert known is not None
     lengths = {side: _odd_lengths(found.lanes, side[0], found.column) for side in found.sides[:2]}
     broken = [side for side, odd in lengths.items() if odd]
+    by_habit = len(broken) != 1
+    if by_habit:
+        habits = [(s, _breaks_habit(found.lanes, s[0], found.column)) for s in found.sides[:2]]
+        broken = [side for side, breaks in habits if breaks]
+        by_habit = len(broken) == 1 and all(breaks is not None for _, breaks in habits)
     if len(broken) == 1:
         for slip in (one, other):
             if slip is not None and slip.odd == tuple(broken[0]):
-                return slip
+                return replace(slip, certain=slip.certain and not by_habit)
         shift = -known.shift
         usual = next(side for side in found.sides[:2] if side != broken[0])[0]
         return Slip(
@@ -182,7 +188,7 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
             usual=usual,
             shift=shift,
             sign=known.sign,
-            certain=known.certain,
+            certain=known.certain and not by_habit,
         )
     both = tuple(sorted(found.sides[0] + found.sides[1]))
     return Slip(
@@ -194,6 +200,27 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
         sign=known.sign,
         certain=False,
     )
+
+
+def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
+    """Tell whether a call is not the one that always followed the calls before it on this rank.
+
+    The longest context that occurred before decides; None if none did.
+    """
+    keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
+    past, current = keys[:-1], keys[-1]
+    for length in _CONTEXTS:
+        context = past[len(past) - length :]
+        if len(context) < length:
+            continue
+        after = [
+            past[place + length]
+            for place in range(len(past) - length)
+            if past[place : place + length] == context
+        ]
+        if after:
+            return current not in after
+    return None
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:

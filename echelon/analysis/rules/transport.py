@@ -30,7 +30,7 @@ def find_transport(picture: Picture) -> list[Finding]:
 
 
 def _is_full(picture: Picture, wait: Wait) -> bool:
-    if wait.absent or wait.vague or wait.members < 2:
+    if wait.absent or wait.vague or wait.members < 2 or wait.has_mismatch:
         return False
     if wait.completed and not picture.is_cut_off(wait):
         return False

@@ -81,3 +81,26 @@ def ends_well_while_the_others_go_on() -> Job:
 @story("skipped_collective", [1], confidence="certain")
 def of_two_ranks_the_one_with_the_short_step_skipped() -> Job:
     return _skip(buckets=(64, 128, 192), skipped=2, ranks=2, odd=1)
+
+
+@story("skipped_collective", [1], "failure", "likely")
+def of_two_ranks_the_one_that_broke_its_own_habit_skipped() -> Job:
+    """No step has another length yet, both stopped inside it: only the order of the calls tells."""
+    job = Job(2)
+    buckets = (64, 128, 192, 256)
+    said = (
+        "CollectiveMismatchError: all_reduce #17 in group 'world': rank 0 called a; rank 1 called b"
+    )
+    for step in range(4):
+        for rank in job.ranks:
+            rank.step(step)
+            for size in buckets:
+                rank.all_reduce(shape=(size,), site="train.py:20 average")
+            rank.all_reduce(shape=(1,), site="train.py:30 log")
+    for rank in job.ranks:
+        rank.step(4)
+        for size in buckets[:3]:
+            rank.all_reduce(shape=(size,), site="train.py:20 average")
+    job[0].all_reduce(shape=(256,), site="train.py:20 average", failed=said)
+    job[1].all_reduce(shape=(1,), site="train.py:30 log", failed=said)
+    return job
