@@ -138,6 +138,7 @@ def init(
         rendezvous = Rendezvous.from_environment()
         joining = _joining = _Joining()
     try:
+        black_box.record_as_rank(rendezvous.rank, rendezvous.world_size)
         recorder = black_box.current()
         if recorder is not None and recorder.identity.world_size != rendezvous.world_size:
             recorder.identify(world_size=rendezvous.world_size, rank=rendezvous.rank)

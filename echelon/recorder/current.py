@@ -7,17 +7,19 @@ code which records never asks whether it does.
 
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so in the child
 the recorder is switched off (`os.register_at_fork`); a process that multiprocessing started, or
-that finds the ring file already there, does not record at all. Else a DataLoader's workers would
-write their parent's story.
+that finds the ring file of a living process, does not record. Else a DataLoader's workers would
+write their parent's record. A process that multiprocessing started and that joins a world is a rank
+itself (`torch.multiprocessing.spawn`): it records from then on, below its parent's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.recorder.environment import Settings
@@ -41,27 +43,60 @@ def if_opened() -> Recorder | None:
     return _recorder
 
 
+def record_as_rank(rank: int, world_size: int) -> None:
+    """Record from now on if multiprocessing started this process: it is a rank itself."""
+    global _opened
+    if not _was_spawned():
+        return
+    with _open_lock:
+        settings = Settings.from_environment()
+        folder = settings.rank_dir or settings.record_dir
+        if _recorder is None and folder is not None and settings.records:
+            own = replace(
+                settings,
+                rank_dir=None,
+                record_dir=folder,
+                ring_dir=None if settings.has_agent else settings.ring_dir,
+                rank=rank,
+                world_size=world_size,
+                was_spawned=True,
+            )
+            _start(own)
+            _opened = True
+
+
 def _open() -> Recorder | None:
-    global _recorder, _leave, _opened
+    global _opened
     with _open_lock:
         if _opened:
             return _recorder
         settings = Settings.from_environment()
-        if settings.records and _may_record():
-            from echelon.recorder.start import start
-
-            try:
-                _recorder, _leave = start(settings) or (None, None)
-            except OSError as err:
-                folder = settings.rank_dir or settings.record_dir
-                warnings.warn(f"not recording: {folder}: {err}", stacklevel=3)
+        if settings.records and not _was_spawned():
+            _start(settings)
         _opened = True
         return _recorder
 
 
-def _may_record() -> bool:
+def _start(settings: Settings) -> None:
+    global _recorder, _leave
+    try:
+        from echelon.recorder.start import start
+
+        _recorder, _leave = start(settings) or (None, None)
+    except Exception as err:  # noqa: BLE001 -- a program trains without its record
+        say(f"not recording: {settings.rank_dir or settings.record_dir}: {err}")
+
+
+def say(text: str) -> None:
+    """Print one line for the user; without a standard error, nothing."""
+    with contextlib.suppress(Exception):
+        print(f"echelon: {text}", file=sys.stderr)
+
+
+def _was_spawned() -> bool:
+    """Return whether multiprocessing started this process, by any of its methods."""
     multiprocessing = sys.modules.get("multiprocessing.process")
-    return multiprocessing is None or multiprocessing.parent_process() is None
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 def _forget_after_fork() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.recorder.schema import (
+    MAX_RANKS,
     OPERATION,
     SPAN,
     Group,
@@ -23,6 +24,8 @@ from echelon.recorder.schema import (
 )
 from echelon.recorder.untrusted import build
 
+_MAX_GROWTH = 4  # of a table in memory over its columns in the file
+
 
 def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
     """Build the record that a dump's map holds.
@@ -31,8 +34,8 @@ def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
         DumpFormatError: a field of the wrong type.
         KeyError, TypeError, ValueError, AttributeError, OverflowError: a part of the wrong form.
     """
-    strings = [str(text) for text in top["strings"]] or [""]
-    groups = [Group(str(name), decode_ranks(ranks)) for name, ranks in top["groups"]]
+    strings = [_text(text) for text in top["strings"]] or [""]
+    groups = _groups(top["groups"])
     signatures = [_signature_of(entry) for entry in top["signatures"]]
     operations = _columns(OPERATION, top["operations"])
     spans = _columns(SPAN, top["spans"])
@@ -59,15 +62,36 @@ def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
         last_words=None if words is None else build(path, LastWords, words),
         host=build(path, HostFacts, top["host"]),
         dumped_mono_ns=int(top["dumped_mono_ns"]),
-        has_ring=bool(top["has_ring"]),
-        warnings=tuple(str(text) for text in top["warnings"]),
+        has_ring=_flag(top["has_ring"]),
+        warnings=tuple(_text(text) for text in top["warnings"]),
     )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text is something else")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("a flag is something else")
+    return value
+
+
+def _groups(entries: Sequence[Any]) -> list[Group]:
+    """Read the groups; what all of them name together is bounded."""
+    left, groups = MAX_RANKS, []
+    for name, ranks in entries:
+        groups.append(Group(_text(name), decode_ranks(ranks, left)))
+        left -= len(groups[-1].ranks)
+    return groups
 
 
 def _signature_of(entry: Sequence[Any]) -> Signature:
     dtype, shapes, inputs, outputs, summary = entry
     return Signature(
-        str(dtype),
+        _text(dtype),
         tuple(tuple(int(n) for n in shape) for shape in shapes),
         tuple(int(n) for n in inputs),
         tuple(int(n) for n in outputs),
@@ -76,14 +100,18 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns; ones that this version does not know are skipped."""
+    """Read a table of columns; ones that this version does not know are skipped.
+
+    One that an older minor version lacks is 0. What is there must be a fair part of the table, so
+    that a small file never becomes a large one in memory.
+    """
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]
     names = [name for name in dtype.names or () if name in columns]
     if any(len(columns[name]) != length * dtype[name].itemsize for name in names):
         raise ValueError("a column's length differs from the table's")
-    if not names and length:
-        raise ValueError("a table without columns")
+    if length and _MAX_GROWTH * sum(dtype[name].itemsize for name in names) < dtype.itemsize:
+        raise ValueError("a table without most of its columns")
     out = np.zeros(length, dtype)
     for name in names:
         out[name] = np.frombuffer(columns[name], dtype[name])

@@ -12,6 +12,7 @@
 | ECHELON_RECORDER_SIZE | operations kept (default 4096); 0: no recording | user, launcher |
 | ECHELON_RECORDER_SPANS | ended spans kept (default 1024) | user |
 | ECHELON_STACK_SIGNAL | signal number that makes a rank write its stacks; 0: none | user |
+| ECHELON_FAULTHANDLER | 0: leave the handlers of fatal signals alone (default 1) | user |
 | ECHELON_ATTEMPT | number of this start of the job, part of its folders' names | launcher |
 | ECHELON_JOB_ID | the job's name in rings and reports | launcher |
 """
@@ -24,9 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS, DEFAULT_NUM_SPANS
+from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS, DEFAULT_NUM_SPANS, MAX_SLOTS
 
-_MAX_SLOTS = 1 << 20
 DEFAULT_STALL_TIMEOUT_S = 60.0
 
 
@@ -41,6 +41,9 @@ class Settings:
     num_operations: int = DEFAULT_NUM_OPERATIONS
     num_spans: int = DEFAULT_NUM_SPANS
     stack_signal: int = 0
+    chose_signal: bool = False  # the user did
+    handles_faults: bool = True
+    was_spawned: bool = False  # by multiprocessing, and is a rank all the same
     job_id: str = ""
     rank: int = 0
     local_rank: int = 0
@@ -71,9 +74,11 @@ class Settings:
             record_dir=_folder("ECHELON_RECORD_DIR"),
             ring_dir=_folder("ECHELON_RING_DIR"),
             stall_timeout_s=_seconds("ECHELON_STALL_TIMEOUT", DEFAULT_STALL_TIMEOUT_S),
-            num_operations=_number("ECHELON_RECORDER_SIZE", DEFAULT_NUM_OPERATIONS, 0, _MAX_SLOTS),
-            num_spans=_number("ECHELON_RECORDER_SPANS", DEFAULT_NUM_SPANS, 1, _MAX_SLOTS),
+            num_operations=_number("ECHELON_RECORDER_SIZE", DEFAULT_NUM_OPERATIONS, 0, MAX_SLOTS),
+            num_spans=_number("ECHELON_RECORDER_SPANS", DEFAULT_NUM_SPANS, 1, MAX_SLOTS),
             stack_signal=_number("ECHELON_STACK_SIGNAL", _default_signal(), 0, 64),
+            chose_signal="ECHELON_STACK_SIGNAL" in os.environ,
+            handles_faults=bool(_number("ECHELON_FAULTHANDLER", 1, 0, 1)),
             job_id=os.environ.get("ECHELON_JOB_ID", ""),
             rank=_number("RANK", 0, 0, 1 << 30),
             local_rank=_number("LOCAL_RANK", 0, 0, 1 << 30),

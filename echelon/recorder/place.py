@@ -24,6 +24,8 @@ _REMOTE = frozenset(
         "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs",
     }
 )  # fmt: skip
+# A page whose blocks are reserved is written elsewhere: on a full disk that store ends in SIGBUS.
+_COPY_ON_WRITE = frozenset({"bcachefs", "btrfs", "zfs"})
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ntfs-3g"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -72,7 +74,7 @@ def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
     if ring_dir is not None:
         return _place_below(ring_dir.absolute(), rank_dir, "as ECHELON_RING_DIR says")
     kind = file_system(rank_dir)
-    if not is_remote(kind):
+    if not is_remote(kind) and kind not in _COPY_ON_WRITE:
         return Place(rank_dir / "ring", rank_dir)
     return _place_below(_temporary_folder(), rank_dir, f"{rank_dir} is on a {kind} file system")
 
@@ -120,6 +122,20 @@ def bring_home(rank_dir: Path) -> bool:
     with contextlib.suppress(OSError):
         away.parent.rmdir()
     return True
+
+
+def set_aside(rank_dir: Path) -> None:
+    """Rename the ring of a process that has ended to `ring.1`, `ring.2`, ...
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with contextlib.suppress(OSError):
+        bring_home(rank_dir)
+    number = 1
+    while os.path.lexists(rank_dir / f"ring.{number}"):
+        number += 1
+    (rank_dir / "ring").rename(rank_dir / f"ring.{number}")
 
 
 def is_remote(kind: str) -> bool:

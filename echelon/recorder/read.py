@@ -8,6 +8,7 @@ allocated, nothing is evaluated, and what does not check out is left out and cou
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from echelon.errors import DumpFormatError
 from echelon.recorder.dump_parser import record_of_dump
-from echelon.recorder.layout import LIVE_OFFSET, OPEN_SPANS_OFFSET
+from echelon.recorder.layout import LIVE_BYTES, LIVE_OFFSET, OPEN_SPANS_OFFSET, Layout
 from echelon.recorder.ring_parser import RingParser, check_header, is_payload_whole
 from echelon.recorder.schema import (
     DUMP_CRC_MARK,
@@ -35,7 +36,9 @@ from echelon.recorder.schema import (
 from echelon.recorder.untrusted import check_version
 from echelon.recorder.watchdog import Sight
 
-_MAX_DUMP_BYTES = 1 << 30
+_MAX_DUMP_BYTES = 1 << 28  # a ring of the largest size makes half of it
+_MAX_LIST = 1 << 21  # entries of one list or map in a dump
+_HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
@@ -67,11 +70,7 @@ def read_ring(path: Path) -> Record:
 
 def _read_ring_once(path: Path) -> tuple[Record, int]:
     """Read a ring from one copy of its bytes; return how many slots were torn, too."""
-    try:
-        data = path.read_bytes()
-    except OSError as err:
-        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
-    layout = check_header(path, data)
+    layout, data = _ring_bytes(path)
     live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
     parser = RingParser(data, layout, live)
     identity = parser.identity(path)
@@ -94,6 +93,20 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
     return record, parser.num_torn
 
 
+def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
+    """Read a ring's file as far as its header says, and no further."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            layout = check_header(path, header, size)
+            file.seek(0)
+            data = file.read(layout.file_bytes)
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    return check_header(path, data), data
+
+
 def read_dump(path: Path) -> Record:
     """Read a dump file, as `dump.write_dump` makes it.
 
@@ -110,18 +123,22 @@ def read_dump(path: Path) -> Record:
     if has_crc and crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise DumpFormatError(f"{path}: damaged dump (its checksum differs)", path=path)
     try:
-        top = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        top = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_array_len=_MAX_LIST, max_map_len=_MAX_LIST
+        )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as err:
         raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path) from err
     if not isinstance(top, dict) or top.get("kind") != DUMP_KIND:
         raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path)
-    version = check_version(path, top.get("version"))
-    if version >= (1, 1) and not has_crc:
+    check_version(path, top.get("version"))
+    if not has_crc:
         raise DumpFormatError(f"{path}: damaged dump (it has no checksum)", path=path)
     try:
         return record_of_dump(path, top)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
-        raise DumpFormatError(f"{path}: damaged dump ({err!r})", path=path) from err
+        raise DumpFormatError(f"{path}: damaged dump ({err!r:.200})", path=path) from err
+    except (RecursionError, MemoryError) as err:
+        raise DumpFormatError(f"{path}: damaged dump ({type(err).__name__})", path=path) from err
 
 
 class LiveRing:
@@ -134,6 +151,7 @@ class LiveRing:
     def __init__(self, path: Path) -> None:
         try:
             with path.open("rb") as file:
+                check_header(path, file.read(_HEADER_BYTES), file.seek(0, os.SEEK_END))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as err:  # ValueError: still empty
             raise DumpFormatError(f"{path}: {err}", path=path) from err

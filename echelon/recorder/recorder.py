@@ -6,6 +6,7 @@ text of a call site that it has not met before. Which process has one is decided
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from echelon.recorder import native, sites
 from echelon.recorder.open_span import OpenSpan
@@ -38,6 +39,25 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.native_id = threading.get_native_id()
         self.depth = 0  # of its open spans
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
+    """Have a method return `answer` where it would raise: recording is not worth a training."""
+
+    def wrap(method: _Call) -> _Call:
+        @functools.wraps(method)
+        def guarded(*args: Any, **changes: Any) -> Any:
+            try:
+                return method(*args, **changes)
+            except Exception:  # noqa: BLE001 -- see above
+                return answer
+
+        return cast("_Call", guarded)
+
+    return wrap
 
 
 class Recorder:
@@ -86,6 +106,7 @@ class Recorder:
         """Return how many operations and spans were recorded so far."""
         return self._live[Live.NUM_OPERATIONS] + self._live[Live.NUM_SPANS]
 
+    @_never_raises(None)
     def identify(self, **changes: Any) -> None:
         """Replace some of the identity's fields, such as the world size or the clock offset."""
         self._ring.write_identity(self._ring.identity.changed(**changes))
@@ -95,6 +116,7 @@ class Recorder:
         self._live[Live.INITIALISED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
+    @_never_raises(0)
     def group(self, name: str, ranks: Sequence[int]) -> int:
         """Return the reference of a process group, for `begin`."""
         key = (name, tuple(ranks))
@@ -104,11 +126,13 @@ class Recorder:
             self._groups[key] = known
         return known
 
+    @_never_raises(None)
     def failed(self, record: int, error: BaseException) -> None:
         """Record that the operation ended in an error."""
         text = f"{type(error).__name__}: {_said(error)}"[:_ERROR_CHARS]
         self._failed(record, self._ring.texts.recent(text))
 
+    @_never_raises(0)
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return the reference of a group that has just been made.
 
@@ -126,6 +150,7 @@ class Recorder:
         """Return the number of a new block of coalesced operations."""
         return next(self._coalesced_numbers)
 
+    @_never_raises(None)
     def step(self, number: int | None = None) -> None:
         """Note that a training step begins: number `number`, or one more than the last."""
         now = monotonic_ns()
@@ -134,8 +159,14 @@ class Recorder:
         self._live[Live.STEP_MONO_NS] = now
         self._live[Live.PROGRESS_MONO_NS] = now
 
-    def open_span(self, name: str, detail: str, depth: int) -> OpenSpan:
-        """Record that a phase begins."""
+    def open_span(self, name: str, detail: str, depth: int) -> OpenSpan | None:
+        """Record that a phase begins; None if it cannot be recorded."""
+        try:
+            return self._open_span(name, detail, depth + 1)
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return None
+
+    def _open_span(self, name: str, detail: str, depth: int) -> OpenSpan:
         now = monotonic_ns()
         texts = self._ring.texts
         name_ref = texts.intern(_said(name)[:_ERROR_CHARS])
@@ -160,6 +191,7 @@ class Recorder:
         self._live[Live.PROGRESS_MONO_NS] = now
         return span
 
+    @_never_raises(None)
     def close_span(self, span: OpenSpan) -> None:
         """Record that a phase ended."""
         now = monotonic_ns()
@@ -193,6 +225,7 @@ class Recorder:
         )  # fmt: skip
         self._ring.write_span(next(self._span_records), span.pack(ended))
 
+    @_never_raises(None)
     def last_words(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
@@ -218,8 +251,9 @@ class Recorder:
     def start_heartbeat(self) -> None:
         """Start the thread whose stamp goes stale while C code holds the GIL."""
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
-        self._beating = threading.Thread(target=self._beat, name="echelon-heartbeat", daemon=True)
-        self._beating.start()
+        beating = threading.Thread(target=self._beat, name="echelon-heartbeat", daemon=True)
+        beating.start()
+        self._beating = beating
 
     def close(self) -> None:
         """Note an orderly end and stop the heartbeat. The file stays."""

@@ -34,7 +34,9 @@ from echelon.recorder.schema import (
     HEADER,
     IS_RECENT,
     KEPT_OPERATION,
+    MAX_RANKS,
     MAX_SIGNATURE_BYTES,
+    MAX_SLOTS,
     NUM_KEPT,
     OPERATION,
     OPERATION_FIXED,
@@ -60,7 +62,6 @@ from echelon.recorder.untrusted import build, check_version
 
 DAMAGED = "<damaged>"
 OVERWRITTEN = "<overwritten>"
-_MAX_CAPACITY = 1 << 22
 _U32 = 0xFFFFFFFF
 _STRING_HEAD = struct.Struct("<HI")
 _RECENT_HEAD = struct.Struct("<IIII")
@@ -98,6 +99,7 @@ class RingParser:
         self._group_index: dict[int, int] = {}
         self._call_index: dict[int, _Call | None] = {}
         self.num_torn = 0
+        self._ranks_left = MAX_RANKS
         self._recent_units = live[Live.RECENT_UNITS]
         self._strings_used = min(live[Live.STRINGS_USED_BYTES], STRINGS_BYTES)
 
@@ -328,7 +330,8 @@ class RingParser:
             return known
         name, _, ranks = self._text(ref).rpartition("\n")
         try:
-            group = Group(name, decode_ranks(ranks))
+            group = Group(name, decode_ranks(ranks, self._ranks_left))
+            self._ranks_left -= len(group.ranks)
         except ValueError:
             # Its reference tells it from other groups that cannot be read: they are never one.
             group = Group(name or f"{DAMAGED} {ref}", ())
@@ -410,8 +413,12 @@ def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes
     return Signature(dtype, tuple(shapes), inputs, tuple(numbers[at + num_inputs :]))
 
 
-def check_header(path: Path, data: bytes | mmap.mmap) -> Layout:
+def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> Layout:
     """Return where the parts of a ring lie.
+
+    Args:
+        data: the file, or its first pages.
+        file_bytes: the file's size; -1: that of `data`.
 
     Raises:
         DumpFormatError: no ring, another major version, or shorter than the header says.
@@ -423,16 +430,17 @@ def check_header(path: Path, data: bytes | mmap.mmap) -> Layout:
     body = data[: HEADER.itemsize - header["crc"].itemsize]
     layout = Layout(int(header["num_operations"]), int(header["num_spans"]))
     if (
-        not 0 < layout.num_operations <= _MAX_CAPACITY
-        or not 0 < layout.num_spans <= _MAX_CAPACITY
+        not 0 < layout.num_operations <= MAX_SLOTS
+        or not 0 < layout.num_spans <= MAX_SLOTS
         or int(header["crc"]) != crc32(body)
         or int(header["operation_slot_bytes"]) != OPERATION_SLOT.itemsize
         or int(header["span_slot_bytes"]) != SPAN_SLOT.itemsize
     ):
         raise DumpFormatError(f"{path}: the ring's header is damaged", path=path)
-    if len(data) < layout.file_bytes:
+    size = len(data) if file_bytes < 0 else file_bytes
+    if size < layout.file_bytes:
         raise DumpFormatError(
-            f"{path}: {len(data)} B, the header says {layout.file_bytes} B: truncated", path=path
+            f"{path}: {size} B, the header says {layout.file_bytes} B: truncated", path=path
         )
     return layout
 

@@ -53,6 +53,8 @@ MAX_TENSORS = 8  # inline in a slot; more are summarised
 MAX_DIMS = 8
 MAX_SPLITS = 64  # input and output splits together
 NUM_OPEN_SPANS = 64
+MAX_SLOTS = 1 << 20  # of operations, and of spans
+MAX_RANKS = 1 << 20  # that all groups of one file name together
 DEFAULT_NUM_OPERATIONS = 4096
 DEFAULT_NUM_SPANS = 1024
 
@@ -366,18 +368,20 @@ def encode_ranks(ranks: Sequence[int]) -> str:
     return ",".join(runs)
 
 
-def decode_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
+def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
     """Read what `encode_ranks` wrote.
 
     Raises:
         ValueError: the text is something else, or names more than `limit` ranks.
     """
+    if not isinstance(text, str):
+        raise ValueError("ranks are not a text")
     ranks: list[int] = []
     for run in text.split(",") if text else []:
         span, _, stride = run.partition(":")
         first, dash, last = span.partition("-")
         more = range(int(first), int(last if dash else first) + 1, int(stride or 1))
         if len(ranks) + len(more) > limit:
-            raise ValueError(f"a group of more than {limit} ranks")
+            raise ValueError(f"groups of more than {MAX_RANKS} ranks together")
         ranks.extend(more)
     return tuple(ranks)

@@ -114,6 +114,7 @@ class Maker:
 
     def _introduce(self, store: PrefixStore, *, one_host: bool) -> None:
         """Tell the black box who we are, as `init` does."""
+        black_box.record_as_rank(self.rank, self.size)
         recorder = black_box.current()
         if recorder is None:
             return
