@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# How a rank's stacks were read: from its memory, which nothing in it notices; by a thread of its
+# own; or by a signal, which may end a system call that it waits in.
+OUTSIDE, ITSELF, SIGNAL = "outside", "itself", "signal"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Socket:
@@ -58,6 +62,8 @@ class HostFacts:
     rss_bytes: int | None = None
     oom_kill: bool | None = None
     stacks: str = ""  # faulthandler's text, most recent call first
+    stacks_from: str = ""  # OUTSIDE, ITSELF or SIGNAL
+    native_stacks: str = ""  # C frames of threads that wait in the kernel, read from outside
     stderr_tail: str = ""
     error_file: str = ""  # the traceback, or else the message, in TORCHELASTIC_ERROR_FILE
     snapshot_mono_ns: int = 0

@@ -49,6 +49,7 @@ def pack_dump(record: Record) -> bytes:
         "spans": _table(record.spans),
         "open_spans": _table(record.open_spans),
         "last_words": None if record.last_words is None else asdict(record.last_words),
+        "fault": None if record.fault is None else asdict(record.fault),
         "host": asdict(record.host),
         "warnings": list(record.warnings),
         "crc32": bytes(4),

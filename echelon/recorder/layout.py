@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.recorder.schema import (
+    FAULT,
     HEADER,
     KEPT_OPERATION,
     NUM_KEPT,
@@ -29,10 +30,13 @@ IDENTITY_BYTES = (PAGE_BYTES - 64) // 2
 IDENTITY_OFFSETS = (64, 64 + IDENTITY_BYTES)
 LIVE_OFFSET = PAGE_BYTES
 LIVE_BYTES = 8 * Live.NUM_WORDS
+FAULT_OFFSET = LIVE_OFFSET + 1024  # in the same page
 LAST_WORDS_OFFSET = 2 * PAGE_BYTES
 LAST_WORDS_BYTES = 4 * PAGE_BYTES
 OPEN_SPANS_OFFSET = LAST_WORDS_OFFSET + LAST_WORDS_BYTES
 
+assert LIVE_OFFSET + LIVE_BYTES <= FAULT_OFFSET
+assert FAULT_OFFSET + FAULT.itemsize <= LAST_WORDS_OFFSET
 assert HEADER.itemsize <= IDENTITY_OFFSETS[0]
 
 

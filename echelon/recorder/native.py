@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from echelon.recorder import sites
 from echelon.recorder.operations import OperationWriter, Signatures
@@ -22,9 +22,28 @@ def available() -> bool:
     return _native is not None
 
 
+class NativeWriter(OperationWriter, Protocol):
+    """What the C core's writer does besides writing operations."""
+
+    def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
+        """Count a pause of the garbage collector."""
+
+    def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
+        """Have `keep(began, ended, info)` called for pauses from a length on."""
+
+    def start_heartbeat(self, period_ns: int, /) -> bool:
+        """Start the thread that stamps a live word without Python; False if there is one."""
+
+    def stop_heartbeat(self) -> None:
+        """Stop that thread. Safe to call twice."""
+
+    def write_faults(self, over_others: bool, /) -> None:
+        """Write the signal that ends this process into the ring."""
+
+
 def make_writer(
     ring: Ring, known_sites: sites.Sites, now: Callable[[], int] | None = None
-) -> OperationWriter:
+) -> NativeWriter:
     """Return a writer in C. It holds the ring's memory until the ring is closed."""
     signatures = Signatures(ring)
     writer = _native.Writer(
@@ -41,5 +60,5 @@ def make_writer(
         now=now,
     )
     ring.when_closed(writer.close)
-    operations: OperationWriter = writer
-    return operations
+    made: NativeWriter = writer
+    return made

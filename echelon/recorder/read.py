@@ -20,6 +20,7 @@ import numpy.typing as npt
 from echelon.errors import DumpFormatError
 from echelon.recorder.dump_parser import record_of_dump
 from echelon.recorder.layout import LIVE_BYTES, LIVE_OFFSET, OPEN_SPANS_OFFSET, Layout
+from echelon.recorder.protection import protect, release
 from echelon.recorder.ring_parser import RingParser, check_header, is_payload_whole
 from echelon.recorder.schema import (
     DUMP_CRC_MARK,
@@ -88,6 +89,7 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
         signatures=parser.signatures,
         live=live,
         last_words=parser.last_words(path),
+        fault=parser.fault(),
         warnings=tuple(parser.all_warnings()),
     )
     return record, parser.num_torn
@@ -160,6 +162,8 @@ class LiveRing:
         except DumpFormatError:
             self._map.close()
             raise
+        self._path, self._identity = path, _file_identity(path)
+        self._protected = protect(self._map)
         self._live = np.frombuffer(self._map, "<u8", Live.NUM_WORDS, LIVE_OFFSET)
         self._slots = np.frombuffer(
             self._map, OPERATION_SLOT, layout.num_operations, layout.operations_offset
@@ -179,6 +183,7 @@ class LiveRing:
 
     def sight(self, rank: int) -> Sight:
         """Return what the stall rule wants to know of this rank."""
+        self._follow()
         words = self.words()
         pending_mono_ns, num_pending = self.pending()
         ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
@@ -190,14 +195,35 @@ class LiveRing:
             num_ended=ended,
         )
 
+    def _follow(self) -> None:
+        """Map the ring of a later program of this rank, which took the path over."""
+        now = _file_identity(self._path)
+        if now in (self._identity, (0, 0)):
+            return
+        try:
+            other = LiveRing(self._path)
+        except DumpFormatError:
+            return  # not whole yet, or the same one at its final place: the old mapping serves
+        self.close()
+        self.__dict__.update(other.__dict__)
+
     def activity(self) -> int:
         """Count what the rank has begun or ended so far: if it stands still, so does the rank."""
         return self.words()[Live.NUM_OPERATIONS] + self.sight(0).num_ended
 
     def close(self) -> None:
         """Unmap the file."""
+        release(self._protected)
         del self._live, self._slots, self._kept
         self._map.close()
+
+
+def _file_identity(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:

@@ -87,8 +87,9 @@ class Recorder:
         self.closing = threading.Event()
         self.is_in_c = in_c and native.available()
         operations: OperationWriter
+        self.native: native.NativeWriter | None = None
         if self.is_in_c:
-            operations = native.make_writer(ring, self._sites, now)
+            operations = self.native = native.make_writer(ring, self._sites, now)
         else:
             operations = Operations(ring, self._sites, now or monotonic_ns)
         # No method stands between an operation and its writer: a call costs as much as the record.
@@ -206,18 +207,20 @@ class Recorder:
         self._live[Live.PROGRESS_MONO_NS] = now
 
     def text(self, text: str) -> int:
-        """Return the reference of a text, for `note_pause`."""
+        """Return the reference of a text, for `keep_pause`."""
         return self._ring.texts.intern(text)
 
-    def note_pause(self, name: int, detail: int, began: int, ended: int, keep: bool) -> None:
-        """Count a pause of the whole process, and keep it as a span if asked. It is no progress.
+    def count_pauses(self, number: int, nanoseconds: int) -> None:
+        """Store how many pauses there were so far, and how long they took together."""
+        self._live[Live.NUM_GC_PAUSES] = number
+        self._live[Live.GC_PAUSES_NS] = nanoseconds
+
+    @_never_raises(None)
+    def keep_pause(self, name: int, detail: int, began: int, ended: int) -> None:
+        """Keep a pause of the whole process as a span. It is not progress.
 
         Takes no lock and stores no text: it may be called between any two instructions.
         """
-        self._live[Live.NUM_GC_PAUSES] += 1
-        self._live[Live.GC_PAUSES_NS] += ended - began
-        if not keep:
-            return
         thread = self._thread
         span = OpenSpan(
             next(self._span_numbers), began, self._live[_STEP] - 1, name, detail, 0,
@@ -249,7 +252,9 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the thread whose stamp goes stale while C code holds the GIL."""
+        """Start the threads whose stamps tell a held lock from a process without a processor."""
+        if self.native is not None:
+            self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
         beating = threading.Thread(target=self._beat, name="echelon-heartbeat", daemon=True)
         beating.start()
@@ -260,6 +265,8 @@ class Recorder:
         self.closing.set()
         if self._beating is not None:
             self._beating.join(timeout=2 * HEARTBEAT_S)
+        if self.native is not None:
+            self.native.stop_heartbeat()
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:

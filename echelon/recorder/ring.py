@@ -33,6 +33,7 @@ from echelon.recorder.layout import (
     OPEN_SPANS_OFFSET,
     Layout,
 )
+from echelon.recorder.protection import protect, release
 from echelon.recorder.schema import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -77,7 +78,8 @@ class Ring:
         self.live = self._view[LIVE_OFFSET : LIVE_OFFSET + LIVE_BYTES].cast("Q")
         self.texts = Texts(self.map, self.live, layout.recent_offset)
         self.kept = Kept(self.map, self.live, layout)
-        self._when_closed: list[Callable[[], None]] = []
+        protected = protect(self.map)
+        self._when_closed: list[Callable[[], None]] = [lambda: release(protected)]
         self._num_blobs = 0
         self._num_identities = 0
         self.write_identity(identity)
@@ -125,8 +127,8 @@ class Ring:
         """Unmap the file. Safe to call twice."""
         if self.map.closed:
             return
-        for release in self._when_closed:
-            release()
+        for undo in self._when_closed:
+            undo()
         self.live.release()
         self._view.release()
         self.map.close()

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from echelon.errors import DumpFormatError
 from echelon.recorder.layout import (
+    FAULT_OFFSET,
     IDENTITY_BYTES,
     IDENTITY_OFFSETS,
     LAST_WORDS_BYTES,
@@ -31,6 +32,7 @@ from echelon.recorder.layout import (
 )
 from echelon.recorder.schema import (
     BLOB_HEAD,
+    FAULT,
     HEADER,
     IS_RECENT,
     KEPT_OPERATION,
@@ -49,6 +51,7 @@ from echelon.recorder.schema import (
     SPAN,
     SPAN_SLOT,
     STRINGS_BYTES,
+    Fault,
     Flag,
     Group,
     Identity,
@@ -63,6 +66,7 @@ from echelon.recorder.untrusted import build, check_version
 DAMAGED = "<damaged>"
 OVERWRITTEN = "<overwritten>"
 _U32 = 0xFFFFFFFF
+_MAX_SIGNAL = 64
 _STRING_HEAD = struct.Struct("<HI")
 _RECENT_HEAD = struct.Struct("<IIII")
 _SIGNATURE_FIXED = struct.Struct("<IIIHH")
@@ -222,6 +226,21 @@ class RingParser:
                 self.warnings.append("an identity is damaged: the other one is used")
         return build(path, Identity, max(whole, key=lambda one: one[0])[1])
 
+    def fault(self) -> Fault | None:
+        """Return the signal that ended the rank; None if none was written."""
+        row = np.frombuffer(self._data, FAULT, 1, FAULT_OFFSET)[0]
+        if row["stamp"] not in (1, 2) or not 0 < row["signal"] <= _MAX_SIGNAL:
+            return None
+        count = min(int(row["num_frames"]), len(row["frames"])) if row["stamp"] == 2 else 0
+        return Fault(
+            signal=int(row["signal"]),
+            code=int(row["code"]),
+            address=int(row["address"]),
+            mono_ns=int(row["mono_ns"]),
+            thread=int(row["thread"]),
+            frames=tuple(_frame_text(frame) for frame in row["frames"][:count]),
+        )
+
     def last_words(self, path: Path) -> LastWords | None:
         """Return the rank's last words; damaged ones cost a warning, not the record."""
         found = _blob(self._data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
@@ -380,6 +399,11 @@ class RingParser:
         self.signatures.append(Signature(text))
         self.strings.append(text)
         return _Call(len(self.strings) - 1, 0, len(self.signatures) - 1, 0)
+
+
+def _frame_text(frame: npt.NDArray[Any]) -> str:
+    file = bytes(frame["file"]).decode("utf-8", "replace")
+    return f"{file}+{int(frame['offset']):#x}" if file else f"{int(frame['address']):#x}"
 
 
 def is_payload_whole(data: bytes, at: int) -> bool:

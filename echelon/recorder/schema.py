@@ -33,7 +33,7 @@ from echelon.host.facts import HostThread as HostThread
 from echelon.host.facts import Socket as Socket
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
@@ -80,7 +80,7 @@ class Flag(IntEnum):
 class Live(IntEnum):
     """Indices of the u64 words of the live page. Each is written by one aligned store."""
 
-    HEARTBEAT_MONO_NS = 0  # from a Python thread: stale while running means the GIL is held
+    HEARTBEAT_MONO_NS = 0  # from a Python thread: it is late while other code holds the lock
     PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
     NUM_OPERATIONS = 2  # begun since the start
     NUM_SPANS = 3  # ended since the start
@@ -96,7 +96,8 @@ class Live(IntEnum):
     RECENT_UNITS = 13  # written to `recent` since the start
     NUM_KEPT = 14  # places in use for operations that outlived their slots
     KEPT_REFUSED = 15  # operations that ended unseen: no place was free
-    NUM_WORDS = 16
+    NATIVE_HEARTBEAT_MONO_NS = 16  # from a thread without Python: late only without a processor
+    NUM_WORDS = 17
 
 
 # One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; the stamp counts all blobs written.
@@ -118,6 +119,22 @@ HEADER = np.dtype(
 )
 
 STRING_HEAD = np.dtype([("length", "<u2"), ("crc", "<u4")])  # before each text of the table
+
+FAULT_FRAME = np.dtype([("address", "<u8"), ("offset", "<u8"), ("file", "S104")])
+# The signal that ends the process, written by a handler that may do next to nothing: no checksum.
+FAULT = np.dtype(
+    [
+        ("stamp", "<u8"),  # 0: none; 1: without frames; 2: whole
+        ("signal", "<u4"),
+        ("code", "<i4"),  # si_code
+        ("address", "<u8"),
+        ("mono_ns", "<i8"),
+        ("thread", "<u4"),
+        ("num_frames", "<u4"),
+        ("reserved", "<u8", 3),
+        ("frames", FAULT_FRAME, 24),
+    ]
+)
 
 # Before each entry of `recent`. `position` counts units since the start, and never 0.
 RECENT_HEAD = np.dtype(
@@ -326,6 +343,18 @@ class LastWords:
     bases: tuple[str, ...] = ()  # qualified names of the type's base classes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """The signal that ended a rank, written by the rank itself as it died."""
+
+    signal: int
+    code: int = 0  # si_code: above 0, the thread's own instruction caused it
+    address: int = 0  # that it could not use; 0: none
+    mono_ns: int = 0
+    thread: int = 0
+    frames: tuple[str, ...] = ()  # innermost first: "libc.so.6+0x1234", with a function if known
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One rank's black box as read: columns over operations and spans, and what else is known.
@@ -344,6 +373,7 @@ class Record:
     signatures: Sequence[Signature]
     live: tuple[int, ...] = (0,) * Live.NUM_WORDS
     last_words: LastWords | None = None
+    fault: Fault | None = None
     host: HostFacts = field(default_factory=HostFacts)
     dumped_mono_ns: int = 0  # on the rank's own host
     has_ring: bool = True  # False: the rank never opened one; only `host` speaks

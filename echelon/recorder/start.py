@@ -48,6 +48,10 @@ def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
     Raises:
         Exception: whatever prevents it; nothing is left behind.
     """
+    if settings.handles_faults:  # first: the C core's handlers belong on top
+        with contextlib.suppress(ValueError, OSError, RuntimeError):  # no standard error
+            if not faulthandler.is_enabled():
+                faulthandler.enable()  # a segfault then names its line on stderr
     try:
         rank_dir, settings = _claim(settings)
         place = choose_place(rank_dir, settings.ring_dir)
@@ -94,6 +98,9 @@ def _start(
     if number:
         undo.callback(_unregister_stacks, number)
     recorder.identify(stack_signal=number)
+    if settings.handles_faults and recorder.native is not None:
+        # Over another runtime's handlers ours would take its everyday faults for the end.
+        recorder.native.write_faults(faulthandler.is_enabled())
     pauses = GarbagePauses(recorder)
     pauses.start()
     undo.callback(pauses.stop)
@@ -192,9 +199,6 @@ def _register_stacks(rank_dir: Path, settings: Settings) -> int:
     except (OSError, ValueError, RuntimeError) as err:
         say(f"no stack signal: {err}. Stacks are read otherwise")
         return 0
-    if settings.handles_faults and not faulthandler.is_enabled():
-        with contextlib.suppress(ValueError, OSError, RuntimeError):  # no standard error
-            faulthandler.enable()  # a segfault then names its line on stderr
     return number
 
 

@@ -7,14 +7,19 @@ import tracemalloc
 
 import pytest
 
-from echelon.recorder.pauses import GarbagePauses
+from echelon.recorder.pauses import KEPT_FROM_NS, GarbagePauses
 from echelon.recorder.recorder import Recorder
 from echelon.recorder.schema import Live
 
 
 @pytest.fixture
-def pauses(recorder):
-    pauses = GarbagePauses(recorder)
+def kept_from_ns() -> int:
+    return KEPT_FROM_NS
+
+
+@pytest.fixture
+def pauses(recorder, kept_from_ns):
+    pauses = GarbagePauses(recorder, kept_from_ns)
     pauses.start()
     yield pauses
     pauses.stop()
@@ -29,8 +34,8 @@ def test_each_collection_counts(pauses, look):
     assert after[Live.GC_PAUSES_NS] > before[Live.GC_PAUSES_NS]
 
 
-def test_a_long_pause_is_a_span_and_no_progress(pauses, recorder, look, monkeypatch):
-    monkeypatch.setattr("echelon.recorder.pauses.KEPT_FROM_NS", 0)
+@pytest.mark.parametrize("kept_from_ns", [0])
+def test_a_long_pause_is_a_span_and_no_progress(pauses, recorder, look):
     recorder.step(7)
     before = look()
     gc.collect(2)
@@ -44,8 +49,8 @@ def test_a_long_pause_is_a_span_and_no_progress(pauses, recorder, look, monkeypa
         assert record.live[word] == before.live[word]
 
 
-def test_a_short_pause_is_no_span(pauses, look, monkeypatch):
-    monkeypatch.setattr("echelon.recorder.pauses.KEPT_FROM_NS", 1 << 60)
+@pytest.mark.parametrize("kept_from_ns", [1 << 60])
+def test_a_short_pause_is_no_span(pauses, look):
     gc.collect(2)
     assert len(look().spans) == 0
 

@@ -33,6 +33,9 @@ enum {
     BB_RECENT_UNITS = 13,
     BB_NUM_KEPT = 14,
     BB_KEPT_REFUSED = 15,
+    BB_NUM_PAUSES = 11,
+    BB_PAUSES_NS = 12,
+    BB_NATIVE_HEARTBEAT = 16,
 };
 
 enum {
@@ -87,6 +90,40 @@ _Static_assert(sizeof(struct bb_fixed) == 96, "schema.py: OPERATION_FIXED");
 _Static_assert(sizeof(struct bb_state) == 48, "schema.py: OPERATION_STATE");
 _Static_assert(sizeof(struct bb_slot) == 192, "schema.py: OPERATION_SLOT");
 _Static_assert(offsetof(struct bb_slot, state) == 128, "schema.py: OPERATION_SLOT");
+
+/* ---- faults.c: the last words of a process that a signal ends ---- */
+
+enum { BB_FAULT_OFFSET = 4096 + 1024, BB_FAULT_FRAMES = 24 };
+
+struct bb_fault_frame {
+    uint64_t address, offset; /* in memory, and in the file */
+    char file[104];           /* the end of its path */
+};
+
+struct bb_fault {
+    _Atomic uint64_t stamp; /* 0: none; 1: without frames; 2: whole */
+    uint32_t signal;
+    int32_t code;
+    uint64_t address;
+    int64_t mono_ns;
+    uint32_t thread, num_frames;
+    uint64_t reserved[3];
+    struct bb_fault_frame frames[BB_FAULT_FRAMES];
+};
+
+_Static_assert(sizeof(struct bb_fault) == 64 + 24 * 120, "schema.py: FAULT");
+
+/* Keep a mapped file that is cut off from ending the process; false if that is not possible. */
+bool bb_faults_protect(uintptr_t begin, size_t length, bool writable);
+/* Undo that, before the file is unmapped. */
+void bb_faults_release(uintptr_t begin);
+/* Write there what ends the process. Handlers of others stay, unless they are known to chain. */
+void bb_faults_write_to(struct bb_fault *fault, bool also_over_others);
+
+/* ---- heartbeat.c ---- */
+
+bool bb_heartbeat_start(_Atomic uint64_t *to, int64_t period_ns);
+void bb_heartbeat_stop(_Atomic uint64_t *to);
 
 /* ---- checksum.c ---- */
 

@@ -25,7 +25,8 @@ typedef struct {
     struct bb_signatures signatures;
     struct bb_sites sites;
     struct bb_site_calls site_calls;
-    PyObject *add_signature, *now;
+    PyObject *add_signature, *now, *keep_pause;
+    int64_t collecting_since, long_pause_ns;
 } WriterObject;
 
 static PyTypeObject Writer_Type;
@@ -421,8 +422,113 @@ static PyObject *Writer_failed(WriterObject *self, PyObject *const *args, Py_ssi
     Py_RETURN_NONE;
 }
 
+/* ---- the collector's pauses: pauses.py ---- */
+
+/* Called by the collector: `callback("start" or "stop", info)`. */
+static PyObject *Writer_on_collection(WriterObject *self, PyObject *const *args, Py_ssize_t num)
+{
+    int64_t now = clock_ns(self);
+    if (num != 2 || !PyUnicode_Check(args[0]) || PyUnicode_GET_LENGTH(args[0]) < 3)
+        Py_RETURN_NONE;
+    if (PyUnicode_READ_CHAR(args[0], 2) == 'a') {
+        self->collecting_since = now;
+        Py_RETURN_NONE;
+    }
+    int64_t began = self->collecting_since;
+    self->collecting_since = 0;
+    if (!began || !self->live)
+        Py_RETURN_NONE;
+    atomic_fetch_add_explicit(&self->live[BB_NUM_PAUSES], 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&self->live[BB_PAUSES_NS], (uint64_t)(now - began),
+                              memory_order_relaxed);
+    if (now - began >= self->long_pause_ns && self->keep_pause) {
+        PyObject *kept = PyObject_CallFunction(self->keep_pause, "LLO", (long long)began,
+                                               (long long)now, args[1]);
+        Py_XDECREF(kept);
+        PyErr_Clear();
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *Writer_keep_pauses(WriterObject *self, PyObject *args)
+{
+    PyObject *keep;
+    long long from;
+    if (!PyArg_ParseTuple(args, "OL", &keep, &from))
+        return NULL;
+    Py_XSETREF(self->keep_pause, Py_NewRef(keep));
+    self->long_pause_ns = from;
+    Py_RETURN_NONE;
+}
+
+/* ---- the heartbeat, and the last words of a process that a signal ends ---- */
+
+static PyObject *Writer_start_heartbeat(WriterObject *self, PyObject *period_ns)
+{
+    int64_t period = 0;
+    if (read_i64(period_ns, &period) < 0)
+        return NULL;
+    bool started = self->live && period > 0 &&
+                   bb_heartbeat_start(&self->live[BB_NATIVE_HEARTBEAT], period);
+    return PyBool_FromLong(started);
+}
+
+static void stop_heartbeat(WriterObject *self)
+{
+    if (!self->live)
+        return;
+    _Atomic uint64_t *word = &self->live[BB_NATIVE_HEARTBEAT];
+    Py_BEGIN_ALLOW_THREADS
+    bb_heartbeat_stop(word);
+    Py_END_ALLOW_THREADS
+}
+
+static PyObject *Writer_stop_heartbeat(WriterObject *self, PyObject *Py_UNUSED(unused))
+{
+    stop_heartbeat(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Writer_write_faults(WriterObject *self, PyObject *over_others)
+{
+    if (self->live)
+        bb_faults_write_to((void *)((char *)self->memory.buf + BB_FAULT_OFFSET),
+                           PyObject_IsTrue(over_others) == 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *protect(PyObject *Py_UNUSED(module), PyObject *memory)
+{
+    Py_buffer view;
+    bool writable = PyObject_GetBuffer(memory, &view, PyBUF_WRITABLE) == 0;
+    PyErr_Clear();
+    if (!writable && PyObject_GetBuffer(memory, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    bool done = bb_faults_protect((uintptr_t)view.buf, (size_t)view.len, writable);
+    PyObject *address = done ? PyLong_FromVoidPtr(view.buf) : PyLong_FromLong(0);
+    PyBuffer_Release(&view);
+    return address;
+}
+
+static PyObject *release(PyObject *Py_UNUSED(module), PyObject *address)
+{
+    void *begin = PyLong_AsVoidPtr(address);
+    if (begin)
+        bb_faults_release((uintptr_t)begin);
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"protect", protect, METH_O,
+     "Keep a mapped file that is cut off from ending the process; return what `release` takes."},
+    {"release", release, METH_O, "Undo `protect`, before the file is unmapped."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyObject *Writer_close(WriterObject *self, PyObject *Py_UNUSED(unused))
 {
+    stop_heartbeat(self);
     BB_BEGIN(self)
     self->slots = NULL;
     self->live = NULL;
@@ -491,11 +597,13 @@ static int Writer_traverse(WriterObject *self, visitproc visit, void *arg)
     Py_VISIT(self->site_calls.add_site);
     Py_VISIT(self->site_calls.find_site);
     Py_VISIT(self->now);
+    Py_VISIT(self->keep_pause);
     return 0;
 }
 
 static int Writer_clear(WriterObject *self)
 {
+    stop_heartbeat(self);
     self->slots = NULL;
     self->live = NULL;
     if (self->memory.obj)
@@ -507,6 +615,7 @@ static int Writer_clear(WriterObject *self)
     Py_CLEAR(self->site_calls.add_site);
     Py_CLEAR(self->site_calls.find_site);
     Py_CLEAR(self->now);
+    Py_CLEAR(self->keep_pause);
     return 0;
 }
 
@@ -526,6 +635,15 @@ static PyMethodDef Writer_methods[] = {
      "Record that the operation is done on this rank."},
     {"failed", (PyCFunction)(void (*)(void))Writer_failed, METH_FASTCALL,
      "Record that the operation ended in an error."},
+    {"on_collection", (PyCFunction)(void (*)(void))Writer_on_collection, METH_FASTCALL,
+     "Count a pause of the garbage collector; for gc.callbacks."},
+    {"keep_pauses", (PyCFunction)Writer_keep_pauses, METH_VARARGS,
+     "Have `keep(began, ended, info)` called for pauses from a length on."},
+    {"start_heartbeat", (PyCFunction)Writer_start_heartbeat, METH_O,
+     "Start a thread that stamps a live word every so many nanoseconds."},
+    {"stop_heartbeat", (PyCFunction)Writer_stop_heartbeat, METH_NOARGS, "Stop that thread."},
+    {"write_faults", (PyCFunction)Writer_write_faults, METH_O,
+     "Write the signal that ends this process into the ring."},
     {"close", (PyCFunction)Writer_close, METH_NOARGS, "Release the memory; record no more."},
     {NULL, NULL, 0, NULL},
 };
@@ -549,6 +667,7 @@ static struct PyModuleDef module = {
     .m_name = "echelon.recorder._native",
     .m_doc = "Operations into a ring, without the interpreter.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC PyInit__native(void)

@@ -1,0 +1,27 @@
+"""Mapped rings whose files may be cut off: that costs what they show, and not this process.
+
+A load from a page that its file no longer has ends in SIGBUS. The C core's handler replaces the
+mapping by empty memory; without the core, the process dies as it would without this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from typing import Any
+
+try:
+    _native: Any = importlib.import_module("echelon.recorder._native")
+except ImportError:
+    _native = None
+
+
+def protect(memory: mmap.mmap) -> int:
+    """Protect a mapping; return what `release` takes, 0 if it cannot be protected."""
+    return 0 if _native is None else int(_native.protect(memory))
+
+
+def release(protected: int) -> None:
+    """Undo `protect`, before the mapping is closed."""
+    if protected:
+        _native.release(protected)
