@@ -14,11 +14,14 @@ from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.load import load
 from echelon.analysis.picture import Picture, take_picture
 from echelon.analysis.rules.desync import find_desync
+from echelon.analysis.rules.device import find_unstarted
 from echelon.analysis.rules.ended import find_ended
+from echelon.analysis.rules.messages import find_messages
 from echelon.analysis.rules.mismatch import find_mismatch
 from echelon.analysis.rules.missing import find_missing, find_unknown
 from echelon.analysis.rules.p2p import find_unmatched
 from echelon.analysis.rules.pipeline import find_pipeline
+from echelon.analysis.rules.sizes import find_misfit
 from echelon.analysis.rules.skipped import find_skipped
 from echelon.analysis.rules.splits import find_split_mismatch
 from echelon.analysis.rules.straggler import find_straggler
@@ -34,6 +37,9 @@ RULES: tuple[Rule, ...] = (
     find_lost,
     find_ended,
     find_pipeline,
+    find_misfit,
+    find_unstarted,
+    find_messages,
     find_unmatched,
     find_desync,
     find_all_busy,

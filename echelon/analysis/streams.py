@@ -107,6 +107,10 @@ class Streams:
     def _by_row(self) -> Mapping[tuple[int, int], Message]:
         return {(one.rank, one.row): one for line in self.messages.values() for one in line}
 
+    def is_send(self, row: Any) -> bool:
+        """Tell a send from a receive."""
+        return bool(self._sends[int(row["call"])])
+
     def message(self, rank: int, row: int) -> Message | None:
         """Return a pending message by its row."""
         return self._by_row.get((rank, row))

@@ -48,6 +48,12 @@ _CREATED, _STARTED, _COMPLETED = int(State.CREATED), int(State.STARTED), int(Sta
 _STATES = {"scheduled": _CREATED, "started": _STARTED, "completed": _COMPLETED}
 _P2P_FLAG = int(Flag.P2P)
 _BY_OUTPUT = frozenset({"scatter", "all_gather", "_all_gather_base", "all_gather_into_tensor"})
+_BOTH_SHOWN = TRANSPOSED | {
+    "_all_gather_base",
+    "all_gather_into_tensor",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor",
+}
 _BY_INPUT = frozenset(
     {
         "all_reduce",
@@ -246,7 +252,7 @@ class TorchRows:
             :120
         ]
         shown = inputs or outputs
-        if operation in TRANSPOSED and len(inputs) == 1 and len(outputs) == 1:
+        if operation in _BOTH_SHOWN and len(inputs) == 1 and len(outputs) == 1:
             shown = (inputs[0], outputs[0])
         total, out_total = _numel(inputs), _numel(outputs)
         call = Call(

@@ -1,0 +1,45 @@
+"""What a rank has always done: how much of its latest stream it has called before, in that order.
+
+Training repeats itself, so the end of a stream is mostly found earlier in it. A rank that left a
+call out, made one too many or took another order has a short end that is known, back to that
+place; ranks that only wait for it have a long one. It takes nothing of other ranks, and no
+clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from echelon.analysis.evidence import Evidence, RankEvidence
+
+_MAX_ROWS = 4096
+_FIELDS = ("group", "call", "site", "peer")
+
+
+def habit_length(facts: RankEvidence) -> int:
+    """Return how many of a rank's latest calls, at its end, it made before in the same order."""
+    rows = facts.rows[-_MAX_ROWS:]
+    if len(rows) < 2:
+        return 0
+    columns = np.stack([rows[name].astype(np.int64) for name in _FIELDS])
+    _, keys = np.unique(columns, axis=1, return_inverse=True)
+    keys = keys.reshape(-1)
+    ends = np.flatnonzero(keys[:-1] == keys[-1])
+    length = 0
+    while len(ends):
+        length += 1
+        ends = ends[ends >= length]
+        ends = ends[keys[ends - length] == keys[len(keys) - 1 - length]]
+    return length
+
+
+def least_habitual(evidence: Evidence, ranks: Iterable[int]) -> int | None:
+    """Return the one rank whose latest calls are the newest to it, None if no rank stands out."""
+    lengths = sorted(
+        (habit_length(evidence.ranks[rank]), rank) for rank in ranks if rank in evidence.ranks
+    )
+    if not lengths or (len(lengths) > 1 and lengths[0][0] == lengths[1][0]):
+        return None
+    return lengths[0][1]
