@@ -15,6 +15,8 @@ import numpy as np
 from echelon.analysis.evidence import Evidence, RankEvidence
 
 _MAX_ROWS = 4096
+_HABITUAL = 0.2  # a share below this: the records do not reach back far enough
+_CLEARLY = 1.25  # by how much the next rank must be more habitual
 _FIELDS = ("group", "call", "site", "peer")
 
 
@@ -37,9 +39,11 @@ def habit_length(facts: RankEvidence) -> int:
 
 def least_habitual(evidence: Evidence, ranks: Iterable[int]) -> int | None:
     """Return the one rank whose latest calls are the newest to it, None if no rank stands out."""
-    lengths = sorted(
-        (habit_length(evidence.ranks[rank]), rank) for rank in ranks if rank in evidence.ranks
+    known = sorted(
+        (habit_length(evidence.ranks[rank]) / max(1, len(evidence.ranks[rank].rows)), rank)
+        for rank in ranks
+        if rank in evidence.ranks
     )
-    if not lengths or (len(lengths) > 1 and lengths[0][0] == lengths[1][0]):
+    if len(known) < 2 or known[0][0] * _CLEARLY > known[1][0] or known[1][0] < _HABITUAL:
         return None
-    return lengths[0][1]
+    return known[0][1]

@@ -58,7 +58,9 @@ def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:
             continue
         other = streams.counterpart(message)
         there = None if other is None else streams.heads.get(other.rank)
-        met = other is not None and there is not None and other.row in there.rows
+        met = other is not None and (
+            other.is_done or (there is not None and other.row in there.rows)
+        )
         row = rows[index]
         yield Wait(
             group=evidence.groups[head.group].name,

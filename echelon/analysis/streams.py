@@ -54,6 +54,7 @@ class Message:
     way: Way
     place: int
     is_send: bool
+    is_done: bool = False  # as the other side of a pending one: this side is through
 
     @property
     def peer(self) -> int:
@@ -72,6 +73,10 @@ class Streams:
         self._sends = np.array(
             [call.operation in SENDS for call in evidence.tables.calls] + [False], bool
         )
+        self._whole: dict[tuple[int, int], bool] = {}
+        self._origins: dict[tuple[int, int, int], tuple[int, int] | None] = {}
+        self._done: dict[int, Mapping[Place, int]] = {}
+        self._lines: dict[tuple[int, Way, bool], list[int]] = {}
 
     @cached_property
     def pending(self) -> Mapping[int, Mapping[int, frozenset[int]]]:
@@ -118,11 +123,74 @@ class Streams:
     def counterpart(self, message: Message) -> Message | None:
         """Return the other side of a pending message, None where none is posted.
 
-        Both sides of a pair complete together, so the n-th pending send belongs to the n-th
-        pending receive.
+        The n-th send of a direction belongs to the n-th receive. Where the dumps do not reach back
+        to the first, they are counted from the oldest collective that both ranks completed; else
+        pending ones are counted alone, which is exact but for batches with one message through.
         """
-        line = self.messages.get((message.way, not message.is_send), ())
+        way, peer = message.way, message.peer
+        if peer not in self.evidence.ranks:
+            return None
+        origin = self._origin(message.rank, peer, way[0])
+        if origin is not None:
+            own = [r for r in self._line(message.rank, way, message.is_send) if r >= origin[0]]
+            theirs = [r for r in self._line(peer, way, not message.is_send) if r >= origin[1]]
+            number = own.index(message.row)
+            if number >= len(theirs):
+                return None
+            row = theirs[number]
+            through = Message(peer, row, way, -1, not message.is_send, is_done=True)
+            return self._by_row.get((peer, row), through)
+        line = self.messages.get((way, not message.is_send), ())
         return line[message.place] if message.place < len(line) else None
+
+    def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
+        """Return from which row on two ranks' messages correspond; None if not known."""
+        key = (rank, peer, group)
+        if key not in self._origins:
+            if self._is_whole(rank, group) and self._is_whole(peer, group):
+                self._origins[key] = (0, 0)
+            else:
+                self._origins[key] = self._meeting(rank, peer)
+        return self._origins[key]
+
+    def _meeting(self, rank: int, peer: int) -> tuple[int, int] | None:
+        """Return the rows of the oldest collective that two ranks both list as completed."""
+        one, other = self._completed(rank), self._completed(peer)
+        common = [place for place in one if place in other]
+        return (one[common[0]], other[common[0]]) if common else None
+
+    def _completed(self, rank: int) -> Mapping[Place, int]:
+        known = self._done.get(rank)
+        if known is None:
+            rows = self.evidence.ranks[rank].rows
+            done = np.flatnonzero((rows["sequence"] >= 0) & (rows["state"] == State.COMPLETED))
+            places = zip(rows["group"][done].tolist(), rows["sequence"][done].tolist(), strict=True)
+            known = self._done[rank] = dict(zip(places, done.tolist(), strict=True))
+        return known
+
+    def _is_whole(self, rank: int, group: int) -> bool:
+        """Tell whether a rank lists every launch of messages in a group since the first."""
+        known = self._whole.get((rank, group))
+        if known is None:
+            rows = self.evidence.ranks[rank].rows
+            mine = rows[((rows["flags"] & Flag.P2P) > 0) & (rows["group"] == group)]
+            numbers = np.unique(mine["p2p_sequence"])
+            known = not len(numbers) or (
+                int(numbers[0]) <= 1 and len(numbers) == int(numbers[-1] - numbers[0]) + 1
+            )
+            self._whole[rank, group] = known
+        return known
+
+    def _line(self, rank: int, way: Way, is_send: bool) -> list[int]:
+        """Return the rows of all messages of one direction and side, oldest first."""
+        known = self._lines.get((rank, way, is_send))
+        if known is None:
+            rows = self.evidence.ranks[rank].rows
+            peer = way[2] if is_send else way[1]
+            mine = ((rows["flags"] & Flag.P2P) > 0) & (rows["group"] == way[0])
+            mine &= (rows["peer"] == peer) & (self._sends[rows["call"]] == is_send)
+            known = self._lines[rank, way, is_send] = np.flatnonzero(mine).tolist()
+        return known
 
     def entered(self, rank: int, group: int) -> int:
         """Return the number of the last collective that a rank entered in a group, 0 if none."""

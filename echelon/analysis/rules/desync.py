@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.habit import least_habitual
 from echelon.analysis.picture import Picture
 from echelon.analysis.rules.stuck import wait_line
+from echelon.analysis.waits import Wait, WaitGraph
+
+_MAX_TRIED = 32
 
 
 def find_desync(picture: Picture) -> list[Finding]:
@@ -16,6 +22,11 @@ def find_desync(picture: Picture) -> list[Finding]:
     waits = [w for w in picture.graph.waits if members & set(w.waiting) and members & set(w.absent)]
     waits.sort(key=lambda wait: wait.since_ns)
     first = waits[0]
+    odd = _breaker(waits, members)
+    if odd is None and picture.streams is not None:
+        odd = least_habitual(picture.evidence, ring)
+    if odd is not None:
+        return [_describe_odd(picture, odd, ring, waits)]
     groups = sorted({wait.group for wait in waits})
     what = (
         f"groups {', '.join(repr(g) for g in groups)}"
@@ -37,3 +48,52 @@ def find_desync(picture: Picture) -> list[Finding]:
             next_action=f"Call the operations of {what} in the same order on every rank.",
         )
     ]
+
+
+def _breaker(waits: list[Wait], ring: set[int]) -> int | None:
+    """Return the one rank without which there would be no ring, None if there is no such rank."""
+    alone = {wait.absent[0] for wait in waits if len(wait.absent) == 1} & ring
+    if len(alone) > _MAX_TRIED:
+        return None
+    found = [rank for rank in sorted(alone) if not _without(waits, rank).cycle()]
+    return found[0] if len(found) == 1 else None
+
+
+def _without(waits: list[Wait], rank: int) -> WaitGraph:
+    return WaitGraph(
+        tuple(
+            replace(
+                wait,
+                waiting=tuple(one for one in wait.waiting if one != rank),
+                absent=tuple(one for one in wait.absent if one != rank),
+            )
+            for wait in waits
+        )
+    )
+
+
+def _describe_odd(picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait]) -> Finding:
+    """Name the one rank of a ring whose latest calls are in an order that it never had before."""
+    near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
+    first = next((wait for wait in near if odd in wait.absent), waits[0])
+    own = next((wait for wait in near if odd in wait.waiting), first)
+    is_message = any(wait.is_p2p for wait in (first, own))
+    others = tuple(rank for rank in ring if rank != odd)
+    return Finding(
+        cause=Cause.P2P_UNMATCHED if is_message else Cause.ORDER_DESYNC,
+        culprit_ranks=(odd,),
+        confidence=Confidence.LIKELY,
+        group=first.group,
+        operation=first.operation,
+        sequence=first.number,
+        summary=f"rank {odd} is in {own} of group '{own.group}' while {rank_list(first.waiting)} "
+        f"{'waits' if len(first.waiting) == 1 else 'wait'} for it in {first} of group "
+        f"'{first.group}': it called the two in another order than the other ranks",
+        evidence=(
+            *(wait_line(wait) for wait in near[:6]),
+            f"rank {odd} stands alone: {rank_list(others)} wait in one order, it in the other",
+        ),
+        fallout_ranks=picture.fallout((odd,)),
+        would_settle=("the calls that the program makes there, in order",),
+        next_action=f"Compare the order of rank {odd}'s calls before {own} with the other ranks'.",
+    )

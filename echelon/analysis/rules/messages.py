@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from echelon.analysis.calls import Call
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.habit import least_habitual
@@ -42,7 +44,8 @@ def find_messages(picture: Picture) -> list[Finding]:
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
-    rules = (_unequal, _wrong_peer, _left_out)
+    idle = [rank for rank in picture.graph.sinks if rank not in streams.heads]
+    rules = (_unequal,) if idle else (_unequal, _wrong_peer, _left_out)
     return next((found for rule in rules if (found := rule(picture, streams))), [])
 
 
@@ -134,12 +137,42 @@ def _wrong_peer(picture: Picture, streams: Streams) -> list[Finding]:
     for message in lonely:
         wanted.setdefault((message.peer, message.is_send), []).append(message)
     for message in lonely:
+        if _is_strange(streams, message):
+            return [_describe_wrong(picture, streams, message, None)]
         if message.peer not in streams.heads or _has_exchanged(streams, message):
             continue
         for other in wanted.get((message.rank, not message.is_send), []):
             if other.rank != message.peer and _has_exchanged(streams, other, or_nothing=True):
                 return [_describe_wrong(picture, streams, message, other)]
     return []
+
+
+def _is_head(streams: Streams, message: Message) -> bool:
+    return message.row in streams.heads[message.rank].rows
+
+
+def _is_strange(streams: Streams, message: Message) -> bool:
+    """Tell whether a rank waits for one that has nothing to do with it, and always had another."""
+    if message.peer not in streams.heads or not _is_head(streams, message):
+        return False
+    own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
+    group = message.way[0]
+    if bool(_with_peer(theirs, group, message.rank).any()) or not bool(
+        _messages(theirs, group).any()
+    ):
+        return False
+    others = own[_messages(own, group) & (own["peer"] != message.peer)]
+    return sum(streams.is_send(row) == message.is_send for row in others) > 1 and (
+        np.count_nonzero(_with_peer(own, group, message.peer)) == 1
+    )
+
+
+def _messages(rows: Any, group: int) -> Any:
+    return ((rows["flags"] & Flag.P2P) > 0) & (rows["group"] == group)
+
+
+def _with_peer(rows: Any, group: int, peer: int) -> Any:
+    return _messages(rows, group) & (rows["peer"] == peer)
 
 
 def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = False) -> bool:
@@ -158,21 +191,21 @@ def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = Fal
 
 
 def _describe_wrong(
-    picture: Picture, streams: Streams, message: Message, other: Message
+    picture: Picture, streams: Streams, message: Message, other: Message | None
 ) -> Finding:
-    one, its = _side(streams, message), _side(streams, other)
+    one = _side(streams, message)
+    beside = () if other is None else (str(_side(streams, other)),)
     return Finding(
         cause=Cause.P2P_UNMATCHED,
         culprit_ranks=(message.rank,),
         confidence=Confidence.LIKELY,
         group=picture.evidence.groups[message.way[0]].name,
         operation=one.call.operation,
-        summary=f"{one}, as never before, and rank {message.peer} has posted nothing for it, "
-        f"while {its}",
-        evidence=(f"{one}: rank {message.peer} has posted no counterpart", str(its)),
+        summary=f"{one}, as never before, and rank {message.peer} has posted nothing for it"
+        + "".join(f", while {its}" for its in beside),
+        evidence=(f"{one}: rank {message.peer} has posted no counterpart", *beside),
         fallout_ranks=picture.fallout((message.rank,)),
-        next_action=f"Compare the peer that rank {message.rank} computes for this exchange with "
-        f"rank {other.rank}'s.",
+        next_action=f"Look at how rank {message.rank} computes its peer for this exchange.",
     )
 
 
@@ -181,17 +214,17 @@ def _describe_wrong(
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
     """Two ranks wait for each other in a ring, by a message that one of them never posts."""
-    if picture.graph.sinks:
-        return []
     ring = set(picture.graph.cycle())
     waits = [
         message
         for message in sorted(_lonely(streams), key=lambda one: (one.rank, one.row))
-        if message.rank in ring and message.peer in ring
+        if message.rank in ring and message.peer in ring and _is_head(streams, message)
     ]
     if not waits:
         return []
-    short = least_habitual(picture.evidence, {message.peer for message in waits})
+    short = least_habitual(picture.evidence, ring)
+    if short not in {message.peer for message in waits}:
+        short = None
     if short is None:
         beyond = [m for m in waits if not streams.heads[m.peer].is_message]
         message = (beyond or waits)[0]

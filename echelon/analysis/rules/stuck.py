@@ -190,7 +190,8 @@ def is_left_behind(picture: Picture, wait: Wait) -> bool:
     if not picture.evidence.foreign or wait.gave_up:
         return True
     wanted = picture.graph.wanted.issuperset(wait.waiting)
-    return wanted and len(wait.completed) > len(wait.waiting)
+    enough = len(wait.waiting) if picture.streams is not None else len(wait.waiting) + 1
+    return wanted and len(wait.completed) >= enough
 
 
 def _first(picture: Picture, ranks: Sequence[int]) -> int:
