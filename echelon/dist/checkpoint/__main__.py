@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.dist.checkpoint.disk.folder import COMMIT, candidates, marked
+from echelon.dist.checkpoint.disk.manifest import Manifest
 from echelon.dist.checkpoint.disk.source import Version
 from echelon.dist.checkpoint.export import export
 from echelon.dist.checkpoint.state.entries import MODULE, OPTIMIZER, RANDOM
@@ -97,12 +98,27 @@ def describe(source: Version) -> list[str]:
         numel = sum(tensor.numel for tensor in tensors)
         if kind in (MODULE, OPTIMIZER):
             lines.append(f"  {path}: {kind}, {len(tensors)} tensors, {numel:,} elements")
+            lines += _names(manifest, path) if kind == MODULE else []
         elif kind == RANDOM:
             lines.append(f"  {path}: random states")
         elif path not in manifest.values:
             lines.append(f"  {path}: one for each rank")
         else:
             lines.append(f"  {path}: {_short(unpack(manifest.values[path]))}")
+    return lines
+
+
+def _names(manifest: Manifest, path: str) -> list[str]:
+    """Return a line for each tensor of a module, with those that are tied to others."""
+    lines = []
+    for name, tensor in sorted(manifest.tensors.items()):
+        if name.startswith(f"{path}/"):
+            shape = ", ".join(map(str, tensor.shape))
+            lines.append(f"    {name.removeprefix(f'{path}/')}: {tensor.dtype}[{shape}]")
+    for name, target in sorted(manifest.aliases.items()):
+        if name.startswith(f"{path}/"):
+            ends = (one.removeprefix(f"{path}/") for one in (name, target))
+            lines.append("    {}: tied to {}".format(*ends))
     return lines
 
 

@@ -219,14 +219,14 @@ def test_split_balances_costs():
         ((layers, 7), "6 layers cannot be split into 7"),
         ((layers, 0), "cannot be split into 0"),
         ((layers, 2, [1]), "expected 6 numbers"),
-        (([1, 2], 1), "list of modules"),
+        (([1, 2], 1), "a dict of modules"),
     ]:
         with pytest.raises(ValueError, match=said):
             split(*arguments)
 
 
 def test_a_stage_says_what_it_is_given_wrong():
-    with pytest.raises(ValueError, match="stage 2 is none of 2"):
+    with pytest.raises(ValueError, match="stage 2 is not one of 2"):
         Stage(nn.Identity(), index=2, num_stages=2)
     with pytest.raises(ValueError, match=r"must be an nn.Module, got int"):
         Stage(3, index=0, num_stages=2)

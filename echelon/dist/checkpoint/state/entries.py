@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,15 +32,18 @@ def kind_of(value: Any) -> str:
 def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
     """Return path, kind and value of each entry; a dict that holds more than values is entered.
 
+    Of a pipeline the value is the module of its stages.
+
     Raises:
         TypeError: a key is no text, or no dict was given.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a dict, not {type(state).__qualname__}")
-    for key, value in state.items():
+    for key, given in state.items():
         if not isinstance(key, str) or not key or "/" in key:
             raise TypeError(f"{prefix}{key!r}: a state's keys are texts without a slash")
         path = f"{prefix}{key}"
+        value = _stages_of(given)
         kind = kind_of(value)
         if kind == VALUE and isinstance(value, dict) and _holds_more(value):
             yield from entries(value, f"{path}/")
@@ -47,9 +51,17 @@ def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield path, kind, value
 
 
+def _stages_of(value: Any) -> Any:
+    """Return a pipeline's stages as one module; anything else as it is."""
+    pipelines = sys.modules.get("echelon.dist.pipeline.execute.run")  # else there is none
+    if pipelines is not None and isinstance(value, pipelines.Pipeline):
+        return value.module
+    return value
+
+
 def _holds_more(tree: dict[Any, Any]) -> bool:
     return any(
-        kind_of(value) != VALUE or (isinstance(value, dict) and _holds_more(value))
+        kind_of(_stages_of(value)) != VALUE or (isinstance(value, dict) and _holds_more(value))
         for value in tree.values()
     )
 

@@ -172,7 +172,8 @@ class Restore:
                 states.setdefault(name, []).append(entry)
         restored: dict[int, dict[str, Any]] = {}
         parameters = enumerate(optimizer_names(optimizer, names))
-        for number, (parameter, name, group_index, position) in parameters:
+        for number, (parameter, own_name, group_index, position) in parameters:
+            name = self._saved_name(own_name)
             if f"{path}/parameter/{name}" not in values:
                 self._problems.append(f"{path} has no parameter {name} in it")
             groups[group_index]["params"][position] = number
@@ -184,6 +185,10 @@ class Restore:
         content = {"state": restored, "param_groups": groups}
         self._handovers.append(lambda: optimizer.load_state_dict(content))
 
+    def _saved_name(self, name: str) -> str:
+        """Return under which name a parameter was saved: that of another if they were tied then."""
+        return self._source.manifest.aliases.get(name, name)
+
     def _settings(
         self, path: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
     ) -> list[dict[str, Any]]:
@@ -192,7 +197,7 @@ class Restore:
         places = [f"{path}/group/{index}" for index in range(len(optimizer.param_groups))]
         marks: list[set[str]] = [set() for _ in places]
         for _, name, group_index, _ in optimizer_names(optimizer, names):
-            packed = values.get(f"{path}/parameter/{name}")
+            packed = values.get(f"{path}/parameter/{self._saved_name(name)}")
             marks[group_index].update(unpack(packed)[2:] if packed else [])
         for index, found in enumerate(marks):
             if len(found) == 1:

@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from torch import nn
 
 
+class Layers(nn.Module):
+    """Layers that run one after the other, under names that may have dots, as in a whole model."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = list(layers)
+        for name, layer in layers.items():
+            *folders, last = name.split(".")
+            holder: nn.Module = self
+            for folder in folders:
+                if folder not in dict(holder.named_children()):
+                    holder.add_module(folder, nn.Module())
+                holder = holder.get_submodule(folder)
+            holder.add_module(last, layer)
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return len(self._names)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Call the layers in order, each with what the one before returned."""
+        for name in self._names:
+            inputs = self.get_submodule(name)(*inputs)
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        return inputs[0] if len(inputs) == 1 else inputs
+
+
 def split(
-    model: nn.Sequential | Sequence[nn.Module],
+    model: nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module],
     num_stages: int,
     costs: Sequence[float] | None = None,
-) -> list[nn.Sequential]:
-    """Divide consecutive layers so that the dearest stage is as cheap as can be.
+) -> list[nn.Module]:
+    """Divide consecutive layers so that the most expensive stage costs as little as possible.
+
+    The stages' parameters keep the names that they have in the whole model, so that a checkpoint of
+    the stages can be loaded into the model, and into any other number of stages. Layers of a list
+    are named by their places in it.
 
     Args:
-        model: layers that run one after the other, each on what the one before returned.
-        num_stages: into how many; at most as many as there are layers.
-        costs: of each layer, in any unit, measured best; None: its number of parameters, and a
-            little for being there.
+        model: layers that run one after the other, each on what the one before returned. In a dict
+            by their names in the model, which may have dots: `{"wte": wte, "h.0": block, ...}`.
+        num_stages: at most as many as there are layers.
+        costs: of each layer, in any unit, best measured; None: its number of parameters, plus a
+            little for each layer.
 
     Returns:
-        The stages, in order. Their layers are the model's own modules, not copies.
+        The stages, in order: `nn.Sequential`s; of a dict `Layers`. Their layers are the model's own
+        modules, not copies.
 
     Raises:
         ValueError: numbers do not fit.
     """
-    layers = list(model)
+    names, layers = _named(model)
     if not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ValueError("split takes an nn.Sequential or a list of modules")
+        raise ValueError("split takes an nn.Sequential, a list or a dict of modules")
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"{len(layers)} layers cannot be split into {num_stages} stages")
     if costs is None:
@@ -38,15 +73,31 @@ def split(
     if len(costs) != len(layers) or min(costs) < 0:
         raise ValueError(f"costs: expected {len(layers)} numbers from 0 on, got {list(costs)}")
     ends = [*_cuts(list(costs), num_stages), len(layers)]
-    starts = [0, *ends[:-1]]
-    return [nn.Sequential(*layers[a:b]) for a, b in zip(starts, ends, strict=True)]
+    parts = [
+        OrderedDict(zip(names[start:end], layers[start:end], strict=True))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    if isinstance(model, Mapping):
+        return [Layers(part) for part in parts]
+    return [nn.Sequential(part) for part in parts]
+
+
+def _named(
+    model: nn.Sequential | Sequence[nn.Module] | Mapping[str, nn.Module],
+) -> tuple[list[str], list[nn.Module]]:
+    if isinstance(model, nn.Sequential):  # named_children() leaves out a layer's second place
+        return list(model._modules), list(model)
+    if isinstance(model, Mapping):
+        return list(model), list(model.values())
+    return [str(number) for number in range(len(model))], list(model)
 
 
 def _cuts(costs: list[float], num_parts: int) -> list[int]:
-    """Return where to cut: dynamic programming over (parts, layers), least dearest part first."""
+    """Return where to cut: dynamic programming over (parts, layers), cheapest maximum first."""
     total = [0.0, *accumulate(costs)]
     num = len(costs)
-    # best[n]: the dearest of the parts that the first n layers make; cut[k][n]: its last start.
+    # best[n]: the highest cost among the parts of the first n layers; cut[k][n]: where the last
+    # part starts.
     best = total[:]
     cut: list[list[int]] = []
     for parts in range(2, num_parts + 1):

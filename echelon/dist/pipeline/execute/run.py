@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.dist import heap
 from echelon.dist.group import ProcessGroup
@@ -21,6 +22,7 @@ from echelon.dist.pipeline.execute.agreement import agree, check_stages, plan_of
 from echelon.dist.pipeline.execute.batch import check_batch, split_batch
 from echelon.dist.pipeline.execute.messages.exchange import Exchange, Routes
 from echelon.dist.pipeline.execute.messages.links import open_links
+from echelon.dist.pipeline.execute.names import StageModules
 from echelon.dist.pipeline.execute.parameters import gradient_sync, reshard
 from echelon.dist.pipeline.execute.parameters import unshard as gather
 from echelon.dist.pipeline.execute.replicas import average_gradients
@@ -102,6 +104,18 @@ class Pipeline:
     @cached_property
     def _sharded_row(self) -> list[Action]:
         return add_sharding(self._ordered).rows[self.group.rank]
+
+    @cached_property
+    def module(self) -> StageModules:
+        """This rank's stages as one module with the whole model's names, for checkpoints.
+
+        A checkpoint's state takes the pipeline itself: `save(path, {"model": pipe})`.
+        """
+        return StageModules(self.stages)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of this rank's stages."""
+        return self.module.parameters()
 
     @property
     def num_microbatches(self) -> int:

@@ -37,19 +37,23 @@ class Stage:
         module: called with the previous stage's outputs, the first one with the micro-batch.
         index: which part, from 0.
         num_stages: of the whole model.
+        prefix: put before the module's names of parameters and buffers, it gives those of the whole
+            model: "decoder." for a stage that is the model's `decoder`. Stages of `split` need
+            none.
 
     Raises:
-        ValueError: the index is none of the model's.
+        ValueError: the index is not one of the model's.
     """
 
-    def __init__(self, module: nn.Module, *, index: int, num_stages: int) -> None:
+    def __init__(self, module: nn.Module, *, index: int, num_stages: int, prefix: str = "") -> None:
         if not isinstance(module, nn.Module):
             raise ValueError(f"a stage's module must be an nn.Module, got {type(module).__name__}")
         if not 0 <= index < num_stages:
-            raise ValueError(f"stage {index} is none of {num_stages} (0-{num_stages - 1})")
+            raise ValueError(f"stage {index} is not one of {num_stages} (0-{num_stages - 1})")
         self.module = module
         self.index = index
         self.num_stages = num_stages
+        self.prefix = prefix
         self._saved: dict[int, _Saved] = {}
 
     def __repr__(self) -> str:

@@ -1,0 +1,69 @@
+"""Names: a rank's stages as one module whose parameters have the whole model's names.
+
+Checkpoints store by name. A stage that numbers its layers from 0 would share its names with every
+other stage, and a checkpoint of stages could be loaded into those same stages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from echelon.dist.pipeline.execute.stage import Stage
+
+
+class StageModules(nn.Module):
+    """A rank's stages as one module: `state_dict` and `named_parameters` use the model's names.
+
+    It holds the stages' modules and computes nothing.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__()
+        self._stages = list(stages)
+        self.stages = nn.ModuleList([stage.module for stage in stages])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter with the whole model's name of it; arguments as torch's."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self._whole_name(name), parameter
+
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Return the stages' states by the whole model's names.
+
+        Raises:
+            ValueError: two stages use one name.
+        """
+        states: dict[str, Any] = {}
+        owner: dict[str, Stage] = {}
+        for stage in self._stages:
+            for name, value in stage.module.state_dict(keep_vars=keep_vars).items():
+                whole = stage.prefix + name
+                if whole in states:
+                    raise ValueError(
+                        f"{owner[whole]} and {stage} both have {whole!r}: make stages with "
+                        "split(), which keeps the model's names, or pass Stage(prefix=...)"
+                    )
+                states[whole], owner[whole] = value, stage
+        return states
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        """Load what `state_dict` returned; names of other ranks' stages are ignored."""
+        for stage in self._stages:
+            start = len(stage.prefix)
+            names = stage.module.state_dict()
+            own = {
+                name[start:]: value
+                for name, value in state_dict.items()
+                if name.startswith(stage.prefix) and name[start:] in names
+            }
+            stage.module.load_state_dict(own, strict=strict)
+
+    def _whole_name(self, name: str) -> str:
+        """Return the whole model's name for `stages.1.layer.weight`."""
+        _, number, local = name.split(".", 2)
+        return self._stages[int(number)].prefix + local
