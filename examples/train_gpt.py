@@ -27,7 +27,7 @@ from gpt.arguments import OneLineParser, positive_number, whole_number
 from gpt.bigram import bigram_loss
 from gpt.data import Dataset, load_dataset, validation_windows
 from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import limit_threads, load_optimizers
+from gpt.machine import choose_device, limit_threads, load_optimizers
 from gpt.model import GPT, GPTConfig
 from gpt.peak import find_peak
 from gpt.pipeline import PipelineTrainer
@@ -114,9 +114,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--mixed-precision",
-        choices=("no", "bf16"),
+        choices=("no", "bf16", "fp16"),
         default="no",
-        help="what to compute in; weights and sums stay float32",
+        help="what to compute in; weights and sums stay float32, and fp16 scales the loss",
+    )
+    how.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto: the GPU of the local rank, if there is one",
     )
     how.add_argument("--compile", action="store_true", help="the blocks, by torch.compile")
     how.add_argument(
@@ -185,7 +191,9 @@ def prepare(options: argparse.Namespace) -> Job:
         warmup=options.warmup,
         clip=options.clip,
         seed=options.seed,
+        device=options.device,
         bf16=options.mixed_precision == "bf16",
+        fp16=options.mixed_precision == "fp16",
         shard=options.shard,
         compile=options.compile,
         pipeline=options.pipeline,
@@ -227,7 +235,7 @@ def require_folder_of(path: Path) -> None:
 
 def build_report(job: Job, trainer: Trainer) -> Report:
     """Give rank 0 a voice, and the other ranks a silent one. Collective."""
-    dtype = torch.bfloat16 if job.settings.bf16 else torch.float32
+    dtype = job.settings.half or torch.float32
     peak = find_peak(job.options.peak_tflops, trainer.world, trainer.device, dtype)
     if trainer.world.rank != 0:
         return SilentReport()
@@ -243,10 +251,11 @@ def build_report(job: Job, trainer: Trainer) -> Report:
 def introduce(job: Job, trainer: Trainer, report: Report) -> None:
     """Say what is trained on what."""
     config, train, unit = job.config, job.dataset.train, job.dataset.vocabulary.unit
+    half = {torch.float16: "fp16 over fp32", torch.bfloat16: "bf16 over fp32"}
     report.say(
         f"model: {config.layers} layers, width {config.width}, {config.heads} heads, context "
         f"{config.context}: {config.num_parameters():,} parameters, "
-        f"{'bf16 over fp32' if job.settings.bf16 else 'fp32'}"
+        f"{half.get(job.settings.half, 'fp32')}"
     )
     report.say(
         f"text: {with_unit(train.size, unit)}s of {job.options.data or 'the standard library'}, "
@@ -353,6 +362,7 @@ def main() -> None:
     limit_threads()
     load_optimizers()
     try:
+        choose_device(job.options.device)  # before the ranks meet: NCCL binds to it
         world = dist.init(job.options.backend)
     except ValueError as error:
         parser.error(str(error))

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor
 
 from echelon import recorder
-from echelon.dist.checkpoint import PendingSave, RandomState, load, save
+from echelon.dist.checkpoint import PendingSave, RandomState, load, peek, save
 from gpt.data import BatchSource, evaluation_batches
 from gpt.gradients import FOUR_MIB
 from gpt.machine import choose_device
@@ -48,12 +48,19 @@ class TrainingSettings:
     warmup: int
     clip: float
     seed: int
+    device: str = "auto"  # "cpu", "cuda", or a GPU where there is one
     bf16: bool = False  # compute in bfloat16; weights and their sums stay float32
+    fp16: bool = False  # compute in float16, with a scaled loss
     shard: bool = False  # divide the model among the ranks, rather than copy it
     compile: bool = False  # each block, by torch.compile
     pipeline: int = 1  # stages, one after the other
     microbatches: int = 1  # into which a rank's share of the batch is split, in a pipeline
     bucket_bytes: int = FOUR_MIB
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The 16-bit type to compute in, if any."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
 
 def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
@@ -96,6 +103,7 @@ class Trainer:
         self.step = 0
         self.samples = 0
         self.optimizer = build_optimizer(self.model, settings.lr)
+        self.scaler = parallel.scaler
 
     @classmethod
     def build(
@@ -107,7 +115,7 @@ class Trainer:
         world: ProcessGroup,
     ) -> Trainer:
         """Make this rank's model and its share of the data, and start from rank 0's weights."""
-        device = choose_device(world)
+        device = choose_device(settings.device)
         source = BatchSource(
             blocks=blocks,
             num_sequences=settings.batch,
@@ -119,9 +127,9 @@ class Trainer:
         model = cls.make_model(config, settings, device)
         parallel: Replicas | Shards
         if settings.shard:
-            parallel = Shards(model, world, bf16=settings.bf16)
+            parallel = Shards(model, world, settings.half)
         else:
-            parallel = Replicas(model, world, settings.bucket_bytes)
+            parallel = Replicas(model, world, settings.bucket_bytes, settings.half)
         return cls(parallel, source, settings, world=world, device=device)
 
     @staticmethod
@@ -172,7 +180,7 @@ class Trainer:
     def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward; return this rank's term of the loss."""
         loss = self.compute_loss(tokens, targets)
-        loss.backward()
+        self.scaler.scale(loss).backward()
         return loss
 
     def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -186,8 +194,9 @@ class Trainer:
 
     def summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy summed over all tokens, in nats."""
-        autocast = self.settings.bf16 and not self.settings.shard  # shards are cast when gathered
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+        half = self.settings.half
+        autocast = half is not None and not self.settings.shard  # shards are cast when gathered
+        with torch.autocast(self.device.type, half or torch.bfloat16, enabled=autocast):
             logits = self.model(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
@@ -201,9 +210,13 @@ class Trainer:
         self.world.all_reduce(flat, op="avg")
 
     def update(self) -> None:
-        """Clip the gradients and let the optimizer take its step."""
+        """Clip the gradients and let the optimizer take its step.
+
+        In float16, a step whose gradients overflowed on any rank is skipped on all.
+        """
         settings = self.settings
-        self.parallel.clip(settings.clip)
+        if self.scaler.unscale_(self.optimizer):
+            self.parallel.clip(settings.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(
                 self.step,
@@ -211,7 +224,8 @@ class Trainer:
                 num_warmup=settings.warmup,
                 num_steps=settings.steps,
             )
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def average_loss(self, loss: Tensor) -> float:
         """Average the ranks' terms of the loss: the mean over the global batch."""
@@ -249,9 +263,12 @@ class Trainer:
         self, path: Path, identity: dict[str, int], *, in_background: bool
     ) -> PendingSave | None:
         """Save a checkpoint. Collective; in the background, training goes on at once."""
-        return save(path, {"identity": identity, **self.state()}, async_op=in_background)
+        state = {"identity": identity, "scaler": self.scaler.state_dict(), **self.state()}
+        return save(path, state, async_op=in_background)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, whatever number of ranks saved it. Collective."""
         state = load(path, self.state())
         self.step, self.samples = state["step"], state["samples"]
+        if "scaler" in (saved := peek(path)):
+            self.scaler.load_state_dict(saved["scaler"])

@@ -1,14 +1,10 @@
-"""What a rank takes of the machine: one thread, and one GPU where its group can use it."""
+"""What a rank takes of the machine: one thread, and the GPU of its local rank, if any."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from echelon.dist.group import ProcessGroup
 
 
 def limit_threads() -> None:
@@ -25,8 +21,24 @@ def load_optimizers() -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
-def choose_device(world: ProcessGroup) -> torch.device:
-    """Return this rank's own GPU if the world's backend reduces there, else the CPU."""
-    if torch.cuda.is_available() and "nccl" in world.backend:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+def choose_device(wanted: str = "auto") -> torch.device:
+    """Return where this rank computes, and make it torch's current device.
+
+    Call it before `dist.init`: a library such as NCCL binds to the current device. Local ranks
+    beyond the number of GPUs share them.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto": a GPU where torch finds one.
+
+    Raises:
+        ValueError: "cuda", and torch finds no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ValueError("--device cuda: torch finds no GPU")
+    if wanted == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

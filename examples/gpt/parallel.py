@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from echelon.dist.fsdp import MixedPrecisionPolicy, clip_grad_norm_, full_state_dict, fully_shard
+from echelon.dist.fsdp import (
+    GradScaler,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+)
 from gpt.gradients import GradientBuckets
 from gpt.model import GPT
 
@@ -18,15 +24,35 @@ if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
 
 
+def make_scaler(half: torch.dtype | None, over: ProcessGroup) -> GradScaler:
+    """Return the scaler of the loss: float16 needs one, other types do not."""
+    return GradScaler(over=over, enabled=half is torch.float16)
+
+
+def make_policy(half: torch.dtype | None) -> MixedPrecisionPolicy | None:
+    """Return how shards compute in a 16-bit type: gradients are summed in float32."""
+    if half is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+
+
 class Replicas:
     """Every rank has the whole model; gradients are averaged in flat buckets.
 
     Attributes:
         flats: the gradients, as the buffers that are averaged over the ranks.
+        scaler: of the loss.
     """
 
-    def __init__(self, model: GPT, world: ProcessGroup, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        world: ProcessGroup,
+        bucket_bytes: int,
+        half: torch.dtype | None = None,
+    ) -> None:
         self.model = model
+        self.scaler = make_scaler(half, world)
         for parameter in model.parameters():  # all start from rank 0's weights
             world.broadcast(parameter.detach(), root=0)
         self.buckets = GradientBuckets(model.parameters(), bucket_bytes=bucket_bytes)
@@ -54,11 +80,10 @@ class Shards:
 
     flats: list[Tensor] = []  # noqa: RUF012 -- none is left to average
 
-    def __init__(self, model: GPT, world: ProcessGroup, *, bf16: bool) -> None:
+    def __init__(self, model: GPT, world: ProcessGroup, half: torch.dtype | None = None) -> None:
         self.model = model
-        precision = None
-        if bf16:
-            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.scaler = make_scaler(half, world)
+        precision = make_policy(half)
         for block in model.blocks:
             fully_shard(block, group=world, mp_policy=precision)
         fully_shard(model, group=world, mp_policy=precision)

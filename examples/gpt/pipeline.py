@@ -16,18 +16,14 @@ import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor, nn
 
 import echelon.dist as dist
-from echelon.dist.fsdp import (
-    MixedPrecisionPolicy,
-    clip_grad_norm_,
-    full_state_dict,
-    fully_shard,
-)
+from echelon.dist.fsdp import clip_grad_norm_, full_state_dict, fully_shard
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage
 from gpt.data import BatchSource, share
 from gpt.loop import Trainer, TrainingSettings
 from gpt.machine import choose_device
 from gpt.model import GPT, GPTConfig
+from gpt.parallel import make_policy, make_scaler
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
@@ -43,14 +39,16 @@ class GPTStage(nn.Module):
         model: the whole model, whose modules are used and whose names are kept.
         index: which stage.
         num_stages: blocks are divided evenly among them.
-        bf16: compute in bfloat16 with float32 weights.
+        half: a 16-bit type to compute in, with float32 weights.
     """
 
-    def __init__(self, model: GPT, index: int, num_stages: int, *, bf16: bool) -> None:
+    def __init__(
+        self, model: GPT, index: int, num_stages: int, half: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         mine = share(len(model.blocks), index, num_stages)
         self.config = model.config
-        self.bf16 = bf16
+        self.half = half
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         if self.is_first or self.is_last:
             self.token = model.token
@@ -63,7 +61,8 @@ class GPTStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Do this stage's part: int64 [B, T] in at the first, logits [B, T, V] out at the last."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+        half = self.half
+        with torch.autocast(x.device.type, half or torch.bfloat16, enabled=half is not None):
             rotary = self.rotary[:, : x.shape[1]]
             if self.is_first:
                 x = self.token(x)
@@ -78,6 +77,7 @@ class Stages:
     Attributes:
         model: this rank's stage.
         pipeline: runs the stages, in the order of one forward, one backward.
+        scaler: of the loss; all stages decide together.
     """
 
     flats: list[Tensor] = []  # noqa: RUF012 -- the pipeline averages the gradients itself
@@ -88,8 +88,9 @@ class Stages:
         self.stages, self.data = grid.group("pp"), grid.group("dp")
         self.sharded = settings.shard
         index, num_stages = self.stages.rank, self.stages.size
-        autocast = settings.bf16 and not settings.shard
-        self.model = GPTStage(model, index, num_stages, bf16=autocast)
+        autocast = None if settings.shard else settings.half
+        self.model = GPTStage(model, index, num_stages, autocast)
+        self.scaler = make_scaler(settings.half, dist.world())
         # the mean of the micro-batches' losses is then this rank's term of the global mean
         num_microbatches = settings.microbatches
         self.fair_share = settings.batch * model.config.context / data_size / num_microbatches
@@ -110,17 +111,15 @@ class Stages:
             for parameter in self.model.parameters():
                 self.data.broadcast(parameter.detach(), root=0)
             return
-        precision = None
-        if settings.bf16:
-            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        precision = make_policy(settings.half)
         for block in self.model.blocks.values():
             fully_shard(block, group=self.data, mp_policy=precision)
         fully_shard(self.model, group=self.data, mp_policy=precision)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's loss."""
+        """Return a micro-batch's loss, scaled."""
         summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return summed / self.fair_share
+        return self.scaler.scale(summed / self.fair_share)
 
     def zero(self) -> None:
         """Forget the gradients."""
@@ -162,7 +161,7 @@ class PipelineTrainer(Trainer):
     ) -> PipelineTrainer:
         """Make the grid, this rank's stage and its share of the data."""
         grid = DeviceMesh((settings.pipeline, world.size // settings.pipeline), ("pp", "dp"))
-        device = choose_device(world)
+        device = choose_device(settings.device)
         torch.manual_seed(settings.seed)
         data = grid.group("dp")
         source = BatchSource(
@@ -182,11 +181,12 @@ class PipelineTrainer(Trainer):
         losses = self.parallel.pipeline.step(tokens, targets)
         if losses is None:
             return torch.zeros((), device=self.device)
-        return torch.stack(losses).mean() * self.parallel.stages.size
+        scale = self.scaler.get_scale()
+        return torch.stack(losses).mean() * self.parallel.stages.size / scale
 
     def summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy summed over all tokens; 0 where the last stage is not."""
         losses = self.parallel.pipeline.evaluate(tokens, targets)
         if losses is None:
             return torch.zeros((), device=self.device)
-        return torch.stack(losses).sum() * self.parallel.fair_share
+        return torch.stack(losses).sum() * self.parallel.fair_share / self.scaler.get_scale()

@@ -53,3 +53,27 @@ def test_sharded_bf16_computes_in_bf16_and_keeps_float32_weights(make):
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
     state = half.optimizer.state.values()
     assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
+
+
+def _at_scale(trainer, scale):
+    trainer.scaler.load_state_dict({"scale": scale, "num_finite": 0})
+    return trainer
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_fp16_skips_overflowing_steps_and_then_trains_as_float32_does(make, tmp_path, shard):
+    full, half = make(shard=shard), _at_scale(make(shard=shard, fp16=True), 2.0**40)
+    before = [p.detach().clone() for p in half.model.parameters()]
+    half.train_step()  # overflows at that scale
+    assert half.scaler.get_scale() == 2.0**39
+    after = half.model.parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    half = _at_scale(make(shard=shard, fp16=True), 2.0**10)
+    losses = [[trainer.train_step() for _ in range(4)] for trainer in (full, half)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)
+    assert losses[0] != losses[1]
+    assert half.scaler.get_scale() == 2.0**10
+    half.save(tmp_path / "saved", {}, in_background=False)
+    resumed = make(shard=shard, fp16=True)
+    resumed.resume(tmp_path / "saved")
+    assert resumed.scaler.state_dict() == {"scale": 2.0**10, "num_finite": 4}
