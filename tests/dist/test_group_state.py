@@ -50,6 +50,17 @@ def test_the_first_end_wins_and_cuts_the_engine_once():
     error = state.end_of(SUM)
     assert isinstance(error, CollectiveTimeoutError)
     assert error.ranks == (2,)
+    assert "broken since all_reduce #3" in str(error)
+    assert "the first error was: late" in str(error)
+
+
+def test_a_rank_that_enters_a_broken_collective_late_gets_its_own_story():
+    state = GroupState(MEMBERS, Engine())
+    first = CollectiveError("rank 1 failed: out", operation="all_reduce", sequence=0, ranks=[1])
+    state.fail(first)
+    with pytest.raises(CollectiveError, match="rank 1 failed: out") as caught:
+        state.check_end(SUM)
+    assert caught.value is first
 
 
 def test_an_engine_is_released_by_the_call_that_closing_interrupts():

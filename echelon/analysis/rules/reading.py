@@ -108,7 +108,7 @@ def _ended(picture: Picture, facts: RankEvidence) -> Reading | None:
             evidence=ending.evidence,
         )
     if host.exit_code is None and host.alive is not False:
-        return _closed(facts)
+        return _closed(picture, facts)
     if host.exit_code == 0 and _is_closed(facts):
         return _left_early(facts, "ended well (exit code 0)")
     code = "has ended" if host.exit_code is None else f"ended {exit_words(host.exit_code)}"
@@ -121,10 +121,24 @@ def _ended(picture: Picture, facts: RankEvidence) -> Reading | None:
     )
 
 
-def _closed(facts: RankEvidence) -> Reading | None:
-    if facts.host.alive is None and _is_closed(facts):
+def _closed(picture: Picture, facts: RankEvidence) -> Reading | None:
+    if not _is_closed(facts):
+        return None
+    if facts.host.alive is None or facts.rank in picture.graph.wanted:
         return _left_early(facts, "closed its recorder in an orderly way")
-    return None
+    since = heartbeat_age_s(facts)
+    return Reading(
+        cause=Cause.HOST_HANG,
+        confidence=Confidence.LIKELY,
+        words=f"ended its program {seconds(since)} ago, but its process has not exited",
+        evidence=(
+            f"rank {facts.rank} closed its recorder as the interpreter exited",
+            *process_lines(facts),
+        ),
+        would_settle=("its C-level stack",),
+        action="Look for what {who} still does at exit: destructors of libraries, threads that "
+        "are not daemons, a process group that was not destroyed.",
+    )
 
 
 def _left_early(facts: RankEvidence, how: str) -> Reading:

@@ -169,11 +169,13 @@ def connection_broken(
 
 
 def broken_since(members: Members, operation: Operation, first: CollectiveError) -> CollectiveError:
-    """Refuse an operation of a group that an earlier one has broken."""
+    """Refuse an operation of a group that an earlier one has broken, and say what broke it."""
     why = f", for {named(first.ranks)}" if first.ranks else ""
+    said = str(first).partition("\n")[0]
     return type(first)(
         f"{place(members, operation)}: the group is broken since {first.operation} "
-        f"#{first.sequence}{why} ({type(first).__name__}); make a new one",
+        f"#{first.sequence}{why} ({type(first).__name__}); make a new one\n"
+        f"the first error was: {said}",
         group=members.name,
         operation=operation.kind,
         sequence=operation.sequence,

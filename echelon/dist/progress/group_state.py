@@ -394,8 +394,10 @@ class GroupState:
         """
         end = self._ends["end"]
         if end.error is not None:
-            same = (end.error.operation, end.error.sequence)
-            if end.error is raised or (raised and same == (operation.kind, operation.sequence)):
+            first = (end.error.operation, end.error.sequence)
+            is_first = first == (operation.kind, operation.sequence)
+            # A rank that enters a collective after the others have lost it gets its whole story.
+            if end.error is raised or (is_first and (raised or not operation.is_message)):
                 return end.error
             return build.broken_since(self.members, operation, end.error)
         if end.is_abort:

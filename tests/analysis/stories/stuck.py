@@ -154,3 +154,30 @@ def does_not_come_to_the_first_meeting_and_the_others_give_up() -> Job:
         )  # fmt: skip
     job[2].stands("train.py", 12, "load_everything")
     return job
+
+
+def _ended_programs(size: int = 4) -> Job:
+    job = Job(size).train(3)
+    for rank in job.ranks:
+        rank.closed = True
+        rank.heartbeat_age_s = 30.0
+        rank.host["exit_code"] = 0
+    return job
+
+
+@story("host_hang", [2], confidence="likely")
+def ends_its_program_and_does_not_exit() -> Job:
+    """Its heartbeat stopped because it closed its recorder, not because C code holds the lock."""
+    job = _ended_programs()
+    for rank in job.others(2):
+        rank.host["alive"] = False
+    job[2].host.pop("exit_code")
+    return job
+
+
+@story("skipped_collective", [1], confidence="likely")
+def has_ended_its_program_while_the_others_go_on() -> Job:
+    job = _waiting_for(1)
+    job[1].closed = True
+    job[1].heartbeat_age_s = 30.0
+    return job
