@@ -15,7 +15,7 @@ proposal that explains as much, and that the root does not explain in turn, lowe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echelon.analysis.finding import Alternative, Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.picture import Picture
@@ -24,6 +24,7 @@ Rule = Callable[[Picture], list[Finding]]
 _WEAK = 0.75  # of a record: how much a rank without a record counts against one that shows a fault
 _ORDER = (Confidence.POSSIBLE, Confidence.LIKELY, Confidence.CERTAIN)
 _MAX_ALTERNATIVES = 3
+_MAX_MERGED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,13 +106,49 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
         if other.explains & left and not _is_same(other, taken):
             taken.append(other)
             left -= other.explains
+    merged, taken = _merged(root, taken), [root, *_others(root, taken)]
     rivals = [
         one for one in ordered if one not in taken and not _is_same(one, taken) and one.explains
     ]
-    first = _judged(picture, root, rivals)
+    first = _judged(picture, merged, rivals)
     beside = tuple(one.finding for one in taken[1:])
     rest = tuple(one for one in ordered if one not in taken)
     return Choice(roots=(first, *beside), rest=rest, place=root.place)
+
+
+def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
+    """Tell whether two roots can share a finding. Endings cannot: each has its place in time."""
+    if root.finding.scope is not Scope.CULPRITS:
+        return False
+    return other.place == root.place and other.finding.cause is root.finding.cause
+
+
+def _others(root: Hypothesis, taken: Sequence[Hypothesis]) -> list[Hypothesis]:
+    return [one for one in taken[1:] if not _is_alike(root, one)]
+
+
+def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
+    """Name several roots of one cause together where each is needed: neither explains the other.
+
+    Each keeps its own words and evidence.
+    """
+    alike = [one for one in taken if one is root or _is_alike(root, one)]
+    if len(alike) == 1:
+        return root
+    findings = [one.finding for one in alike]
+    ranks = tuple(sorted({rank for one in findings for rank in one.culprit_ranks}))
+    merged = findings[0].changed(
+        culprit_ranks=ranks,
+        confidence=min((one.confidence for one in findings), key=_ORDER.index),
+        summary="; independently, ".join(one.summary for one in findings[:_MAX_MERGED]),
+        evidence=tuple(line for one in findings for line in one.evidence),
+        fallout_ranks=tuple(
+            sorted({rank for one in findings for rank in one.fallout_ranks} - set(ranks))
+        ),
+        would_settle=tuple(dict.fromkeys(line for one in findings for line in one.would_settle)),
+    )
+    explains = frozenset().union(*(one.explains for one in alike))
+    return replace(root, finding=merged, explains=explains)
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:

@@ -54,9 +54,13 @@ def find_stuck(picture: Picture) -> list[Finding]:
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
     alike: dict[tuple[Cause, int], list[int]] = {}
+    missing = set(picture.evidence.missing) - set(picture.evidence.incident.absent)
     for rank, reading in readings.items():
-        wait = picture.wait_for([rank])
-        alike.setdefault((reading.cause, id(wait) if wait is not None else 0), []).append(rank)
+        wait = None if rank in missing else picture.wait_for([rank])
+        alike.setdefault((reading.cause, 0 if wait is None else id(wait)), []).append(rank)
+    lost = alike.get((Cause.DEAD_PROCESS, 0), [])
+    if lost and missing.issuperset(lost):  # whoever left no record may be gone with them
+        alike[Cause.DEAD_PROCESS, 0] = sorted(missing)
     findings = [
         describe_sinks(
             picture, tuple(ranks), readings[_first(picture, ranks)], _first(picture, ranks)

@@ -37,7 +37,7 @@ def a_healthy_pipeline_beside_a_stalled_pair() -> Job:
     return job
 
 
-@story("host_hang", [1], confidence="certain", also=(("host_hang", (3,)),))
+@story("host_hang", [1, 3], confidence="certain")
 def two_replicas_hang_each_for_a_reason_of_its_own() -> Job:
     job = Job(4).train(2)
     job[0].all_reduce(group="tp0", ranks=(0, 1), inside=True)
