@@ -226,6 +226,7 @@ def _main(
 ) -> None:
     _die_with_the_test()
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run under nohup
     log = os.open(Path(tmp, f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
