@@ -33,10 +33,19 @@ if TYPE_CHECKING:
 
 
 class Backward:
-    """One run. `ended`, `begun`: forwards since the last backward, in these orders."""
+    """One run.
 
-    def __init__(self, driver: Driver, ended: list[Unit], begun: Iterable[Unit]) -> None:
+    Args:
+        ended, begun: forwards since the last backward, in these orders.
+        is_again: there were none, so this run goes through graphs that were kept; `begun` is then
+            that of the last backward, and those that this run does not reach are left out.
+    """
+
+    def __init__(
+        self, driver: Driver, ended: list[Unit], begun: Iterable[Unit], *, is_again: bool
+    ) -> None:
         self._driver = driver
+        self._is_again = is_again
         self._to_gather = ended[::-1]
         self._expected = [unit for unit in reversed(list(begun)) if unit.trains]
         self._over: set[Unit] = set()
@@ -46,8 +55,8 @@ class Backward:
 
     def enters(self, unit: Unit) -> None:
         """Gather what autograd needs to go through a unit, which it is about to do."""
-        self._entered.add(unit)
         for one in (*unit.borrowed, unit):
+            self._entered.add(one)
             self.needs(one)
 
     def needs(self, unit: Unit) -> None:
@@ -120,6 +129,10 @@ class Backward:
             return
         for unit in self._to_gather:  # the other ranks may have needed it
             driver.start_gather(unit)
+        if self._is_again:
+            self._expected = [
+                one for one in self._expected if one in self._entered or one in self._over
+            ]
         for unit in driver.units:
             if unit not in self._over and unit not in self._expected and unit.has_gradients():
                 self._expect(unit)  # from an earlier backward that did not reduce

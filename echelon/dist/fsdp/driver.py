@@ -66,6 +66,7 @@ class Driver:
         self._ahead: set[Unit] = set()
         self._ended: list[Unit] = []
         self._begun: dict[Unit, None] = {}
+        self._begun_before: list[Unit] = []  # of the last backward
         self._backward: Callable[[], Backward | None] | None = None
         self._failed = False
 
@@ -174,7 +175,10 @@ class Driver:
         if backward is None:
             if self._failed or self._backward is not None:
                 self.start_over()
-            backward = Backward(self, self._ended, self._begun)
+            is_again = not self._begun
+            begun = list(self._begun) or self._begun_before
+            backward = Backward(self, self._ended, begun, is_again=is_again)
+            self._begun_before = begun
             self._ended, self._begun, self._last = [], {}, None
             self._backward = weakref.ref(backward)
             # The engine alone holds it: see `Backward`.

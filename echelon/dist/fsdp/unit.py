@@ -80,7 +80,8 @@ class Unit:
         self.sync = True
         self.state = State.SHARDED
         self.calls: set[int] = set()
-        self._ended_calls: set[int] = set()
+        self._ended_calls: set[int] = set()  # in this backward
+        self._kept_calls: set[int] = set()  # those of the last backward
         self.is_unwatched = False
         self.missing: set[Member] | None = None
         self._version = 0
@@ -186,13 +187,15 @@ class Unit:
         """Be ready for the next backward."""
         self.missing = None
         self.calls.clear()
-        self._ended_calls.clear()
+        self._kept_calls, self._ended_calls = self._ended_calls, set()
         self.is_unwatched = False
 
     def begin_call(self, call: int) -> None:
         """Expect the backward of a forward call, unless it is over in this run of autograd."""
         if call == UNWATCHED:
             self.is_unwatched = True
+        elif call in self._kept_calls:  # their graph is gone through again, all of it
+            self.calls |= self._kept_calls - self._ended_calls
         elif call not in self._ended_calls:
             self.calls.add(call)
 
