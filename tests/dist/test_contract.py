@@ -10,7 +10,7 @@ import pytest
 import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.dist.backends.shm import native
-from tests.dist import contract
+from tests.dist import contract, oracle
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -26,14 +26,28 @@ def _keep_contract(rank: int, world_size: int, backend: str, traits: contract.Tr
     return group.backend
 
 
-@pytest.mark.parametrize("engine", ["native", "python"])
-@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
-def test_shm_keeps_the_contract(world_size, engine):
+# One run of each engine, with every dtype or a few that stand for all, is for each change. Other
+# numbers of ranks, and all dtypes everywhere, are `slow`: they take minutes together.
+_slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size", "is_slow"),
+    [
+        ("native", 1, True),
+        ("native", 2, True),
+        ("native", 4, False),
+        ("python", 3, True),
+        *(pytest.param("native", size, False, marks=_slow) for size in (2, 3, 5)),
+        *(pytest.param("python", size, False, marks=_slow) for size in (1, 2, 4, 5)),
+    ],
+)
+def test_shm_keeps_the_contract(engine, world_size, is_slow):
     ends = run_ranks(
         _keep_contract,
         world_size,
         "shm",
-        contract.Traits(),
+        contract.Traits(is_slow=is_slow),
         timeout_s=240,
         environ={"ECHELON_SHM": engine},
     )
@@ -42,7 +56,11 @@ def test_shm_keeps_the_contract(world_size, engine):
 
 @pytest.mark.parametrize(
     ("world_size", "is_slow"),
-    [(1, True), (2, False), (4, True), (5, True), pytest.param(4, False, marks=pytest.mark.slow)],
+    [
+        (3, True),
+        *(pytest.param(size, True, marks=_slow) for size in (1, 5)),
+        *(pytest.param(size, False, marks=_slow) for size in (2, 4)),
+    ],
 )
 def test_gloo_keeps_the_contract(world_size, is_slow):
     pytest.importorskip("torch")
@@ -54,7 +72,7 @@ def test_gloo_keeps_the_contract(world_size, is_slow):
 
 @pytest.mark.parametrize(
     ("world_size", "is_slow"),
-    [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)],
+    [(2, True), *(pytest.param(size, size == 5, marks=_slow) for size in (3, 4, 5))],
 )
 def test_xccl_keeps_the_contract(world_size, is_slow):
     reason = next(status.reason for status in registry.statuses() if status.name == "xccl")
@@ -80,18 +98,39 @@ def _keep_contract_on_hosts(
 @pytest.mark.parametrize(
     ("hosts", "is_slow"),
     [
-        ((0, 0, 1, 1), True),
         ((0, 1, 0, 1), True),
-        ((0, 0, 1), True),
-        ((0, 0, 1, 1, 1), True),
-        ((0, 1, 2, 0, 1, 2), True),  # three hosts: a ring between them
-        pytest.param((0, 0, 1, 1), False, marks=pytest.mark.slow),
+        pytest.param((0, 0, 1, 1), False, marks=_slow),
+        pytest.param((0, 0, 1), True, marks=_slow),
+        pytest.param((0, 0, 1, 1, 1), True, marks=_slow),
+        pytest.param((0, 1, 2, 0, 1, 2), True, marks=_slow),  # three hosts: a ring between them
     ],
 )
 def test_shm_gloo_keeps_the_contract(hosts, is_slow):
     pytest.importorskip("torch")
     ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, is_slow, timeout_s=240)
     assert ends == ["shm+gloo"] * len(hosts)
+
+
+def _sum_on_hosts(rank: int, world_size: int, hosts: tuple[int, ...]) -> None:
+    hierarchy = importlib.import_module("echelon.dist.backends.two_level")
+    hierarchy.host_identity = lambda: {"boot": f"host {hosts[rank]}"}
+    hierarchy._CHUNK_BYTES = 100_000
+    group = dist.init("shm+gloo", timeout_s=60)
+    traits = contract.Traits(ordered=False, is_slow=True)
+    for dtype in ("float32", "bfloat16"):
+        parts = [oracle.data(dtype, (150_001,), other) for other in range(world_size)]
+        x = parts[rank].copy()
+        group.all_reduce(x)
+        oracle.assert_reduced(x, oracle.reduced(parts, "sum"), dtype, "sum", ordered=False)
+    contract.check_messages(group, traits)
+    contract.check_objects(group, traits)
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 2, 0, 1, 2)])
+def test_shm_gloo_sums_on_uneven_hosts_and_in_a_ring_of_three(hosts):
+    pytest.importorskip("torch")
+    run_ranks(_sum_on_hosts, len(hosts), hosts, timeout_s=120)
 
 
 def _keep_order(rank: int, world_size: int, backend: str) -> None:
@@ -106,7 +145,10 @@ def _keep_order(rank: int, world_size: int, backend: str) -> None:
     dist.shutdown()
 
 
-@pytest.mark.parametrize(("backend", "world_size"), [("gloo", 4), ("shm+gloo", 4), ("xccl", 3)])
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [("gloo", 3), ("shm+gloo", 4), pytest.param("xccl", 3, marks=_slow)],
+)
 def test_rank_ordered_sums_are_the_same_bits_on_every_backend(backend, world_size):
     reason = next(status.reason for status in registry.statuses() if status.name == backend)
     if reason:

@@ -214,6 +214,7 @@ def test_init_names_the_ranks_that_never_come(engine):
 
 def _stay_away(rank: int, world_size: int, backend: str, in_message: bool) -> None:
     """Rank 0 waits and is interrupted; rank 1 comes afterwards and hears about it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     world = dist.init(backend, timeout_s=600)
     world.barrier()
     if rank == 0:
