@@ -76,6 +76,7 @@ class EvidenceBuilder:
             spans=self._spans(record),
             live=tuple(record.live),
             last_words=record.last_words,
+            fault=record.fault,
             host=record.host,
             has_ring=record.has_ring,
             seen_ns=_last_seen(record),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.calls import Call, Tables
-from echelon.recorder.schema import Group, HostFacts, Identity, LastWords, Live
+from echelon.recorder.schema import Fault, Group, HostFacts, Identity, LastWords, Live
 
 ROW = np.dtype(
     [
@@ -83,6 +83,7 @@ class RankEvidence:
     spans: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, SPAN_ROW))
     live: tuple[int, ...] = (0,) * Live.NUM_WORDS
     last_words: LastWords | None = None
+    fault: Fault | None = None
     host: HostFacts = field(default_factory=HostFacts)
     has_ring: bool = True
     seen_ns: int = 0  # when the rank was last looked at, on rank 0's clock; 0: not known

@@ -1,7 +1,8 @@
-"""Stacks of a process that cannot write them itself, by `py-spy`, where the user has installed it.
+"""The Python stacks of another process, read from outside by `py-spy`.
 
-A process stopped by a signal, or without our handler, does not answer; py-spy reads its memory from
-outside, without stopping it. It needs the right to trace the process, which containers often lack.
+py-spy reads the process's memory and stops nothing: a system call that the process waits in goes
+on. (Its native frames would need the process stopped, which ends an `epoll_wait`.) It needs the
+right to trace the process, which containers often lack.
 """
 
 from __future__ import annotations
@@ -9,20 +10,28 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 3.0
 
 
 def can_spy() -> bool:
-    """Whether py-spy is installed; it may still be denied."""
-    return shutil.which("py-spy") is not None
+    """Return whether py-spy is installed; it may still be denied."""
+    return _program() is not None
+
+
+def _program() -> str | None:
+    """Return py-spy's path: on PATH, or beside this interpreter, as pip installs it."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 
 
 def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S) -> str:
     """Return the Python stacks of all threads in faulthandler's form, "" if they cannot be had."""
-    program = shutil.which("py-spy")
+    program = _program()
     if program is None:
         return ""
     try:

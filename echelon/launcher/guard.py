@@ -33,6 +33,8 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
+_YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 16 << 20
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # the agent decides
@@ -45,6 +47,7 @@ class Guard:
     def __init__(self, agent: socket.socket, prctl: ctypes._NamedFuncPointer) -> None:
         self._agent = agent
         self._prctl = prctl
+        self._agent_pid = os.getppid()
         self._workers: dict[int, int] = {}  # pid -> index
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._input = b""
@@ -130,6 +133,19 @@ class Guard:
             return  # the agent has removed it already
         fcntl.flock(fd, fcntl.LOCK_SH)  # held by the open descriptor
 
+    def _allow_agent(self) -> None:
+        """Let the agent's children read this process's stacks, where Yama allows ancestors only.
+
+        The exception that is made here survives exec, and not a fork: it covers the worker alone.
+        """
+        try:
+            with open(_YAMA) as file:
+                restricts = file.read().strip() == "1"
+        except OSError:
+            return
+        if restricts:
+            self._prctl(_PR_SET_PTRACER, self._agent_pid, 0, 0, 0)
+
     def _become_worker(
         self, message: dict[str, object], streams: list[int], write_end: int
     ) -> None:
@@ -140,6 +156,7 @@ class Guard:
             self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != guard:  # it died before the signal was tied to it
                 os._exit(1)
+            self._allow_agent()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGXFSZ, *_IGNORED):
                 signal.signal(number, signal.SIG_DFL)  # exec keeps what is ignored

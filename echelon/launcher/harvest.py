@@ -1,9 +1,15 @@
 """Collect the black boxes of a node's ranks, and what the host knows of each process.
 
-    1. look at every living process once, and ask those that listen for their stacks
-    2. give them a moment to answer; meanwhile the agent goes on passing output
-    3. look again (the difference is their share of a core), read every ring
-    4. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
+    1. look at every living process once: its ring, /proc
+    2. read the stacks from outside, which nothing in the process notices
+    3. ask by signal only those whose stacks could not be read, and give them a moment to answer;
+       meanwhile the agent goes on passing output
+    4. look again (the difference is their share of a core), read every ring
+    5. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
+
+Looking must not change what is looked at. A signal ends the system call that a thread waits in, and
+with it, often, the hang: a verdict on what was gone by then would be about nothing. So it is the
+last resort, and `HostFacts.stacks_from` says that it was used.
 
 A rank that never opened a ring still gets a dump: its exit, its stderr, its stacks and what its
 threads wait for speak. If it is a torch program, torch's own recorder is asked for its dump.
@@ -20,13 +26,15 @@ from pathlib import Path
 
 from echelon.errors import DumpFormatError
 from echelon.host import process
-from echelon.host.stacks import can_spy, spy_stacks
+from echelon.host.facts import OUTSIDE, SIGNAL
+from echelon.host.native_stacks import named, native_stacks
+from echelon.host.stacks import spy_stacks
 from echelon.host.threads import program_of, threads
 from echelon.launcher.error_file import read_error_file
 from echelon.launcher.torch_dumps import TorchDump
 from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import HostFacts, Identity, Live, Record, State
+from echelon.recorder.schema import Fault, HostFacts, Identity, Live, Record, State
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
@@ -72,20 +80,30 @@ class Occasion:
 
 
 class _Stacks:
-    """One request to a process for the stacks of its threads, and what it answers."""
+    """The stacks of one process's threads, at one moment."""
 
-    def __init__(self, folder: Path, pid: int, identity: Identity) -> None:
+    def __init__(self, folder: Path, pid: int, identity: Identity, *, native: bool) -> None:
+        self.native = ""
+        self._wants_native = native
         self._path = folder / "stacks"
-        self._from = _size(self._path)
         self._pid = pid
+        self._identity = identity
         self._spied = ""
-        self._seen = (self._from, time.monotonic())
-        self._asked = identity.stack_signal != 0 and process.send(
-            pid, identity.pid_start_ticks, identity.stack_signal
-        )
+        self._asked = False
+        self._from = 0
+        self._seen = (0, 0.0)
 
-    def are_there(self) -> bool:
-        """Whether the answer has come and stopped growing, or will never come."""
+    def ask(self) -> None:
+        """Ask by signal if they could not be read from outside."""
+        identity = self._identity
+        if self._spied or not identity.stack_signal:
+            return
+        self._from = _size(self._path)
+        self._seen = (self._from, time.monotonic())
+        self._asked = process.send(self._pid, identity.pid_start_ticks, identity.stack_signal)
+
+    def have_arrived(self) -> bool:
+        """Return whether the answer is there and no longer grows, or will never arrive."""
         if not self._asked:
             return True
         size, since = _size(self._path), self._seen[1]
@@ -95,17 +113,20 @@ class _Stacks:
         return size > self._from and time.monotonic() - since > _SETTLED_S
 
     def spy(self) -> None:
-        """Read the stacks of a process that did not answer from outside, where that is possible.
-
-        Takes 3 s at most; may run on another thread.
-        """
-        if not self.text():
-            self._spied = spy_stacks(self._pid)
+        """Read them from outside, where that is possible. May run on another thread."""
+        self._spied = spy_stacks(self._pid)
+        if self._wants_native:
+            self.native = native_stacks(self._pid, [])[:_STACKS_BYTES]
 
     def text(self) -> str:
-        """Return what has come, else what was seen from outside."""
-        answer = _text_from(self._path, self._from) if self._asked else ""
-        return answer or self._spied
+        """Return what was read from outside, else what was answered."""
+        return self._spied or (_text_from(self._path, self._from) if self._asked else "")
+
+    def origin(self) -> str:
+        """Return how they were read, see `HostFacts.stacks_from`."""
+        if self._spied:
+            return OUTSIDE
+        return SIGNAL if self.text() else ""
 
 
 class _Witness:
@@ -125,12 +146,17 @@ class _Witness:
         self._surroundings = process.Surroundings(self._pid) if worker.alive else None
         self._sampled_s = time.monotonic()
         self.record = record
-        self.ask()
+        self.look(native=True)
+
+    def look(self, *, native: bool = False) -> None:
+        """Begin to read a living process's stacks."""
+        folder, alive = self.worker.folder, self.worker.alive
+        self._stacks = _Stacks(folder, self._pid, self._identity, native=native) if alive else None
 
     def ask(self) -> None:
-        """Ask a living process for its stacks."""
-        alive = self.worker.alive
-        self._stacks = _Stacks(self.worker.folder, self._pid, self._identity) if alive else None
+        """See `_Stacks.ask`."""
+        if self._stacks is not None:
+            self._stacks.ask()
 
     @property
     def is_seen_from_outside(self) -> bool:
@@ -139,7 +165,7 @@ class _Witness:
 
     def has_answered(self) -> bool:
         """Whether there is nothing more to wait for."""
-        return self._stacks is None or self._stacks.are_there()
+        return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
         """Whether torch's dump has come, or will never come."""
@@ -169,7 +195,11 @@ class _Witness:
                 wall_ns=time.time_ns(),
             )
         self.record = replace(
-            record, identity=identity, host=self._facts(), dumped_mono_ns=time.monotonic_ns()
+            record,
+            identity=identity,
+            fault=_named_frames(record.fault),
+            host=self._facts(),
+            dumped_mono_ns=time.monotonic_ns(),
         )
 
     def testify_later(self, gap_s: float) -> None:
@@ -204,6 +234,8 @@ class _Witness:
             rss_bytes=after.rss_bytes,
             oom_kill=self._was_killed_for_memory(),
             stacks="" if self._stacks is None else self._stacks.text(),
+            stacks_from="" if self._stacks is None else self._stacks.origin(),
+            native_stacks="" if self._stacks is None else self._stacks.native,
             stderr_tail=tail or worker.start_error,
             error_file=read_error_file(worker.folder / "error.json"),
             snapshot_mono_ns=time.monotonic_ns(),
@@ -237,12 +269,11 @@ def harvest(
     """
     witnesses = [_Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
-    _wait_for_answers(witnesses, idle)
+    _read_stacks(witnesses, idle)
     while time.monotonic() < asked_s + _TORCH_S and not all(
         witness.has_torch_answered() for witness in witnesses
     ):
         idle(0.02)
-    _spy_all(witnesses, idle)
     if any(witness.is_seen_from_outside for witness in witnesses):
         while (left_s := asked_s + _SAMPLE_S - time.monotonic()) > 0:
             idle(left_s)
@@ -254,6 +285,14 @@ def harvest(
     return [witness.record for witness in witnesses]
 
 
+def _read_stacks(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
+    """Read all stacks from outside; ask those by signal whose stacks cannot be read so."""
+    _spy_all(witnesses, idle)
+    for witness in witnesses:
+        witness.ask()
+    _wait_for_answers(witnesses, idle)
+
+
 def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
     deadline_s = time.monotonic() + _STACKS_S
     while time.monotonic() < deadline_s and not all(w.has_answered() for w in witnesses):
@@ -261,9 +300,7 @@ def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], Non
 
 
 def _spy_all(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
-    """Read the stacks of those that did not answer, some at a time, for 5 s at most."""
-    if not can_spy():
-        return
+    """Read stacks from outside, some processes at a time, for 5 s at most."""
     deadline_s = time.monotonic() + _SPY_S
     with concurrent.futures.ThreadPoolExecutor(_SPIES) as pool:
         looks = [pool.submit(witness.spy) for witness in witnesses]
@@ -277,10 +314,10 @@ def _look_again(
 ) -> None:
     while (left_s := first_look_s + _SECOND_LOOK_S - time.monotonic()) > 0:
         idle(left_s)
-    for witness in witnesses:
-        witness.ask()
-    _wait_for_answers(witnesses, idle)
-    _spy_all([witness for witness in witnesses if witness.record.has_ring], idle)
+    recording = [witness for witness in witnesses if witness.record.has_ring]
+    for witness in recording:
+        witness.look()
+    _read_stacks(recording, idle)
     gap_s = time.monotonic() - first_look_s
     for witness in witnesses:
         witness.testify_later(gap_s)
@@ -301,6 +338,11 @@ def _read(worker: Worker) -> Record:
     except DumpFormatError as err:
         warnings = [str(err)] if path.exists() else []
         return empty_record(path, Identity(rank=worker.rank), HostFacts(), *warnings)
+
+
+def _named_frames(fault: Fault | None) -> Fault | None:
+    """Add the functions' names to the places that the dying process left."""
+    return None if fault is None else replace(fault, frames=tuple(map(named, fault.frames)))
 
 
 def _size(path: Path) -> int:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.host import process
+from echelon.host.facts import ITSELF
 from echelon.recorder.dump import write_dump
 from echelon.recorder.read import LiveRing, read_ring
 from echelon.recorder.recorder import Recorder
@@ -79,6 +80,7 @@ class InsideWatch:
             cpu_share=process.cpu_share(before, after, gap_s),
             rss_bytes=after.rss_bytes,
             stacks=stacks,
+            stacks_from=ITSELF,
             snapshot_mono_ns=time.monotonic_ns(),
             later_gap_s=gap_s,
             later_recorded=self._ring.activity() - first,

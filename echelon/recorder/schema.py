@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echelon.host.facts import SIGNAL as SIGNAL
 from echelon.host.facts import HostFacts as HostFacts
 from echelon.host.facts import HostThread as HostThread
 from echelon.host.facts import Socket as Socket

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from echelon.host.stacks import spy_stacks
+from echelon.host.stacks import can_spy, spy_stacks
 
 THREADS = [
     {
@@ -75,10 +74,11 @@ def test_a_failing_one_brings_nothing(py_spy, code):
 
 def test_without_one_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert spy_stacks(17) == ""
 
 
-@pytest.mark.skipif(not shutil.which("py-spy"), reason="needs py-spy")
+@pytest.mark.skipif(not can_spy(), reason="needs py-spy")
 def test_the_real_one_sees_a_stopped_process(program):
     one = program("def stands_here():\n    print('ready', flush=True)\n    input()\nstands_here()")
     one.wait_for("ready")

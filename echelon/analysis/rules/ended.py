@@ -16,6 +16,7 @@ from echelon.analysis.evidence import RankEvidence
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.picture import Picture, last_row
 from echelon.analysis.rules.errors import Meaning, died_by_watchdog, meaning_of
+from echelon.analysis.rules.signals import fault_lines
 from echelon.analysis.stacks import (
     Frame,
     Raised,
@@ -282,6 +283,7 @@ def _by_death(facts: RankEvidence) -> Ending:
     if host.oom_kill and code == -9:
         cause = Cause.OUT_OF_MEMORY
         lines.append(f"rank {facts.rank}: the kernel's out-of-memory killer ended it")
+    lines += fault_lines(facts)
     if host.rss_bytes:
         lines.append(f"rank {facts.rank} had {host.rss_bytes / 2**20:.0f} MiB resident")
     row = last_row(facts)

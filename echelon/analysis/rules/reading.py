@@ -29,7 +29,10 @@ from echelon.analysis.rules.signals import (
     heartbeat_age_s,
     heartbeat_lines,
     innermost_span,
+    interrupted_lines,
     machine_lines,
+    native_heartbeat_age_s,
+    native_line,
     process_lines,
     users_line,
 )
@@ -234,10 +237,16 @@ def _gil(_: Picture, facts: RankEvidence) -> Reading | None:
         or facts.host.process_state in ("T", "t", "D")
     ):
         return None
+    native = native_heartbeat_age_s(facts)
+    if native is not None and native >= STALE_HEARTBEAT_S:
+        return None  # no thread of it runs: the process gets no processor
     busy = facts.host.cpu_share
     lines = [
         f"rank {facts.rank}: its Python heartbeat is {seconds(age)} old while the process runs"
     ]
+    if native is not None:
+        lines.append(f"rank {facts.rank}: its heartbeat outside Python is {seconds(native)} old")
+    lines += native_line(facts)
     if facts.host.process_state:
         lines.append(f"rank {facts.rank}: process state {facts.host.process_state}")
     if busy is not None:
@@ -380,7 +389,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
     else:
         words = f"stands at {frame}, in no operation" if frame else "is in no operation"
     lines = [f"rank {facts.rank}: main thread at {frame}"] if frame else []
-    lines += process_lines(facts)
+    lines += [*process_lines(facts), *native_line(facts), *interrupted_lines(facts)]
     row = last_row(facts)
     if row is not None:
         call = picture.evidence.call(row)

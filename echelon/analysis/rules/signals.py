@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import signal
+
 from echelon.analysis.evidence import RankEvidence, Span
 from echelon.analysis.finding import seconds
 from echelon.analysis.picture import last_row
 from echelon.analysis.stacks import Frame, main_thread, users_frame
-from echelon.recorder.schema import Live
+from echelon.recorder.schema import SIGNAL, Live
 
 PRESSURE = 0.3  # of the time that tasks waited for a resource: from here on it is worth a line
+_NUM_FRAMES = 5
+_OWN_FRAME = re.compile(r"recorder/_native\.|^(__restore_rt|raise|gsignal|pthread_kill|abort)\b")
 STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 
 
@@ -62,6 +68,47 @@ def process_lines(facts: RankEvidence) -> list[str]:
         kind = "busy" if is_busy(facts) else "idle"  # others may have the cores
         lines.append(f"rank {facts.rank} is {kind}: {host.cpu_share:.0%} of a core")
     return lines + machine_lines(facts)
+
+
+def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
+    """Return how old the heartbeat that needs no lock was at the last look; None if not known."""
+    beat = facts.live[Live.NATIVE_HEARTBEAT_MONO_NS] if facts.live else 0
+    seen = facts.host.snapshot_mono_ns
+    return max(0, seen - beat) / 1e9 if beat and seen else None
+
+
+def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
+    """Warn where the look itself may have changed what the rank did."""
+    if facts.host.stacks_from != SIGNAL:
+        return ()
+    return (
+        f"rank {facts.rank} was asked for its stacks by a signal, which ends some system calls: "
+        "install py-spy, which reads them from outside",
+    )
+
+
+def native_line(facts: RankEvidence) -> tuple[str, ...]:
+    """Return the C functions that the main thread stands in, innermost first."""
+    lines = facts.host.native_stacks.splitlines()
+    frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
+    if not frames:
+        return ()
+    return (f"rank {facts.rank}, in C: " + " < ".join(frames[:_NUM_FRAMES]),)
+
+
+def fault_lines(facts: RankEvidence) -> list[str]:
+    """Say what the rank itself wrote of the signal that ended it."""
+    fault = facts.fault
+    if fault is None or facts.host.exit_code != -fault.signal:
+        return []
+    try:
+        name = signal.Signals(fault.signal).name
+    except ValueError:
+        name = f"signal {fault.signal}"
+    where = f" at address {fault.address:#x}" if fault.address else ""
+    frames = [frame for frame in fault.frames if not _OWN_FRAME.search(frame)]
+    stack = ": " + " < ".join(frames[:_NUM_FRAMES]) if frames else ""
+    return [f"rank {facts.rank}: {name}{where} in thread {fault.thread}{stack}"]
 
 
 def is_busy(facts: RankEvidence) -> bool:

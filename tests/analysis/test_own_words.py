@@ -1,0 +1,62 @@
+"""What a rank wrote of its own end, and how its stacks were read, is part of the evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from echelon.analysis.evidence import RankEvidence
+from echelon.analysis.rules.signals import (
+    fault_lines,
+    interrupted_lines,
+    native_heartbeat_age_s,
+    native_line,
+)
+from echelon.host.facts import OUTSIDE, SIGNAL
+from echelon.recorder.schema import Fault, HostFacts, Identity, Live
+
+FAULT = Fault(
+    signal=11, code=1, address=64, thread=7,
+    frames=(
+        "/x/echelon/recorder/_native.so+0x1", "__restore_rt (/l/libc.so.6+0x3c050)",
+        "f (/a.so+0x10)", "g (/a.so+0x20)",
+    ),
+)  # fmt: skip
+
+
+def rank(**facts: object) -> RankEvidence:
+    host = HostFacts(**facts)  # type: ignore[arg-type]
+    return RankEvidence(rank=3, rows=np.zeros(0), identity=Identity(rank=3), host=host)
+
+
+def test_the_fault_is_told_without_the_handlers_own_frames():
+    facts = replace(rank(exit_code=-11), fault=FAULT)
+    (line,) = fault_lines(facts)
+    assert line == "rank 3: SIGSEGV at address 0x40 in thread 7: f (/a.so+0x10) < g (/a.so+0x20)"
+
+
+def test_a_fault_that_did_not_end_the_rank_is_not_told():
+    assert fault_lines(replace(rank(exit_code=-9), fault=FAULT)) == []
+    assert fault_lines(rank(exit_code=-11)) == []
+
+
+def test_a_signal_is_owned_up_to():
+    assert interrupted_lines(rank(stacks_from=OUTSIDE)) == ()
+    assert "by a signal" in interrupted_lines(rank(stacks_from=SIGNAL))[0]
+
+
+def test_the_main_threads_c_functions_are_one_line():
+    stacks = "Thread 5 python:\n  sleep (libc.so.6)\n  ? hold (ext.so)\nThread 6 x:\n  poll"
+    assert native_line(rank(native_stacks=stacks)) == (
+        "rank 3, in C: sleep (libc.so.6) < ? hold (ext.so)",
+    )
+    assert native_line(rank()) == ()
+
+
+def test_the_age_of_the_heartbeat_that_needs_no_lock():
+    live = [0] * Live.NUM_WORDS
+    live[Live.NATIVE_HEARTBEAT_MONO_NS] = 5_000_000_000
+    seen = replace(rank(snapshot_mono_ns=9_000_000_000), live=tuple(live))
+    assert native_heartbeat_age_s(seen) == 4.0
+    assert native_heartbeat_age_s(rank(snapshot_mono_ns=9)) is None
