@@ -81,10 +81,10 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
     """Warn where the look itself may have changed what the rank did."""
     if facts.host.stacks_from != SIGNAL:
         return ()
-    return (
-        f"rank {facts.rank} was asked for its stacks by a signal, which ends some system calls: "
-        "install py-spy, which reads them from outside",
+    text = (
+        "was asked for its stacks by a signal, which ends some system calls (py-spy asks nothing)"
     )
+    return (f"rank {facts.rank} {text}",)
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
