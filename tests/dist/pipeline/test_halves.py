@@ -1,5 +1,7 @@
 """A backward in two parts, against a whole one: bit by bit, and that something is put off."""
 
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -140,5 +142,45 @@ def test_an_input_that_was_not_used_has_zeros():
             return x * 2
 
     own, _, _ = _run(First(), [torch.ones(3), torch.ones(3)], is_split=True)
-    assert torch.equal(own[0], torch.full((3,), 2.0) * 0 + own[0])
+    torch.manual_seed(9)  # as in _run: the gradient of the output
+    assert torch.equal(own[0], 2 * torch.randn(3))
     assert torch.equal(own[1], torch.zeros(3))
+
+
+class Checkpointed(nn.Module):
+    """A block of six parameters whose activations are recomputed in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.num_forwards = 0
+
+    def _run(self, x):
+        self.num_forwards += 1
+        return x + self.block(x)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
+
+
+def test_checkpointed_activations_are_recomputed_once_in_each_half():
+    """Not once for each layer of the block; and the cost is told, once for a stage."""
+    torch.manual_seed(3)
+    module = Checkpointed()
+    inputs = [torch.randn(4, 8)]
+    whole, weights, _ = _run(module, inputs, is_split=False)
+    assert module.num_forwards == 2
+    module.num_forwards = 0
+    with pytest.warns(RuntimeWarning, match=r"Stage\(1 of 3.* both halves") as told:
+        halves, split_weights, early = _run(module, inputs, is_split=True)
+    assert len(told) == 1
+    assert module.num_forwards == 3
+    assert not any(early)
+    for one, other in zip([*whole, *weights], [*halves, *split_weights], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_stage_without_checkpointing_is_told_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _run(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(4, 8)], is_split=True)

@@ -8,6 +8,7 @@ from torch import nn
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
+from echelon.dist.fsdp import GradScaler
 from echelon.dist.pipeline import Pipeline, PlanError, Stage, schedule, split
 from echelon.errors import CollectiveError
 from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage
@@ -41,7 +42,7 @@ def _several_tensors(group):
     """Tuples, views and integers pass; the module makes its own loss."""
     torch.manual_seed(0)
     modules = [Maker(), User()]
-    plan = schedule("zbv", 1, 1) if group.size == 1 else schedule("1f1b", 2, 3)
+    plan = schedule("1f1b", 2, 3)
     pipe = Pipeline(
         [Stage(modules[group.rank], index=group.rank, num_stages=2)], group=group, schedule=plan
     )
@@ -151,10 +152,59 @@ def _mistakes(group):
         pipe.step(torch.zeros(3, 2), torch.zeros(3))
 
 
+class _Large(nn.Module):
+    """Its inputs are large and its weights small: its gradients overflow before others' do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.layer.weight.mul_(2.0**-20)
+
+    def forward(self, x):
+        return self.layer(x * 2.0**20)
+
+
+def _loss_scale(group):
+    """A scale changes no bit after unscaling; an overflow in one stage skips the step in both."""
+    torch.manual_seed(2)
+    module = _Large() if group.rank == 0 else nn.Linear(3, 3)
+    pipe = Pipeline(
+        [Stage(module, index=group.rank, num_stages=2)], group=group, num_microbatches=2,
+        schedule="gpipe", loss_fn=nn.functional.mse_loss,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    losses = pipe.step(x, y)
+    plain = [p.grad.clone() for p in module.parameters()]
+    start = [p.detach().clone() for p in module.parameters()]
+    for scale, is_finite in ((2.0**16, True), (2.0**114, False)):
+        optimizer.zero_grad()
+        for parameter, value in zip(module.parameters(), start, strict=True):
+            parameter.data.copy_(value)
+        scaler = GradScaler(scale, over=group)
+        scaled = pipe.step(x, y, loss_scale=scaler.get_scale())
+        if losses is not None:
+            assert [one.item() for one in scaled] == [one.item() for one in losses]
+        own = all(bool(p.grad.isfinite().all()) for p in module.parameters())
+        assert own == (is_finite or group.rank == 1), "the overflow is the first stage's alone"
+        assert scaler.unscale_(optimizer) == is_finite
+        if is_finite:
+            grads = [p.grad for p in module.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(grads, plain, strict=True))
+        scaler.step(optimizer)
+        scaler.update()
+        changed = [not torch.equal(a, b) for a, b in zip(start, module.parameters(), strict=True)]
+        assert any(changed) == is_finite
+        assert scaler.get_scale() == (scale if is_finite else scale / 2)
+    with pytest.raises(ValueError, match="loss_scale must be positive and finite"):
+        pipe.step(x, y, loss_scale=float("inf"))
+
+
 def _cases(rank, world_size):
     torch.set_num_threads(1)
     group = dist.init()
-    for case in (_several_tensors, _gradients_add_up, _evaluation, _mistakes):
+    for case in (_several_tensors, _gradients_add_up, _evaluation, _mistakes, _loss_scale):
         case(group)
     dist.shutdown()
 

@@ -19,7 +19,8 @@ Not everything is put off. Computed at once, with the inputs, are the parameters
 * of a Python `autograd.Function`: it would compute everything twice.
 
 A hook that changes a gradient would change it twice, once in each part: use whole backwards (gpipe,
-1f1b, ...) with those. Activation checkpointing recomputes in each part: right, but slow.
+1f1b, ...) with those. Activation checkpointing recomputes once in each part (see
+`recomputation.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+
+from echelon.dist.pipeline.execute.recomputation import recomputed_once
 
 Node = Any  # torch.autograd.graph.Node; its attributes depend on the function
 
@@ -62,8 +65,9 @@ class WeightHalf:
 
     def run(self) -> None:
         """Add the gradients of the parameters to their `.grad`, and free the graph."""
-        for one in self._deferred:
-            one.run()
+        with recomputed_once():
+            for one in self._deferred:
+                one.run()
         self._deferred.clear()
 
 

@@ -8,6 +8,7 @@ used. Messages take channels (`messages/`), which no other traffic can hold up.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +133,9 @@ class Pipeline:
         """Whether this rank's stages take the targets and make the losses."""
         return self.stages[-1].is_last
 
-    def step(self, inputs: Any = None, targets: Any = None) -> list[torch.Tensor] | None:
+    def step(
+        self, inputs: Any = None, targets: Any = None, *, loss_scale: float = 1.0
+    ) -> list[torch.Tensor] | None:
         """Run forwards and backwards of one batch; gradients are averaged over micro-batches.
 
         They are added to the parameters' `.grad`, as autograd does; the caller's optimizer steps.
@@ -141,17 +144,22 @@ class Pipeline:
         Args:
             inputs: on the first stage's rank: a tensor, or a tuple of them, [batch_size, ...].
             targets: on the last stage's rank, likewise.
+            loss_scale: of a gradient scaler, the same on all ranks: gradients are multiplied by it,
+                losses are not. `GradScaler(over=...)` with a group of all stages' ranks then
+                unscales them, and skips the step on all ranks if one of them had an overflow.
 
         Returns:
             On the last stage's rank `num_microbatches` losses, scalars; None elsewhere.
 
         Raises:
-            ValueError: inputs or targets are missing or cannot be split.
+            ValueError: inputs or targets are missing or cannot be split, or a bad `loss_scale`.
             CollectiveError: a rank is lost or too late for the group's timeout.
         """
         if not torch.is_grad_enabled():
             raise ValueError("step() computes gradients, and they are disabled: use evaluate()")
-        step = self._start(inputs, targets, backward=True)
+        if not (loss_scale > 0 and math.isfinite(loss_scale)):
+            raise ValueError(f"loss_scale must be positive and finite, got {loss_scale!r}")
+        step = self._start(inputs, targets, seed=loss_scale / self.num_microbatches)
         self._ties.set_aside()
         with self._poisoning():
             row = self._sharded_row if step.sharded else self._ordered.rows[self.group.rank]
@@ -177,7 +185,7 @@ class Pipeline:
         Raises:
             ValueError, CollectiveError: as `step`.
         """
-        step = self._start(inputs, targets, backward=False)
+        step = self._start(inputs, targets, seed=None)
         kinds = (Kind.FORWARD, Kind.RECV_F)
         row = [
             part
@@ -193,11 +201,12 @@ class Pipeline:
                 reshard(stage.module)
         return step.results if self.has_last else None
 
-    def _start(self, inputs: Any, targets: Any, *, backward: bool) -> Step:
+    def _start(self, inputs: Any, targets: Any, *, seed: float | None) -> Step:
         if self._failed:
             raise ValueError(
                 "this pipeline failed in an earlier step: make new groups and a new pipeline"
             )
+        backward = seed is not None
         needs_targets = backward and self.loss_fn is not None
         check_batch(self.stages, inputs, targets, needs_targets=needs_targets)
         num = self.num_microbatches
@@ -208,7 +217,7 @@ class Pipeline:
             split_batch("inputs", inputs, num) if self.has_first else [],
             split_batch("targets", targets, num) if self.has_last and targets is not None else [],
             num_microbatches=num,
-            seed=1 / num if backward else None,
+            seed=seed,
         )
 
     @contextlib.contextmanager

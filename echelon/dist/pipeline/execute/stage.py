@@ -7,6 +7,7 @@ gradients are what the stage before gets back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.dist.pipeline.execute.halves import WeightHalf, run_input_half
+from echelon.dist.pipeline.execute.recomputation import recomputations
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Tensors = list[torch.Tensor]
@@ -55,6 +57,7 @@ class Stage:
         self.num_stages = num_stages
         self.prefix = prefix
         self._saved: dict[int, _Saved] = {}
+        self._is_watched = False  # for recomputations in a weight half
 
     def __repr__(self) -> str:
         return f"Stage({self.index} of {self.num_stages}, {type(self.module).__name__})"
@@ -109,8 +112,22 @@ class Stage:
     def weight_half(self, microbatch: int) -> None:
         """Run the rest of a backward."""
         saved = self._saved.pop(microbatch)
-        if saved.weights is not None:
+        if saved.weights is None:
+            return
+        if self._is_watched:
             saved.weights.run()
+            return
+        self._is_watched = True
+        with recomputations(self.module) as seen:
+            saved.weights.run()
+        if seen:
+            warnings.warn(
+                f"{self}: activation checkpointing recomputes {type(seen[0]).__name__} and others "
+                "in both halves of a split backward: once more than in a whole one, as the "
+                "schedules gpipe, 1f1b, interleaved_1f1b and looped_bfs have it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Drop everything that is kept, after a failure."""

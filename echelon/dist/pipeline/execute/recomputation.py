@@ -1,0 +1,47 @@
+"""Activation checkpointing under a split backward: fewer recomputations, and a warning of the rest.
+
+The weight half of a backward runs many small parts of the graph, each by a call of its own, and
+torch recomputes a checkpointed region for each call, unless the calls are declared to be one group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import checkpoint
+
+_Group: Any = getattr(checkpoint, "GraphExecGroup", None)  # of newer versions of torch
+
+
+def recomputed_once() -> AbstractContextManager[object]:
+    """Let the backward calls inside recompute each checkpointed region once.
+
+    They must not use a saved tensor twice: the two halves of a backward may, so each half needs a
+    group of its own.
+    """
+    if _Group is None or _Group._get_current_group() is not None:
+        return nullcontext()
+    group: AbstractContextManager[object] = _Group()
+    return group
+
+
+@contextlib.contextmanager
+def recomputations(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield a list that gets the parts of a module whose forward runs inside, in order."""
+    own = {id(part) for part in module.modules()}
+    seen: list[nn.Module] = []
+
+    def note(part: nn.Module, _: Any) -> None:
+        if id(part) in own:
+            seen.append(part)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        handle.remove()
