@@ -114,7 +114,9 @@ def init(
     Args:
         backend: "shm", "gloo", "shm+gloo", "xccl", "nccl" or a plug-in's name. None: "shm" where
             all ranks are on one host, else "shm+gloo"; beside it, for arrays on a device, "nccl",
-            "xccl" or a plug-in, made when the first such array comes.
+            "xccl" or a plug-in, made in the first collective on such an array. "nccl", and any
+            backend of a device, takes the device that the program made current, or else the one of
+            LOCAL_RANK.
         timeout_s: limit of this call and of every operation of the groups made from it.
         reduction: "fast", or "rank_ordered": sums in rank order on every backend. ("shm" always
             does.)

@@ -95,8 +95,8 @@ class OperationWriter(Protocol):
             is_started: the backend starts it at once.
         """
 
-    def started(self, record: int, /) -> None:
-        """Record that the backend started the operation."""
+    def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
+        """Record that the backend started the operation, now or at a time already past."""
 
     def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record that the operation is done on this rank, now or at a time already past."""
@@ -197,9 +197,10 @@ class Operations:
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
-    def started(self, record: int, /) -> None:
-        """Record that the backend started the operation."""
-        self._mark_started(record, self._now())
+    def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
+        """Record that the backend started the operation, now or at a time already past."""
+        now = self._now()
+        self._mark_started(record, now if at_mono_ns is None else _moment(at_mono_ns, now))
 
     def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record that the operation is done on this rank, now or at a time already past."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import types
 
 import ml_dtypes
 import numpy as np
@@ -150,6 +151,20 @@ def test_a_device_array_with_contiguous_strides_is_viewed(shape, strides):
     seen = view(_OnDevice(shape, strides), "x", writable=True)
     assert (seen.device, seen.dtype, seen.shape) == ("cuda", "float32", shape)
     assert len(seen.data) == np.prod(shape, dtype=int)
+
+
+@pytest.mark.parametrize(
+    ("device", "index"),
+    [
+        (None, 0),
+        (types.SimpleNamespace(id=3), 3),  # CuPy's
+        (types.SimpleNamespace(id=11, local_hardware_id=3), 3),  # JAX's: id 11 among all processes
+    ],
+)
+def test_a_device_array_is_on_the_device_that_this_host_counts(device, index):
+    array = _OnDevice((2, 3))
+    array.device = device
+    assert view(array, "x", writable=True).data.index == index
 
 
 @pytest.mark.parametrize("strides", [(4, 8), (24, 4), (0, 4)])

@@ -15,7 +15,11 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
+from echelon.dist.backends.interface import Members
+from echelon.dist.backends.shm import backend as shm
+from echelon.dist.backends.shm import futex, native
 from echelon.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from echelon.store import PrefixStore, StoreServer, TCPStore
 from tests.dist import contract
 from tests.ranks import run_ranks
 
@@ -107,3 +111,19 @@ def test_a_bad_engine_name_is_one_clear_error(monkeypatch, value):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="use 'python' or 'native'"):
         dist.init("shm")
+
+
+def test_the_python_engine_of_shm_is_refused_where_loads_may_be_reordered(monkeypatch):
+    """On ARM, that is; with the C core there is no reason to refuse."""
+    monkeypatch.setattr(futex, "STORES_STAY_IN_ORDER", False)
+    monkeypatch.setattr(native, "available", lambda: True)
+    assert shm.not_ready() == ""
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert "needs its C core on this processor" in shm.not_ready()
+    members = Members(name="world", rank=0, ranks=(0,))
+    with StoreServer("127.0.0.1", 0) as server:
+        store = TCPStore("127.0.0.1", server.port, timeout=20)
+        monkeypatch.setattr(shm, "not_ready", lambda: "")  # the other ranks brought it to this one
+        with pytest.raises(ValueError, match="needs its C core on this processor"):
+            shm.create(members, PrefixStore("group", store), 5.0)
+        store.close()

@@ -63,6 +63,35 @@ def test_a_rank_that_enters_a_broken_collective_late_gets_its_own_story():
     assert caught.value is first
 
 
+class _OnDevice:
+    """An operation that a device has done; the device knows when it began."""
+
+    done, error, started_mono_ns, ended_mono_ns = True, None, 70, 90
+
+
+class _Recorder:
+    def __init__(self):
+        self.log = []
+
+    def started(self, *what):
+        self.log.append(("started", *what))
+
+    def completed(self, *what):
+        self.log.append(("completed", *what))
+
+
+def test_the_start_on_a_device_is_recorded_with_its_own_time(monkeypatch):
+    recorder = _Recorder()
+    monkeypatch.setattr("echelon.recorder.current.current", lambda: recorder)
+    engine = Engine()
+    engine.submit = lambda *_: _OnDevice()
+    state = GroupState(MEMBERS, engine)
+    state.admit(SUM)
+    state.settle(state.launch(SUM, 5))
+    assert recorder.log == [("started", 5, 70), ("completed", 5, 90)]
+    state.close()
+
+
 def test_an_engine_is_released_by_the_call_that_closing_interrupts():
     engine = Engine(lambda: state.close())
     state = GroupState(MEMBERS, engine)

@@ -55,7 +55,7 @@ CALLS = st.fixed_dictionaries(
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), NUMBERS, TEXTS, CALLS),
-        st.tuples(st.just("started"), st.integers(-1, 40)),
+        st.tuples(st.just("started"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
         st.tuples(st.just("completed"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
         st.tuples(st.just("failed"), st.integers(-1, 40)),
         st.tuples(st.just("step")),
@@ -106,7 +106,7 @@ def take(recorder: Recorder, step: tuple) -> object:
     if kind == "begin":
         return recorder.begin(rest[0], rest[1], **rest[2])
     if kind == "started":
-        return recorder.started(rest[0])
+        return recorder.started(*rest)
     if kind == "completed":
         return recorder.completed(*rest)
     if kind == "failed":

@@ -125,6 +125,14 @@ def test_states_follow_the_operation(recorder, look):
     assert record.strings[record.operations[3]["error"]] == "TimeoutError: rank 5 did not come"
 
 
+def test_a_start_may_be_recorded_later_with_its_own_time(recorder, look):
+    number = recorder.begin(0, "barrier")
+    recorder.started(number, 77)
+    recorder.completed(number, 99)
+    (row,) = look().operations
+    assert (row["started_mono_ns"], row["completed_mono_ns"]) == (77, 99)
+
+
 def test_an_operation_that_never_started_can_end(recorder, look):
     recorder.completed(recorder.begin(0, "barrier"))
     (row,) = look().operations

@@ -206,9 +206,15 @@ def _view_cuda(array: Any, name: str, *, writable: bool) -> View:
         raise ValueError(f"{name}: a {dtype.name}{list(shape)} device array is not contiguous")
     if writable and read_only:
         raise ValueError(f"{name}: the array is read-only, and the result goes into it")
-    index = int(getattr(getattr(array, "device", None), "id", 0))
+    index = _device_index(getattr(array, "device", None))
     data: Any = DeviceFlat(pointer, math.prod(shape), dtype.itemsize, index, array)
     return View(data, dtype.name, shape, "cuda")
+
+
+def _device_index(device: Any) -> int:
+    """Return a device's number on this host: JAX's `id` counts through all processes."""
+    local = getattr(device, "local_hardware_id", None)
+    return int(getattr(device, "id", 0) if local is None else local)
 
 
 def _are_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

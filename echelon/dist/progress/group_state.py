@@ -334,6 +334,9 @@ class GroupState:
         if work.failure is not None:
             recorder.failed(work.record, work.failure)
         else:
+            began_ns = getattr(work.pending, "started_mono_ns", 0)
+            if began_ns:  # a device knows when it began, once it has ended
+                recorder.started(work.record, began_ns)
             recorder.completed(work.record, work.pending.ended_mono_ns or time.monotonic_ns())
 
     # ---- failing ----

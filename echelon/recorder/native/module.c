@@ -371,15 +371,21 @@ static void mark_ended(WriterObject *self, PyObject *record, int64_t ended, uint
     }
 }
 
-static PyObject *Writer_started(WriterObject *self, PyObject *record)
+static PyObject *Writer_started(WriterObject *self, PyObject *const *args, Py_ssize_t num)
 {
-    int64_t now = clock_ns(self);
+    int64_t now = clock_ns(self), began = now;
     uint64_t stamp;
+    if (num < 1 || num > 2)
+        return PyErr_Format(PyExc_TypeError, "started(record, at_mono_ns=None)");
+    if (num == 2 && args[1] != Py_None) {
+        if (read_i64(args[1], &began) < 0 || began == 0)
+            began = now;
+    }
     BB_BEGIN(self)
-    struct bb_slot *slot = slot_of(self, record, &stamp);
+    struct bb_slot *slot = slot_of(self, args[0], &stamp);
     struct bb_kept *kept = !slot && stamp ? kept_operation(self, stamp) : NULL;
     if (slot || kept)
-        write_state(slot ? &slot->state : &kept->slot.state, stamp, now, 0, 0, BB_STARTED);
+        write_state(slot ? &slot->state : &kept->slot.state, stamp, began, 0, 0, BB_STARTED);
     BB_END()
     PyErr_Clear();
     Py_RETURN_NONE;
@@ -629,8 +635,8 @@ static void Writer_dealloc(WriterObject *self)
 static PyMethodDef Writer_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))Writer_begin, METH_FASTCALL | METH_KEYWORDS,
      "Record that an operation was called; return its number."},
-    {"started", (PyCFunction)Writer_started, METH_O,
-     "Record that the backend started the operation."},
+    {"started", (PyCFunction)(void (*)(void))Writer_started, METH_FASTCALL,
+     "Record that the backend started the operation, now or at a time already past."},
     {"completed", (PyCFunction)(void (*)(void))Writer_completed, METH_FASTCALL,
      "Record that the operation is done on this rank."},
     {"failed", (PyCFunction)(void (*)(void))Writer_failed, METH_FASTCALL,

@@ -25,14 +25,30 @@ _LINE_BYTES = 64
 
 def not_ready() -> str:
     """Say why this machine cannot run the backend; "" if it can."""
-    return "" if futex.available() else "needs Linux on a known architecture, for its futex"
+    if not futex.available():
+        return "needs Linux on a known architecture, for its futex"
+    return "" if native.available() else _python_refusal()
+
+
+def _python_refusal() -> str:
+    """Say why the pure-Python engine cannot run here; "" if it can.
+
+    It orders its stores by system calls and its loads not at all: enough where the processor keeps
+    both in order, as x86 does and ARM does not.
+    """
+    if futex.STORES_STAY_IN_ORDER:
+        return ""
+    return (
+        "needs its C core on this processor, which may reorder memory accesses: install echelon "
+        "with a C compiler present, and have at most 256 ranks in a group"
+    )
 
 
 def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     """Make the engine of a group; every member calls this.
 
     Raises:
-        ValueError: the members do not run on one host, or this platform has no futex.
+        ValueError: the members do not run on one host, or no engine can run on this platform.
         CollectiveTimeoutError: members did not come within `timeout_s`.
     """
     reason = not_ready()
@@ -56,6 +72,8 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
     )
     engine = native.NativeEngine if plan.native else PythonEngine
     try:
+        if not plan.native and (reason := _python_refusal()):
+            raise ValueError(f"backend 'shm' {reason}")
         return engine(members, plan, memory, peers, not crowded)
     except BaseException:
         peers.close()
