@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from echelon.recorder.read import read_ring
+from echelon.recorder.read import LiveRing, read_ring
 from echelon.recorder.schema import Live, State
 from tests.recorder.conftest import span_names
 
@@ -202,3 +202,73 @@ input()
     assert record.strings[record.operations[9]["operation"]] == "all_reduce"
     assert record.live[Live.CLOSED] == 0
     assert record.warnings == ()
+
+
+def test_the_next_program_of_a_worker_records_once_the_first_has_ended(program, tmp_path):
+    first = program(RECORD + "step(5)")
+    assert first.end()[0] == 0
+    second = program(RECORD + "step(77)", ECHELON_RANK_DIR=str(first.rank_dir))
+    assert second.end()[::2] == (0, "")
+    assert read_ring(first.ring).live[Live.STEP] == 78
+    assert read_ring(first.rank_dir / "ring.1").live[Live.STEP] == 6
+    assert read_ring(first.ring).identity.pid == second.process.pid
+
+
+def test_a_reader_follows_to_the_next_programs_ring(program):
+    first = program(RECORD + "step(5)")
+    assert first.end()[0] == 0
+    live = LiveRing(first.ring)
+    second = program(RECORD + "step(77)", ECHELON_RANK_DIR=str(first.rank_dir))
+    assert second.end()[0] == 0
+    live.sight(3)
+    assert live.words()[Live.STEP] == 78
+    live.close()
+
+
+RANKS = """
+import multiprocessing, os, sys
+from echelon.recorder import span, step
+from echelon.recorder.current import current, record_as_rank
+
+def work(rank):
+    assert current() is None
+    record_as_rank(rank, 2)
+    record_as_rank(rank, 2)
+    step(rank)
+    assert current().identity.rank == rank
+    if rank == 1:
+        ctx = multiprocessing.get_context("fork")  # its own children do not
+        child = ctx.Process(target=lambda: sys.exit(current() is not None))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+
+if __name__ == "__main__":
+    ranks = [multiprocessing.get_context("spawn").Process(target=work, args=(r,)) for r in (0, 1)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    print([one.exitcode for one in ranks])
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("parent_records", [False, True])
+@pytest.mark.parametrize("variable", ["ECHELON_RANK_DIR", "ECHELON_RECORD_DIR"])
+def test_ranks_that_multiprocessing_started_record_themselves(
+    program, tmp_path, parent_records, variable
+):
+    source = (
+        RANKS.replace("    ranks = [", "    step(9)\n    ranks = [") if parent_records else RANKS
+    )
+    folder = tmp_path / "records"
+    one = program(source, **{"ECHELON_RANK_DIR": "", variable: str(folder)})
+    code, out, err = one.end()
+    assert (code, out) == (0, "[0, 0]\n"), err
+    found = {}
+    for path in folder.glob("rank_*/attempt_*/ring"):
+        identity = read_ring(path).identity
+        if identity.pid != one.process.pid:
+            found[identity.rank] = (identity.world_size, read_ring(path).live[Live.STEP])
+    assert found == {0: (2, 1), 1: (2, 2)}
