@@ -32,6 +32,7 @@ _INET_DIAG_INFO = 2
 _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48s")
 _MESSAGE = struct.Struct("=BBBB4s16s16sI8sIIIII")
+_INODE = struct.Struct("=I")  # the message's last field
 _PORTS = struct.Struct("!HH")
 _ATTRIBUTE = struct.Struct("=HH")
 _TOTAL_RETRANS_OFFSET, _BYTES_OFFSET = 100, 120
@@ -100,9 +101,9 @@ def _from_kernel(inodes: set[int]) -> Iterator[tuple[int, Socket]]:
             head = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, 1, 0)
             netlink.sendto(head + body, (0, 0))
             for message in _messages(netlink):
-                inode, one = _parsed(message)
-                if inode in inodes:
-                    yield inode, one
+                (inode,) = _INODE.unpack_from(message, _MESSAGE.size - _INODE.size)
+                if inode in inodes:  # of a busy host's hundred thousand, a few
+                    yield inode, _parsed(message)
 
 
 def _messages(netlink: socket.socket) -> Iterator[bytes]:
@@ -119,8 +120,8 @@ def _messages(netlink: socket.socket) -> Iterator[bytes]:
             data = data[-(-length // 4) * 4 :]
 
 
-def _parsed(message: bytes) -> tuple[int, Socket]:
-    family, state, _, again, ports, source, target, _, _, _, unread, unsent, _, inode = (
+def _parsed(message: bytes) -> Socket:
+    family, state, _, again, ports, source, target, _, _, _, unread, unsent, _, _ = (
         _MESSAGE.unpack_from(message)
     )
     local_port, peer_port = _PORTS.unpack(ports)
@@ -136,10 +137,10 @@ def _parsed(message: bytes) -> tuple[int, Socket]:
             (retransmits,) = struct.unpack_from("=I", info, _TOTAL_RETRANS_OFFSET)
             sent, received = struct.unpack_from("=QQ", info, _BYTES_OFFSET)
         at += -(-length // 4) * 4
-    name = _STATES[state] if state < len(_STATES) else str(state)
+    name = _state(state)
     # Of a listening socket the queues are connections waiting, not bytes.
     unread, unsent = (0, 0) if name == _LISTEN else (unread, unsent)
-    return inode, Socket(
+    return Socket(
         local=_endpoint(source[:size], local_port),
         peer=_endpoint(target[:size], peer_port),
         state=name,
@@ -151,6 +152,10 @@ def _parsed(message: bytes) -> tuple[int, Socket]:
     )
 
 
+def _state(number: int) -> str:
+    return _STATES[number] if number < len(_STATES) else str(number)
+
+
 def _from_files(pid: int, inodes: set[int], denied: list[str]) -> Iterator[tuple[int, Socket]]:
     for name in ("net/tcp", "net/tcp6"):
         for line in read_text(f"/proc/{pid}/{name}", "net/tcp", denied).splitlines()[1:]:
@@ -158,7 +163,7 @@ def _from_files(pid: int, inodes: set[int], denied: list[str]) -> Iterator[tuple
             if len(fields) < 10 or int(fields[9]) not in inodes:
                 continue
             unsent, _, unread = fields[4].partition(":")
-            state = _STATES[int(fields[3], 16)]
+            state = _state(int(fields[3], 16))
             listens = state == _LISTEN
             yield (
                 int(fields[9]),

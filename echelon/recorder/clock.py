@@ -3,8 +3,9 @@
 Ranks of one host share the kernel's clock: their offset is 0, exactly. Between hosts it is measured
 by round trips, as NTP does it: rank 0's answer was read somewhere between my question and its
 arrival, so the middle is the best guess and half the round trip bounds the error. The shortest of
-several round trips is the best one. Monotonic clocks drift apart by some microseconds a second, so
-a long job measures again.
+several round trips is the best one. It is measured once, when the world
+is made: monotonic clocks drift apart by some microseconds per second, so after an hour the error is
+larger than what was measured, by milliseconds.
 """
 
 from __future__ import annotations

@@ -140,16 +140,17 @@ def _numbers(dump: Path) -> list[int]:
 
 def _can_join(folder: Path, identity: Identity) -> bool:
     """Whether an incident is new, of this attempt, and has nothing of this rank yet."""
+    is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False
     try:
-        age_s = time.time() - folder.stat().st_mtime
+        is_young = abs(time.time() - folder.stat().st_mtime) < JOIN_S
         incident = json.loads((folder / "incident.json").read_text())
     except FileNotFoundError:
-        return True  # it was made a moment ago, and is not described yet
+        return is_young  # it was made a moment ago, and is not described yet
     except (OSError, ValueError):
         return False
-    return abs(age_s) < JOIN_S and incident.get("attempt") == identity.attempt
+    return is_young and incident.get("attempt") == identity.attempt
 
 
 def own_stacks() -> str:

@@ -49,10 +49,11 @@ class Kept:
         self._stamps = [0] * NUM_KEPT  # of the operation in each place; 0: it is free
 
     def keep(self, slot: int) -> int:
-        """Copy the operation in `slot` to a free place; without one, count it as refused.
+        """Copy the operation in `slot` to a free place.
 
         Returns:
-            The operation's stamp. It may have ended while it was copied: the caller checks.
+            The operation's stamp, 0 without a free place. It may have ended while it was copied:
+            the caller checks.
         """
         at = self._slots_offset + slot * _SLOT_BYTES
         with self.lock:
@@ -61,8 +62,7 @@ class Kept:
             if stamp in self._stamps:
                 return stamp  # another thread, which wants the same slot, was faster
             if 0 not in self._stamps:
-                self._live[Live.KEPT_REFUSED] += 1
-                return stamp
+                return 0
             place = self._stamps.index(0)
             self._stamps[place] = stamp
             self._live[Live.NUM_KEPT] += 1

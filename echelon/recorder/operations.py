@@ -55,6 +55,8 @@ _pack_state_body = _STATE_BODY_STRUCT.pack
 _NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
 _PROGRESS = int(Live.PROGRESS_MONO_NS)
 _STEP = int(Live.STEP)
+_KEPT_REFUSED = int(Live.KEPT_REFUSED)
+_MAX_TRIES = 64  # slots that are looked at for one operation
 _STARTED = int(State.STARTED)
 _COMPLETED = int(State.COMPLETED)
 _U32 = 0xFFFFFFFF
@@ -181,7 +183,11 @@ class Operations:
             slot = record % self._num_slots
             before = self._stamps[slot]
             if self._ended[slot] != before:
-                self._make_room(slot, stamp)
+                record = self._make_room(record)
+                if record == NOT_RECORDED:
+                    return record
+                slot, stamp = record % self._num_slots, record + 1
+                payload = record.to_bytes(8, "little") + payload[8:]
             elif before < stamp:
                 self._stamps[slot] = stamp
             if self._stamps[slot] != stamp:
@@ -216,16 +222,32 @@ class Operations:
         self._mark_ended(record, now, int(State.FAILED), error)
         self._live[_PROGRESS] = now
 
-    def _make_room(self, slot: int, stamp: int) -> None:
-        """Take a slot whose operation has not ended, and let that one move out."""
+    def _make_room(self, record: int) -> int:
+        """Take the slot of a number, or of the next one that can be taken; return that number.
+
+        What has not ended is never overwritten: it moves out, or its slot is passed by.
+        """
+        for _ in range(_MAX_TRIES):
+            if self._take(record % self._num_slots, record + 1):
+                return record
+            record = next(self._numbers)
+        self._live[_KEPT_REFUSED] += 1
+        return NOT_RECORDED
+
+    def _take(self, slot: int, stamp: int) -> bool:
         kept = self._kept
         with kept.lock:
-            moved = kept.keep(slot)
             before = self._stamps[slot]
+            if self._ended[slot] != before:
+                moved = kept.keep(slot)
+                if not moved:
+                    return False
+                before = self._stamps[slot]
+                if before != moved or self._ended[slot] == moved:
+                    kept.ended(moved)  # by another thread, while it moved
             if before < stamp:
                 self._stamps[slot] = stamp
-            if before != moved or self._ended[slot] == moved:
-                kept.ended(moved)  # by another thread, while it moved
+            return True
 
     def _mark_started(self, record: int, now: int) -> None:
         if not isinstance(record, int) or record < 0:

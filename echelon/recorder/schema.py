@@ -96,7 +96,7 @@ class Live(IntEnum):
     GC_PAUSES_NS = 12  # what they took together
     RECENT_UNITS = 13  # written to `recent` since the start
     NUM_KEPT = 14  # places in use for operations that outlived their slots
-    KEPT_REFUSED = 15  # operations that ended unseen: no place was free
+    KEPT_REFUSED = 15  # operations that were not recorded: pending ones held all places
     NATIVE_HEARTBEAT_MONO_NS = 16  # from a thread without Python: late only without a processor
     NUM_WORDS = 17
 

@@ -180,3 +180,10 @@ def test_a_machine_that_shows_nothing_is_named_and_nothing_is_guessed(pair, prog
     monkeypatch.undo()
     out, _ = one.process.communicate("\n", timeout=30)
     assert out == "lived\n"
+
+
+def test_a_state_that_is_not_known_is_shown_as_its_number(pair, monkeypatch):
+    deny_netlink(monkeypatch)
+    real = sockets.read_text
+    monkeypatch.setattr(sockets, "read_text", lambda *rest: real(*rest).replace(" 01 ", " 1F "))
+    assert "31" in {one.state for one in sockets.sockets(os.getpid(), [])}

@@ -309,6 +309,28 @@ def test_more_pending_operations_than_places_are_counted(recorder, look):
     assert record.live[Live.NUM_KEPT] == NUM_KEPT
     assert record.live[Live.KEPT_REFUSED] == 5
     assert len(record.operations) == NUM_KEPT + NUM_OPERATIONS
+    # The newest ones were not recorded: no pending operation gave way to them.
+    assert record.operations["record"].tolist() == list(range(NUM_KEPT + NUM_OPERATIONS))
+    assert set(record.operations["state"].tolist()) == {State.CREATED}
+
+
+def test_later_operations_pass_by_a_slot_that_cannot_be_taken(recorder, ring, look):
+    hung = [recorder.begin(0, "send", tag=i) for i in range(NUM_KEPT + 3)]
+    for i in range(5 * NUM_OPERATIONS):
+        recorder.completed(recorder.begin(0, "all_reduce", sequence=i))
+    record = look()
+    assert record.live[Live.KEPT_REFUSED] == 0
+    assert set(hung) <= set(record.operations["record"].tolist())
+    newest = [row for row in record.operations if row["state"] == State.COMPLETED]
+    assert newest[-1]["sequence"] == 5 * NUM_OPERATIONS - 1
+    assert [row["sequence"] for row in newest] == list(
+        range(newest[0]["sequence"], 5 * NUM_OPERATIONS)
+    )
+    for number in hung:
+        recorder.completed(number)
+    live = LiveRing(ring.path)
+    assert live.pending() == (0, 0)
+    live.close()
 
 
 def test_a_thread_that_slept_for_a_round_leaves_newer_operations(ring, look):

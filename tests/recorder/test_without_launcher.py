@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 
+from echelon.recorder.inside import _can_join
 from echelon.recorder.place import claim_attempt
 from echelon.recorder.read import read
-from echelon.recorder.schema import Live, State
+from echelon.recorder.schema import Identity, Live, State
 from tests.recorder.conftest import wait_until
 
 ALONE = {"ECHELON_RANK_DIR": ""}
@@ -158,3 +160,12 @@ print([thread.name for thread in threading.enumerate() if thread.name.startswith
 """
     )
     assert one.end()[1].strip() == "['echelon-heartbeat']"
+
+
+def test_an_old_folder_without_a_description_is_not_joined(tmp_path):
+    old, new = tmp_path / "incident_0", tmp_path / "incident_1"
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    assert not _can_join(old, Identity(rank=0))
+    assert _can_join(new, Identity(rank=0))

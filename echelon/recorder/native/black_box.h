@@ -51,6 +51,7 @@ enum {
     BB_MAX_SITES = 1 << 14,
     BB_STACK_FRAMES = 4,
     BB_MAX_WALK = 64,
+    BB_MAX_TRIES = 64,
 };
 
 struct bb_fixed {

@@ -267,19 +267,31 @@ static uint32_t copy_signature(const WriterObject *self, uint32_t ref, unsigned 
     return head[1];
 }
 
-/* Let an operation that has not ended move out of its slot. */
-static void make_room(WriterObject *self, const struct bb_slot *slot)
+/* Let an operation that has not ended move out of its slot; false if no place is free. */
+static bool make_room(WriterObject *self, const struct bb_slot *slot)
 {
     struct bb_kept *place = kept_place(self, 0);
-    if (!place) {
-        store(&self->live[BB_KEPT_REFUSED], load(&self->live[BB_KEPT_REFUSED]) + 1);
-        return;
-    }
+    if (!place)
+        return false;
     place->length = copy_signature(self, slot->fixed.signature, place->signature);
     place->crc = bb_crc32(place->signature, place->length, 0);
     memcpy((char *)&place->slot + 8, (const char *)slot + 8, sizeof *slot - 8);
     atomic_store_explicit(&place->slot.head, load(&slot->head), memory_order_release);
     store(&self->live[BB_NUM_KEPT], load(&self->live[BB_NUM_KEPT]) + 1);
+    return true;
+}
+
+/* Take the next number whose slot is free; NULL if there is none among the next ones. */
+static struct bb_slot *take_slot(WriterObject *self, uint64_t *record)
+{
+    for (int i = 0; i < BB_MAX_TRIES; i++) {
+        *record = self->next++;
+        struct bb_slot *slot = &self->slots[*record % self->num_slots];
+        if (!is_open(slot) || make_room(self, slot))
+            return slot;
+    }
+    store(&self->live[BB_KEPT_REFUSED], load(&self->live[BB_KEPT_REFUSED]) + 1);
+    return NULL;
 }
 
 static struct bb_kept *kept_operation(const WriterObject *self, uint64_t stamp)
@@ -313,11 +325,9 @@ static int64_t begin(WriterObject *self, PyObject *const *args, PyObject **value
         return -1;
     fixed.step = (int64_t)load(&self->live[BB_STEP]) - 1;
     fixed.thread = thread_id(self);
-    fixed.record = self->next++;
-    uint64_t number = fixed.record % self->num_slots;
-    struct bb_slot *slot = &self->slots[number];
-    if (is_open(slot))
-        make_room(self, slot);
+    struct bb_slot *slot = take_slot(self, &fixed.record);
+    if (!slot)
+        return -1;
     write_slot(slot, &fixed);
     store(&self->live[BB_NUM_OPERATIONS], fixed.record + 1);
     store(&self->live[BB_PROGRESS], (uint64_t)fixed.created_mono_ns);
