@@ -26,6 +26,12 @@ def take_if_present(channel: Channel, deadline: Deadline) -> bytes | None:
     return value if is_there else None
 
 
+def take_if_still_present(channel: Channel, deadline: Deadline) -> bytes | None:
+    """Read the answers to CHECK, GET and CHECK: a key that was deleted in between is missing."""
+    value = take_if_present(channel, deadline)
+    return value if take_check(channel, deadline) else None
+
+
 def take_pong(channel: Channel, deadline: Deadline) -> None:
     """Read the answer to PING."""
     channel.take(4, deadline)

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 MAX_KEY_BYTES: Final = 8191  # one less than the protocol's, for the "/" that travels with a key
 MAX_VALUE_BYTES: Final = 8 << 20
+MAX_KEYS: Final = 131072
+MAX_COMMAND_BYTES: Final = 256 << 20
 
 
 def key(text: Any) -> bytes:
@@ -31,7 +33,16 @@ def keys(texts: Sequence[str]) -> list[bytes]:
     """Return several keys as bytes."""
     if isinstance(texts, str):
         raise TypeError(f"keys must be a list of str, got the str {texts[:40]!r}")
+    if len(texts) > MAX_KEYS:
+        raise ValueError(f"{len(texts)} keys in one call, limit {MAX_KEYS}")
     return [key(text) for text in texts]
+
+
+def together(keys: Sequence[bytes], values: Sequence[bytes] = ()) -> None:
+    """Check that keys and values fit one command."""
+    size = sum(map(len, keys)) + sum(map(len, values)) + 9 * len(keys) + 8 * len(values)
+    if size > MAX_COMMAND_BYTES:
+        raise ValueError(f"{size} bytes in one call, limit {MAX_COMMAND_BYTES}")
 
 
 def value(given: Any) -> bytes:

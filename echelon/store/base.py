@@ -9,7 +9,7 @@ the rounds; it writes its value under key/round/rank and waits for all of them; 
 have read deletes the round. Five round trips, any number of rounds, and a rank that gives up
 takes its value and its count back. What this cannot do without a server's help: notice that a
 rank died after it arrived, or decide between a timeout and the last arrival when both happen at
-once.
+once: then two ranks may count different rounds, and every later use of that key times out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Observer = Callable[[str, str], AbstractContextManager[object]]
 
 DEFAULT_TIMEOUT_S: Final = 300.0
+LEASE_S: Final = 10.0
 
 _LOOK_S: Final = 0.05
 _UNOBSERVED: Final = contextlib.nullcontext()
@@ -163,7 +164,9 @@ class Store(ABC):
         if len(raw) != len(values):
             raise ValueError(f"multi_set of {len(raw)} keys and {len(values)} values")
         if raw:
-            self._do_multi_set(raw, [arguments.value(value) for value in values])
+            checked = [arguments.value(value) for value in values]
+            arguments.together(raw, checked)
+            self._do_multi_set(raw, checked)
 
     # Queues.
 
@@ -248,12 +251,20 @@ class Store(ABC):
         """Return a watch that tells of every change of these keys from now on; close it."""
         return self._do_watch(arguments.keys(keys))
 
-    def presence(self, key: str, value: str | bytes = b"") -> Presence:
-        """Store a key that goes away when the result is closed or this process ends.
+    def presence(self, key: str, value: str | bytes = b"", *, lease: Timeout = LEASE_S) -> Presence:
+        """Store a key that ends when the result is closed, or this process is no longer heard from.
 
-        That it goes away with a killed process needs our server.
+        On echelon's server the key has a lease, which a thread of this client renews: it ends 2 s
+        after the process has died, and `lease` seconds after its host has vanished or it has
+        stopped. Elsewhere it is an ordinary key, which a killed process leaves behind.
+
+        Raises:
+            ValueError: the lease is not between 0.1 s and 600 s.
         """
-        return self._do_presence(arguments.key(key), arguments.value(value))
+        lease_s = seconds(lease)
+        if not 0.1 <= lease_s <= 600:
+            raise ValueError(f"lease of {lease_s} s, expected 0.1 to 600")
+        return self._do_presence(arguments.key(key), arguments.value(value), lease_s)
 
     # Primitives. Keys and values are bytes and checked; those with a deadline wait.
 
@@ -338,7 +349,7 @@ class Store(ABC):
     def _do_watch(self, keys: list[bytes]) -> Watch:
         return LookingWatch(keys, self._do_look)
 
-    def _do_presence(self, key: bytes, value: bytes) -> Presence:
+    def _do_presence(self, key: bytes, value: bytes, lease_s: float) -> Presence:  # noqa: ARG002
         self._do_set(key, value)
         return Presence(lambda: self._do_delete(key))
 
@@ -346,7 +357,7 @@ class Store(ABC):
         self, key: bytes, rank: int | None, world_size: int, deadline: Deadline
     ) -> None:
         if rank is not None:
-            self._do_gather(key, rank, world_size, b"", deadline)
+            self._do_gather(key + b"/barrier", rank, world_size, b"", deadline)
             return
         arrived = key + b"/arrived"
         number = self._do_add(arrived, 1) - 1

@@ -1,9 +1,8 @@
 """One connection of a client: bytes out, replies in, each call bounded by a deadline.
 
-A channel is used by one thread at a time; `TCPStore` sees to that. A receive sleeps in the kernel
+At most one thread reads and one writes; the owners see to that. A receive sleeps in the kernel
 for a second at most before it looks at the deadline again, which spares a poll for each answer;
-close to the deadline, and for sending, the channel polls. After any failure in the middle of an
-exchange the channel is of no use, because replies carry no ids, and its owner closes it.
+close to the deadline, and for sending, the channel polls.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import contextlib
 import select
 import socket
 import struct
+from dataclasses import dataclass, field
+from typing import Any
 
 from echelon.errors import StoreConnectionError, StoreProtocolError
 from echelon.store import protocol as p
@@ -25,6 +26,7 @@ _SLICE_S = 1.0  # a receive comes back after this long to look at the deadline
 _SLICE = struct.pack("ll", int(_SLICE_S), 0)  # struct timeval
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
+_FIRST_S = 2.0  # ... while there is another address to try
 
 
 _FALSE_SERVER = "the server does not know this client's secret: it is not the job's server"
@@ -58,7 +60,7 @@ class Channel:
         self._poller.register(connected, select.POLLIN)
         self._buffer = b""
         self._at = 0
-        self._header: tuple[int, int] | None = None
+        self._header: tuple[int, int, int] | None = None
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
         self.instance = b""
@@ -88,20 +90,15 @@ class Channel:
         """Close the socket; the server takes back what this connection waits for."""
         self._socket.close()
 
+    @property
+    def peer(self) -> Address:
+        """The numeric address at the other end, to dial it again."""
+        return self._socket.family, self._socket.getpeername()
+
     def interrupt(self) -> None:
         """Make a thread that waits on this channel fail; callable from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def leave(self, deadline: Deadline) -> None:
-        """Say that no more will come and wait until the server has taken everything back.
-
-        Raises:
-            OSError: it did not in time, or the connection had broken before.
-        """
-        self._socket.shutdown(socket.SHUT_WR)
-        while self._poller.poll(deadline.left_s * 1000) and self._socket.recv(_RECEIVE_BYTES):
-            pass
 
     def is_stale(self) -> bool:
         """Whether the server has closed, or sent what nobody asked for."""
@@ -123,15 +120,13 @@ class Channel:
         if sent == len(data):
             return
         rest = memoryview(data)[sent:]
-        self._poller.modify(self._socket, select.POLLOUT)
-        try:
-            while rest:
-                if not self._poller.poll(deadline.left_s * 1000):
-                    raise TimeoutError("the server does not read")
-                with contextlib.suppress(BlockingIOError):
-                    rest = rest[self._socket.send(rest, _NO_WAIT) :]
-        finally:
-            self._poller.modify(self._socket, select.POLLIN)
+        writable = select.poll()  # one of its own: another thread may poll for answers
+        writable.register(self._socket, select.POLLOUT)
+        while rest:
+            if not writable.poll(deadline.left_s * 1000):
+                raise TimeoutError("the server does not read")
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[self._socket.send(rest, _NO_WAIT) :]
 
     def take(self, size: int, deadline: Deadline) -> bytes:
         """Return the next `size` bytes of the reply.
@@ -188,50 +183,96 @@ class Channel:
         """Return the next i64 of a torch reply."""
         return p.unpack_i64(self.take(8, deadline))
 
-    def take_frame(self, deadline: Deadline) -> tuple[int, bytes]:
-        """Return (status, payload) of a reply to one of our queries.
+    def take_frame(self, deadline: Deadline) -> tuple[int, int, bytes]:
+        """Return (status, tag, payload) of an answer to one of our queries.
 
-        After a TimeoutError it may be called again and goes on where it stopped.
+        After a TimeoutError it may be called again and continues where it stopped.
         """
         if self._header is None:
             self._header = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES, deadline))
-        status, length = self._header
+        status, tag, length = self._header
         payload = self.take(length, deadline)
         self._header = None
-        return status, payload
+        return status, tag, payload
+
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Return whether the server has closed the connection; waits that long for it.
+
+        For a thread beside those that read and write.
+        """
+        ended = select.poll()
+        ended.register(self._socket, getattr(select, "POLLRDHUP", 0))
+        return bool(ended.poll(timeout_s * 1000))
 
 
-def connect(host: str, port: int, secret: bytes | None, deadline: Deadline) -> Channel:
+@dataclass(frozen=True)
+class Place:
+    """Where a store is, and who dials it.
+
+    Attributes:
+        host, port: the server.
+        secret: what both sides must know, None for an open server.
+        session: names the client to our server, whichever connection it uses.
+    """
+
+    host: str
+    port: int
+    secret: bytes | None = field(repr=False)
+    session: bytes = field(default_factory=trust.new_session, repr=False)
+
+
+def connect(place: Place, known: tuple[Address, ...], deadline: Deadline) -> Channel:
     """Connect to a store server, try every address of the host, and pass the handshake.
+
+    Args:
+        known: addresses that are tried before the name is resolved, which may take long.
 
     Raises:
         OSError: no address could be reached, or the server left; trying again may help.
-        StoreConnectionError: the server was reached and will not have us.
+        StoreConnectionError: the server was reached and does not accept this client.
     """
-    channel = Channel(_dial(host, port, deadline))
+    channel = Channel(_dial(place, known, deadline))
     try:
-        _shake_hands(channel, secret, deadline)
+        _shake_hands(channel, place, deadline)
     except BaseException:
         channel.close()
         raise
     return channel
 
 
-def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """Return a connected, non-blocking socket."""
-    problem: OSError = ConnectionRefusedError(f"{host} has no address")
-    for family, kind, number, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        dialled = socket.socket(family, kind, number)
+Address = tuple[int, "tuple[Any, ...]"]  # family, and what connect() takes
+
+
+def _dial(place: Place, known: tuple[Address, ...], deadline: Deadline) -> socket.socket:
+    """Return a connected socket."""
+    problem: OSError = ConnectionRefusedError(f"{place.host} has no address")
+    for family, address in known:
         try:
-            dialled.settimeout(max(0.001, min(_CONNECT_S, deadline.left_s)))
-            dialled.connect(address)
-            if dialled.getsockname() == dialled.getpeername():
-                # Linux lets a socket meet itself when nobody listens on an ephemeral port.
-                raise ConnectionRefusedError("nobody listens there")
+            return _dial_one(family, address, min(_CONNECT_S, deadline.left_s))
         except OSError as error:
-            dialled.close()
             problem = error
-            continue
+    if isinstance(problem, ConnectionRefusedError) and known:
+        raise problem  # the machine answers; another address would not
+    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys((info[0], info[4]) for info in found))
+    for index, (family, address) in enumerate(addresses):
+        is_last = index + 1 == len(addresses)
+        limit_s = _CONNECT_S if is_last else _FIRST_S  # one that is dead must not cost it all
+        try:
+            return _dial_one(family, address, min(limit_s, deadline.left_s))
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def _dial_one(family: int, address: tuple[Any, ...], timeout_s: float) -> socket.socket:
+    dialled = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        dialled.settimeout(max(0.001, timeout_s))
+        dialled.connect(address)
+        if dialled.getsockname() == dialled.getpeername():
+            # Linux lets a socket meet itself when nothing listens on an ephemeral port.
+            raise ConnectionRefusedError("nothing listens there")
         dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(dialled)
         dialled.settimeout(None)
@@ -239,45 +280,56 @@ def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
             dialled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         else:
             dialled.setblocking(False)
-        return dialled
-    raise problem
+    except BaseException:
+        dialled.close()
+        raise
+    return dialled
 
 
-def _shake_hands(channel: Channel, secret: bytes | None, deadline: Deadline) -> None:
-    """Announce ourselves; find out whose server this is; prove the secret if there is one."""
+def _shake_hands(channel: Channel, place: Place, deadline: Deadline) -> None:
+    """Announce this client; find out whose server it is; prove the secret if there is one."""
+    secret = place.secret
     opening = p.encode(p.VALIDATE, p.VALIDATE_MAGIC) + p.encode(p.PING, p.OUR_NONCE)
     channel.send(opening, deadline)
     answer = channel.take(4, deadline)
     if answer == p.pack_u32(p.OUR_NONCE):
         if secret is not None:
-            raise StoreConnectionError("the server is torch's, which cannot prove our secret")
+            raise StoreConnectionError("the server is torch's, which cannot prove the secret")
         return
     if answer != p.pack_u32(p.OUR_ANSWER):
         raise StoreProtocolError(f"the server answered PING with {answer.hex()}: no store server")
     client_nonce = trust.new_nonce()
-    channel.send(p.encode(p.HELLO, client_nonce, p.EXTENSION_VERSION), deadline)
+    channel.send(p.tagged(p.HELLO, 1, client_nonce, p.EXTENSION_VERSION, place.session), deadline)
     instance, server_nonce, proof = _take_welcome(channel, deadline)
     if secret is not None:
         if len(server_nonce) != trust.NONCE_BYTES:
             raise StoreConnectionError(_FALSE_SERVER)
-        transcript = trust.transcript(client_nonce, server_nonce, instance)
-        expected = trust.server_proof(secret, transcript)
-        if not trust.is_equal(proof, expected):
+        transcript = trust.transcript(client_nonce, server_nonce, place.session, instance)
+        if not trust.is_equal(proof, trust.server_proof(secret, transcript)):
             raise StoreConnectionError(_FALSE_SERVER)
-        channel.send(p.encode(p.PROOF, trust.client_proof(secret, transcript)), deadline)
+        channel.send(p.tagged(p.PROOF, 1, trust.client_proof(secret, transcript)), deadline)
         channel.seal(*stream_keys(secret, transcript))
-        status, payload = channel.take_frame(deadline)
-        if status != p.OK:
-            raise StoreConnectionError(payload.decode("utf-8", "replace"))
+        _take_ok(channel, deadline)
     elif server_nonce:
         raise StoreConnectionError("the server demands a secret: pass secret=...")
     channel.instance = instance
 
 
-def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
-    """Return what our server answers to HELLO: its instance, its nonce, its proof."""
-    status, payload = channel.take_frame(deadline)
+def _take_ok(channel: Channel, deadline: Deadline) -> bytes:
+    """Return the payload of the handshake's next answer.
+
+    Raises:
+        StoreConnectionError: the server refuses this client.
+    """
+    status, _, payload = channel.take_frame(deadline)
     if status != p.OK:
         raise StoreConnectionError(payload.decode("utf-8", "replace"))
-    instance, server_nonce, proof = p.unpack_strings(payload)
-    return instance, server_nonce, proof
+    return payload
+
+
+def _take_welcome(channel: Channel, deadline: Deadline) -> tuple[bytes, bytes, bytes]:
+    """Return what our server answers to HELLO: its instance, its nonce, its proof."""
+    parts = p.unpack_strings(_take_ok(channel, deadline))
+    if len(parts) != 3 or not parts[0]:
+        raise StoreProtocolError("the server's welcome cannot be read")
+    return parts[0], parts[1], parts[2]

@@ -1,8 +1,8 @@
-"""What each command of a peer does: one small function for each query byte.
+"""What each of torch's commands does: one small function for each query byte.
 
 A function gets the connection and the fields of the message; it acts on the shared state and
 answers through the connection. torch's commands have no error reply, so what cannot be done raises
-ValueError, and the connection is closed with that text in the log; our queries answer with it.
+ValueError, and the connection is closed with that text in the log. `queries` has ours.
 """
 
 from __future__ import annotations
@@ -11,42 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from echelon.store import protocol as p
-from echelon.store import trust
-from echelon.store.seal import stream_keys
 from echelon.store.state import show_key
 from echelon.store.waiters import Wants
 
 if TYPE_CHECKING:
     from echelon.store.connection import Connection
-
-
-def _on_hello(peer: Connection, client_nonce: bytes, version: int) -> None:
-    if version != p.EXTENSION_VERSION or len(client_nonce) != trust.NONCE_BYTES:
-        peer.reply_error(f"extension version {version}, this server has {p.EXTENSION_VERSION}")
-        return
-    secret = peer.hub.secret
-    server_nonce = trust.new_nonce() if secret else b""
-    proof = b""
-    if secret:
-        peer.transcript = trust.transcript(client_nonce, server_nonce, peer.hub.instance)
-        proof = trust.server_proof(secret, peer.transcript)
-    peer.reply(p.frame(p.OK, p.pack_strings((peer.hub.instance, server_nonce, proof))))
-
-
-def _on_proof(peer: Connection, mac: bytes) -> None:
-    transcript, peer.transcript = peer.transcript, b""
-    secret = peer.hub.secret
-    if secret is None or peer.is_sealed:
-        peer.reply_error("no proof is asked for")
-        return
-    if not transcript or not trust.is_equal(mac, trust.client_proof(secret, transcript)):
-        peer.reply_error("the secret is not this server's")
-        peer.flush()
-        peer.refuse("wrong secret")
-        return
-    peer.admit()
-    peer.seal(*stream_keys(secret, transcript))
-    peer.reply(p.frame(p.OK))
 
 
 # torch's commands.
@@ -78,7 +47,7 @@ def _on_check(peer: Connection, keys: list[bytes]) -> None:
 
 
 def _on_wait(peer: Connection, keys: list[bytes]) -> None:
-    _demand_room_to_wait(peer)
+    demand_room_to_wait(peer)
     wants = Wants.WAKE if peer.is_ours else Wants.CLAIM
     if peer.state.wait(peer, wants, keys) is None:
         peer.reply(p.WAIT_DONE)
@@ -133,102 +102,34 @@ def _on_queue_len(peer: Connection, key: bytes) -> None:
 
 
 def _on_list_keys(peer: Connection) -> None:
-    keys = peer.state.values
-    peer.reply(p.pack_i64(len(keys)) + p.pack_strings(keys))
+    keys = list_keys(peer)
+    peer.reply(p.pack_i64(len(peer.state.values)) + keys)
+
+
+def list_keys(peer: Connection) -> bytes:
+    """Return all keys, encoded one after the other.
+
+    Raises:
+        ValueError: they are longer than a reply may be.
+    """
+    keys = p.pack_strings(peer.state.values)
+    if len(keys) > peer.hub.limits.reply_bytes:
+        raise ValueError(f"list_keys of more than {peer.hub.limits.reply_bytes} bytes")
+    return keys
 
 
 def _on_barrier(peer: Connection, key: bytes, world_size: int) -> None:
-    _demand_room_to_wait(peer)
+    demand_room_to_wait(peer)
     peer.state.arrive(peer, Wants.BARRIER, key, -1, world_size)
 
 
-# Our extensions.
-
-
-def _demand_room_to_wait(peer: Connection) -> None:
+def demand_room_to_wait(peer: Connection) -> None:
+    """Raise ValueError if the connection waits for as much as it may."""
     if peer.state.num_waits_of(peer) >= peer.hub.limits.num_waiters:
         raise ValueError(f"more than {peer.hub.limits.num_waiters} open waits")
 
 
-def _on_cancel(peer: Connection) -> None:
-    waiters = peer.state.waiters_of(peer)
-    if not waiters:
-        peer.reply(p.frame(p.NOTHING))
-        return
-    for waiter in waiters:
-        world_size, came, missing = peer.state.story_of(waiter)
-        peer.state.withdraw(waiter)
-        peer.reply(p.frame(p.CANCELLED, p.pack_integers((world_size, came, *missing))))
-
-
-def _on_gather(peer: Connection, key: bytes, rank: int, world_size: int, value: bytes) -> None:
-    _arrive(peer, Wants.GATHER, key, rank, world_size, value)
-
-
-def _on_arrive(peer: Connection, key: bytes, rank: int, world_size: int) -> None:
-    _arrive(peer, Wants.BARRIER, key, rank, world_size, b"")
-
-
-def _arrive(
-    peer: Connection, wants: Wants, key: bytes, rank: int, world_size: int, value: bytes
-) -> None:
-    _demand_room_to_wait(peer)
-    try:
-        waiter = peer.state.arrive(peer, wants, key, rank, world_size, value)
-    except ValueError as error:
-        peer.reply_error(str(error))
-        return
-    waiter.is_framed = True
-
-
-def _on_ack_set(peer: Connection, key: bytes, value: bytes) -> None:
-    _acknowledge(peer, lambda: peer.state.set(key, value))
-
-
-def _on_ack_add(peer: Connection, key: bytes, amount: int) -> None:
-    _acknowledge(peer, lambda: p.pack_i64(peer.state.add(key, amount)))
-
-
-def _acknowledge(peer: Connection, act: Callable[[], bytes | None]) -> None:
-    """Answer with what `act` returns, or with why it cannot."""
-    try:
-        peer.reply(p.frame(p.OK, act() or b""))
-    except ValueError as error:
-        peer.reply_error(str(error))
-
-
-def _on_await_get(peer: Connection, key: bytes) -> None:
-    _demand_room_to_wait(peer)
-    waiter = peer.state.wait(peer, Wants.VALUE, [key])
-    if waiter is None:
-        peer.reply(p.frame(p.OK, peer.state.values[key]))
-    else:
-        waiter.is_framed = True
-
-
-def _on_await_pop(peer: Connection, key: bytes) -> None:
-    _demand_room_to_wait(peer)
-    result = peer.state.wait_item(peer, key)
-    if isinstance(result, bytes):
-        peer.reply(p.frame(p.OK, result))
-    else:
-        result.is_framed = True
-
-
-def _on_watch(peer: Connection, keys: list[bytes]) -> None:
-    peer.hub.watch(peer, keys)
-    peer.reply(p.frame(p.OK))
-
-
-def _on_presence(peer: Connection, key: bytes, value: bytes) -> None:
-    _acknowledge(peer, lambda: peer.state.set_presence(peer, key, value))
-
-
-def _on_statistics(peer: Connection) -> None:
-    peer.reply(p.frame(p.OK, peer.hub.statistics().to_json()))
-
-
-# The function of each query; VALIDATE is the parser's.
+# The function of each query of torch's; VALIDATE is the parser's.
 HANDLERS: Final[dict[int, Callable[..., None]]] = {
     p.SET: _on_set,
     p.GET: _on_get,
@@ -248,16 +149,4 @@ HANDLERS: Final[dict[int, Callable[..., None]]] = {
     p.QUEUE_LEN: _on_queue_len,
     p.LIST_KEYS: _on_list_keys,
     p.BARRIER: _on_barrier,
-    p.HELLO: _on_hello,
-    p.PROOF: _on_proof,
-    p.CANCEL: _on_cancel,
-    p.GATHER: _on_gather,
-    p.ARRIVE: _on_arrive,
-    p.ACK_SET: _on_ack_set,
-    p.ACK_ADD: _on_ack_add,
-    p.AWAIT_GET: _on_await_get,
-    p.AWAIT_POP: _on_await_pop,
-    p.WATCH: _on_watch,
-    p.PRESENCE: _on_presence,
-    p.STATISTICS: _on_statistics,
 }

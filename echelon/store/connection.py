@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
 from echelon.store import protocol as p
-from echelon.store.commands import HANDLERS
 from echelon.store.parser import Parser
+from echelon.store.queries import HANDLERS
 from echelon.store.seal import Opener, Sealer
 from echelon.store.waiters import Waiter
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _FLUSH_BYTES = 256 << 10  # replies gathered before they are handed to the transport
 _PACKET_COMMANDS = 131072  # more than one packet can hold
 _LINGER_S = 2.0  # how long a closed connection's last replies may take
+_PARKED_S = 0.01  # before an answer that was put off is tried again, if nothing says when
 _JOIN_BYTES = 4096  # values from here on are passed on by reference, not copied
 
 
@@ -53,6 +54,8 @@ class Connection(asyncio.Protocol):
         is_inside_command: whether the peer has begun a command and not completed it.
         transcript: of the handshake under way, what its proofs cover.
         partial_bytes: what came of the incomplete command.
+        session: which client this is, b"" of torch's.
+        watches: the keys of each watch, by its tag.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -63,7 +66,9 @@ class Connection(asyncio.Protocol):
         self.since = hub.loop.time()
         self.partial_bytes = 0
         self.is_inside_command = True
-        self.watched_keys: set[bytes] = set()
+        self.session = b""
+        self.watches: dict[int, set[bytes]] = {}
+        self._parked: deque[tuple[Waiter, bytes]] = deque()
         self._parser = Parser(hub.limits)
         self._parser.admitted = hub.secret is None
         self._transport: asyncio.Transport | None = None
@@ -125,6 +130,7 @@ class Connection(asyncio.Protocol):
         """Take back all that the peer waited for or arrived at."""
         self.standing = Standing.CLOSED
         self._backlog.clear()
+        self._parked.clear()
         self._out.clear()
         self.hub.leave(self)
 
@@ -139,9 +145,11 @@ class Connection(asyncio.Protocol):
         self._stop_reading()
 
     def resume_writing(self) -> None:
-        """Carry on with what was put off."""
+        """Continue with what was put off."""
         self._is_paused = False
-        self._work_off()
+        self.deliver_parked()
+        if not self._parked:
+            self._work_off()
 
     def data_received(self, data: bytes) -> None:
         """Cut out commands and carry them out."""
@@ -321,16 +329,20 @@ class Connection(asyncio.Protocol):
         self._out.append(data)
         self._out_bytes += len(data)
 
-    def reply_error(self, text: str) -> None:
-        """Answer one of our queries with why it cannot be done."""
-        self.reply(p.frame(p.ERROR, text.encode()))
+    def answer(self, status: int, tag: int, payload: bytes) -> None:
+        """Answer one of our queries, when the packet's commands are done."""
+        length = len(payload)
+        if length < _JOIN_BYTES:
+            self._out.append(p.frame(status, tag, payload))
+        else:
+            self._out += (p.frame_header(status, tag, length), payload)
+        self._out_bytes += length + p.FRAME_HEADER_BYTES
 
-    def reply_later(self, reply: bytes) -> None:
+    def answer_later(self, status: int, tag: int, payload: bytes) -> None:
         """Answer outside a command of this connection: a wake-up or an event."""
-        if self.standing is Standing.CLOSED:
-            return
-        self.reply(reply)
-        self.flush()
+        if self.standing is not Standing.CLOSED:
+            self.answer(status, tag, payload)
+            self.flush()
 
     def flush(self) -> None:
         """Hand the replies to the transport in one write."""
@@ -352,6 +364,8 @@ class Connection(asyncio.Protocol):
         if self.standing is Standing.CLOSED:
             return
         self.hub.log_refusal(self, why)
+        if self.is_ours:
+            self.answer(p.ERROR, 0, why.encode("utf-8", "replace"))
         self.close()
 
     def close(self) -> None:
@@ -399,6 +413,7 @@ class Connection(asyncio.Protocol):
     def admit(self) -> None:
         """Make the peer a member."""
         self.standing = Standing.MEMBER
+        self.hub.strangers.discard(self)
         self._parser.admitted = True
 
     def settle(self, is_allowed: bool) -> None:
@@ -413,25 +428,62 @@ class Connection(asyncio.Protocol):
 
     # Deliveries.
 
+    def waiter_of(self, tag: int) -> Waiter | None:
+        """Return what waits under a tag."""
+        return next((w for w in self.state.waiters_of(self) if w.tag == tag), None)
+
+    @property
+    def _is_full(self) -> bool:
+        return self.num_unread_bytes > self.hub.limits.unread_bytes
+
     def deliver(self, waiter: Waiter, gathered: bytes) -> None:
         """Answer a waiter of this connection that was woken or has failed.
 
-        `gathered` is the finished reply of a gather, which all its ranks share.
-        """
-        if waiter.failure is not None and not waiter.is_framed:
-            self.refuse(waiter.failure)
-        elif waiter.failure is not None:
-            self.reply_later(p.frame(p.ERROR, waiter.failure.encode()))
-        elif waiter.values is not None:
-            self.reply_later(gathered)
-        elif waiter.is_framed:
-            self.reply_later(p.frame(p.OK, waiter.value))
-        else:
-            self.reply_later(p.WAIT_DONE)
+        While too much lies unread the answer is put off; until then it costs a reference.
 
-    def push_event(self, event: bytes) -> None:
-        """Send a watched key's change; a watcher that does not read is closed."""
-        if self._is_paused:
-            self.refuse("watches keys and does not read their events")
+        Args:
+            gathered: the payload that all ranks of a gather share.
+        """
+        if not self._parked and not self._is_full:
+            self._deliver(waiter, gathered)
             return
-        self.reply_later(event)
+        if not self._parked and not self._is_paused:
+            self.hub.loop.call_later(_PARKED_S, self.deliver_parked)
+        self._parked.append((waiter, gathered))
+        self._stop_reading()
+
+    def deliver_parked(self) -> None:
+        """Deliver what was put off, as far as the peer has caught up."""
+        while self._parked and not self._is_full:
+            self._deliver(*self._parked.popleft())
+        if self._parked and not self._is_paused:
+            self.hub.loop.call_later(_PARKED_S, self.deliver_parked)
+        elif not self._parked and not self._is_paused and not self._backlog:
+            self._read_on()
+
+    def _deliver(self, waiter: Waiter, gathered: bytes) -> None:
+        if self.standing is Standing.CLOSED:
+            return
+        if not waiter.tag:
+            if waiter.failure is not None:
+                self.refuse(waiter.failure)
+            else:
+                self.reply(p.WAIT_DONE)
+                self.flush()
+        elif waiter.failure is not None:
+            self.answer_later(p.ERROR, waiter.tag, waiter.failure.encode())
+        elif waiter.values is None:
+            self.answer_later(p.OK, waiter.tag, waiter.value)
+        elif len(gathered) <= self.hub.limits.reply_bytes:
+            self.answer_later(p.OK, waiter.tag, gathered)
+        else:
+            text = f"a reply of {len(gathered)} bytes, limit {self.hub.limits.reply_bytes}"
+            self.answer_later(p.ERROR, waiter.tag, text.encode())
+
+    def push_event(self, tag: int, event: bytes) -> None:
+        """Send a watched key's change; a watch whose events lie unread ends."""
+        if self._is_full:
+            self.hub.unwatch(self, tag)
+            self.answer_later(p.ERROR, tag, b"the watch's events were not read")
+        else:
+            self.answer_later(p.EVENT, tag, event)

@@ -1,4 +1,4 @@
-"""Request and answer: the three ways in which a client talks to its server.
+"""Request and answer: the three ways in which a client talks to torch's server.
 
 `ask` sends a request that is answered at once, on the shared connection. `tell` sends one that has
 no answer. `hold` runs an exchange that waits for others, on a connection of its own. Each turns
@@ -15,6 +15,7 @@ from echelon.errors import StoreError
 from echelon.store.channel import Channel
 from echelon.store.connections import Connections
 from echelon.store.deadline import Deadline
+from echelon.store.session import show
 
 T = TypeVar("T")
 
@@ -22,8 +23,9 @@ T = TypeVar("T")
 class Exchanges:
     """Exchange messages over the connections of one client.
 
-    What may be repeated without harm is marked `can_repeat` and goes on over a new connection when
-    one breaks, unless writes without an answer may have been lost with it.
+    What may be repeated without harm is marked `can_repeat` and continues over a new connection
+    when one breaks, unless writes without an answer may have been lost with it. torch's server
+    closes the connection over what it refuses, so nothing is repeated more than twice.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -44,7 +46,7 @@ class Exchanges:
         connections = self._connections
         lock = connections.turn(operation, name, deadline)
         try:
-            while True:
+            for is_last in (not can_repeat, True):
                 channel = connections.main(operation, name, deadline)
                 had_unconfirmed = channel.num_unconfirmed > 0
                 try:
@@ -55,7 +57,7 @@ class Exchanges:
                     raise connections.timed_out(operation, name, deadline, str(error)) from None
                 except OSError as error:
                     failure = connections.lost(operation, name, channel, error)
-                    if not can_repeat or had_unconfirmed:
+                    if is_last or had_unconfirmed:
                         raise failure from None
                     continue
                 except BaseException:
@@ -65,6 +67,7 @@ class Exchanges:
                 return answer
         finally:
             lock.release()
+        raise AssertionError("unreachable")
 
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
         """Send a request that has no answer."""
@@ -103,7 +106,7 @@ class Exchanges:
         """
         name = show(key)
         connections = self._connections
-        while True:
+        for is_last in (not can_repeat, False, True):
             channel = connections.take_away(operation, name, deadline)
             try:
                 channel.send(request, deadline)
@@ -116,7 +119,7 @@ class Exchanges:
                 raise connections.timed_out(operation, name, deadline, str(error)) from None
             except OSError as error:
                 failure = connections.lost(operation, name, channel, error)
-                if can_repeat and deadline.left_s > 0 and not connections.is_closed:
+                if not is_last and deadline.left_s > 0 and not connections.is_closed:
                     continue
                 raise failure from None
             except BaseException:
@@ -124,8 +127,4 @@ class Exchanges:
                 raise
             connections.give_back(channel)
             return answer
-
-
-def show(key: bytes) -> str:
-    """Return a key as its user wrote it."""
-    return key.decode("utf-8", "replace")
+        raise AssertionError("unreachable")

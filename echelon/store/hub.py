@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from echelon.store import protocol as p
 from echelon.store import trust
 from echelon.store.connection import Connection, Standing
+from echelon.store.leases import Leases
 from echelon.store.limits import Limits
 from echelon.store.state import StoreState, show_key
 from echelon.store.statistics import StoreStatistics
@@ -38,7 +40,9 @@ class Hub:
         limits: what a peer may ask for.
         secret: what members must prove, None for an open store.
         instance: random bytes by which a client notices that the server was restarted.
+        leases: the presences.
         connections: all that are open.
+        strangers: of them those that have not become members.
         admitted_addresses: numeric addresses whose torch clients are let in without the secret.
         num_refused: connections closed for what they did.
     """
@@ -51,13 +55,16 @@ class Hub:
         self.secret = secret
         self.state = StoreState(limits.num_keys)
         self.state.on_change = self._push_change
+        self.leases = Leases(self.state, loop.time)
         self.instance = secrets.token_bytes(16)
         self.admitted_addresses: set[str] = set()
         self.num_refused = 0
         self._num_logged = 0
         self._num_unlogged = 0
         self.connections: set[Connection] = set()
-        self._watchers: dict[bytes, set[Connection]] = {}
+        self.strangers: set[Connection] = set()
+        self._num_in_session: Counter[bytes] = Counter()
+        self._watchers: dict[bytes, dict[tuple[Connection, int], None]] = {}
         self._asked: dict[Connection, tuple[str, int, str, int]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._old_promises: dict[Any, bytes] = {}
@@ -70,16 +77,32 @@ class Hub:
         """Take a new connection in; False when the server is full."""
         if len(self.connections) >= self.limits.num_connections:
             return False
+        if len(self.strangers) >= self.limits.num_strangers:
+            return False
         self.connections.add(connection)
+        self.strangers.add(connection)
         return True
+
+    def join_session(self, connection: Connection, session: bytes) -> None:
+        """Note that a connection belongs to a client, which may have had others."""
+        if not connection.session:
+            connection.session = session
+            self._num_in_session[session] += 1
 
     def leave(self, connection: Connection) -> None:
         """Take back everything of a connection; called once or twice for each."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
-        self.unwatch(connection)
+        self.strangers.discard(connection)
+        for tag in list(connection.watches):
+            self.unwatch(connection, tag)
         self.state.forget(connection)
+        if connection.session:
+            self._num_in_session[connection.session] -= 1
+            if not self._num_in_session[connection.session]:
+                del self._num_in_session[connection.session]
+                self.leases.has_closed(connection.session)
         if self.state.woken:
             self.deliver_woken()
 
@@ -109,18 +132,19 @@ class Hub:
             connection.close()
 
     def renew(self) -> None:
-        """Begin anew, as a server that was just started: no member, no key, another instance."""
+        """Drop all members and keys and take another instance, as a new server would."""
         for connection in list(self.connections):
             connection.close()
         self.state = StoreState(self.limits.num_keys)
         self.state.on_change = self._push_change
+        self.leases = Leases(self.state, self.loop.time)
         self.instance = secrets.token_bytes(16)
         self._old_promises = {}
 
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer everyone whom the last commands have satisfied."""
+        """Answer all waiters that the last commands have satisfied."""
         woken = self.state.woken
         values: list[bytes] | None = None
         gathered = b""
@@ -129,39 +153,48 @@ class Hub:
             for waiter in batch:
                 if waiter.values is not None and waiter.values is not values:
                     values = waiter.values
-                    gathered = self._frame_gathered(values)
+                    gathered = p.pack_strings(values)
                 assert isinstance(waiter.owner, Connection)
                 waiter.owner.deliver(waiter, gathered)
 
-    def _frame_gathered(self, values: Iterable[bytes]) -> bytes:
-        payload = p.pack_strings(values)
-        if len(payload) > self.limits.reply_bytes:
-            text = f"gather of {len(payload)} bytes, limit {self.limits.reply_bytes}"
-            return p.frame(p.ERROR, text.encode())
-        return p.frame(p.OK, payload)
+    def pack_reply(self, operation: str, values: list[bytes]) -> bytes:
+        """Encode the values of a reply.
 
-    def watch(self, connection: Connection, keys: Iterable[bytes]) -> None:
-        """Push changes of these keys to the connection until it closes."""
-        for key in keys:
-            self._watchers.setdefault(key, set()).add(connection)
-            connection.watched_keys.add(key)
+        Raises:
+            ValueError: they are longer than a reply may be.
+        """
+        if sum(map(len, values)) > self.limits.reply_bytes:
+            raise ValueError(f"{operation} of more than {self.limits.reply_bytes} bytes")
+        return p.pack_strings(values)
+
+    def watch(self, connection: Connection, tag: int, keys: Iterable[bytes]) -> None:
+        """Push changes of these keys to the connection until the watch ends.
+
+        Raises:
+            ValueError: the connection watches as much as it may.
+        """
+        watched = set(keys)
+        held = sum(map(len, connection.watches.values())) + len(watched)
+        if held > self.limits.num_watched_keys:
+            raise ValueError(f"more than {self.limits.num_watched_keys} watched keys")
+        connection.watches[tag] = watched
+        for key in watched:
+            self._watchers.setdefault(key, {})[connection, tag] = None
             self.state.watched.add(key)
 
-    def unwatch(self, connection: Connection) -> None:
-        """Stop pushing to the connection."""
-        for key in connection.watched_keys:
+    def unwatch(self, connection: Connection, tag: int) -> None:
+        """End a watch."""
+        for key in connection.watches.pop(tag, ()):
             watchers = self._watchers[key]
-            watchers.discard(connection)
+            watchers.pop((connection, tag), None)
             if not watchers:
                 del self._watchers[key]
                 self.state.watched.discard(key)
-        connection.watched_keys.clear()
 
     def _push_change(self, key: bytes, value: bytes | None) -> None:
-        payload = bytes((value is not None,)) + p.pack_strings((key, value or b""))
-        event = p.frame(p.EVENT, payload)
-        for connection in list(self._watchers.get(key, ())):
-            connection.push_event(event)
+        event = bytes((value is not None,)) + p.pack_strings((key, value or b""))
+        for connection, tag in list(self._watchers.get(key, ())):
+            connection.push_event(tag, event)
 
     # Admission of torch's clients.
 
@@ -212,6 +245,7 @@ class Hub:
             if self.state.promised_to.get(owner) == key:
                 self.state.release_promise(owner)
         self._old_promises = dict(self.state.promised_to)
+        self.leases.expire()
         if self.state.woken:
             self.deliver_woken()
 
@@ -226,7 +260,8 @@ class Hub:
             num_watched_keys=len(state.watched),
             num_presences=state.num_presences(),
             num_refused=self.num_refused,
-            value_bytes=sum(map(len, state.values.values())),
+            value_bytes=sum(map(len, state.values.values()))
+            + sum(sum(map(len, queue)) for queue in state.queues.values()),
             waiting=state.waiting_keys(),
             missing_ranks={
                 show_key(key): tuple(round_.missing_ranks(_SHOWN_RANKS))

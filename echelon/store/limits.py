@@ -17,7 +17,9 @@ class Limits:
         untrusted_bytes: most bytes in one command before the peer is admitted.
         num_keys: most keys and queues that a server holds.
         num_connections: most connections; one more is closed at once.
+        num_strangers: of them, most that have not become members.
         num_waiters: most things that one connection may wait for at a time.
+        num_watched_keys: most keys that one connection may watch, counted once per watch.
         unread_bytes: replies that may lie unread before the server stops reading from that
             connection; one reply may be added on top.
         reply_bytes: longest single reply.
@@ -33,7 +35,9 @@ class Limits:
     untrusted_bytes: int = 4096
     num_keys: int = 4_000_000
     num_connections: int = 16384
+    num_strangers: int = 8192
     num_waiters: int = 1024
+    num_watched_keys: int = 131072
     unread_bytes: int = 1 << 20
     reply_bytes: int = 256 << 20
     handshake_s: float = 15.0

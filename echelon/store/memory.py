@@ -128,13 +128,14 @@ class MemoryStore(Store):
     def _do_multi_get(self, keys: list[bytes], deadline: Deadline) -> list[bytes]:
         caller = _Caller()
         with self._lock:
-            waiter = self._state.wait(caller, Wants.VALUE, keys)
+            waiter = self._state.wait(caller, Wants.VALUES, keys)
             if waiter is None:
                 return [self._state.values[key] for key in keys]
         if self._sleep(caller, waiter, deadline):
             missing = [key for key in keys if not self._do_check([key])]
             self._raise_wait_timeout("multi_get", keys, missing, deadline)
-        return self._run(lambda state: [state.values.get(key, b"") for key in keys])
+        assert waiter.values is not None
+        return waiter.values
 
     def _do_multi_set(self, keys: list[bytes], values: list[bytes]) -> None:
         self._run(lambda state: state.set_many(zip(keys, values, strict=True)))

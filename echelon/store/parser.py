@@ -21,8 +21,10 @@ from echelon.store.limits import Limits
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
+_TAG_LENGTH = struct.Struct("<IQ")
 
-# The fields of each query: K key, V value, q i64, I u32, k list of keys, p list of key-value pairs.
+# The fields of each query: K key, V value, q i64, I u32, t u32 tag, k list of keys, p list of
+# key-value pairs.
 _FIELDS: Final[dict[int, str]] = {
     p.SET: "KV",
     p.COMPARE_SET: "KVV",
@@ -42,18 +44,34 @@ _FIELDS: Final[dict[int, str]] = {
     p.QUEUE_LEN: "K",
     p.LIST_KEYS: "",
     p.BARRIER: "Kq",
-    p.HELLO: "Vq",
-    p.PROOF: "V",
-    p.CANCEL: "",
-    p.GATHER: "KqqV",
-    p.ARRIVE: "Kqq",
-    p.ACK_SET: "KV",
-    p.ACK_ADD: "Kq",
-    p.AWAIT_GET: "K",
-    p.AWAIT_POP: "K",
-    p.WATCH: "k",
-    p.PRESENCE: "KV",
-    p.STATISTICS: "",
+    p.ACK_SET: "tKV",
+    p.ACK_COMPARE_SET: "tKVV",
+    p.GET_IF: "tK",
+    p.ACK_ADD: "tKq",
+    p.CHECK_EACH: "tk",
+    p.AWAIT: "tk",
+    p.ACK_NUM_KEYS: "t",
+    p.ACK_DELETE: "tK",
+    p.ACK_APPEND: "tKV",
+    p.AWAIT_MULTI_GET: "tk",
+    p.ACK_MULTI_SET: "tp",
+    p.CANCEL: "t",
+    p.ACK_PING: "t",
+    p.ACK_PUSH: "tKV",
+    p.POP_IF: "tK",
+    p.ACK_QUEUE_LEN: "tK",
+    p.ACK_LIST_KEYS: "t",
+    p.HELLO: "tVqV",
+    p.PROOF: "tV",
+    p.GATHER: "tKqqV",
+    p.ARRIVE: "tKqq",
+    p.AWAIT_GET: "tK",
+    p.AWAIT_POP: "tK",
+    p.WATCH: "tk",
+    p.PRESENCE: "tKVq",
+    p.STATISTICS: "t",
+    p.BEAT: "t",
+    p.RELEASE: "tK",
 }
 
 # Shapes that the fast path knows, by query byte; 0 takes the slow path.
@@ -62,9 +80,15 @@ _KEY: Final = 2
 _KEY_INT: Final = 3
 _KEYS: Final = 4
 _NUMBER: Final = 5
+_TAGGED: Final = 6
 _FAST: Final = {"KV": _KEY_VALUE, "K": _KEY, "Kq": _KEY_INT, "k": _KEYS, "I": _NUMBER}
-_OUR_SHAPES: Final = bytes(_FAST.get(_FIELDS.get(query, ""), 0) for query in range(256))
-_TORCH_SHAPES: Final = _OUR_SHAPES[: p.HELLO] + bytes(256 - p.HELLO)
+_FAST_TAGGED: Final = {"t" + fields: shape for fields, shape in _FAST.items()}
+_TAGGED_SHAPES: Final = bytes(_FAST_TAGGED.get(_FIELDS.get(q, ""), 0) for q in range(256))
+_TORCH_SHAPES: Final = bytes(_FAST.get(_FIELDS.get(query, ""), 0) for query in range(256))
+_OUR_SHAPES: Final = bytes(
+    plain or (_TAGGED if tagged else 0)
+    for plain, tagged in zip(_TORCH_SHAPES, _TAGGED_SHAPES, strict=True)
+)
 _NO_SHAPES: Final = bytes(256)
 
 _MIN_RUN: Final = 8  # commands of equal lengths in a row from which on they are cut out together
@@ -137,7 +161,12 @@ class Parser:
             query = data[position]
             shape = shapes[query]
             key_at = position + 9
-            if shape == _NUMBER:
+            if shape == _TAGGED:
+                end = self._cut_tagged(data, position, out)
+                if end:
+                    position = end
+                    continue
+            elif shape == _NUMBER:
                 if position + 5 <= size:
                     (number,) = _U32.unpack_from(data, position + 1)
                     out.append((query, number))
@@ -186,6 +215,40 @@ class Parser:
             self._need = self._first_need(out)
             position = self._advance(data, position + 1, out)
             shapes = self._shapes
+
+    def _cut_tagged(self, data: bytes, position: int, out: list[p.Message]) -> int:
+        """Cut out one tagged command of a common shape; return its end, 0 if it is not whole."""
+        size, query, key_at = len(data), data[position], position + 13
+        if key_at > size:
+            return 0
+        tag, length = _TAG_LENGTH.unpack_from(data, position + 1)
+        assert isinstance(length, int)
+        shape = _TAGGED_SHAPES[query]
+        if shape == _KEYS:
+            if length != 1 or key_at + 8 > size:
+                return 0
+            length = p.unpack_u64(data[key_at : key_at + 8])
+            key_at += 8
+        end: int = key_at + length
+        if length > self.limits.key_bytes or end > size:
+            return 0
+        if shape == _KEY:
+            out.append((query, tag, data[key_at:end]))
+        elif shape == _KEYS:
+            out.append((query, tag, [data[key_at:end]]))
+        elif end + 8 > size:
+            return 0
+        elif shape == _KEY_INT:
+            out.append((query, tag, data[key_at:end], *_I64.unpack_from(data, end)))
+            end += 8
+        else:
+            length = p.unpack_u64(data[end : end + 8])
+            value_at = end + 8
+            if length > self.limits.value_bytes or value_at + length > size:
+                return 0
+            out.append((query, tag, data[key_at:end], data[value_at : value_at + length]))
+            end = value_at + length
+        return end
 
     def _open(self, data: bytes, out: list[p.Message]) -> int:
         """Take the first bytes of the connection; return where the first command begins."""
@@ -257,14 +320,14 @@ class Parser:
     def _command(self, query: int) -> _Steps:
         """Ask for the fields of one command, byte counts first; return the message."""
         fields = _FIELDS.get(query)
-        if fields is None or (query >= p.HELLO and not self.extensions):
+        if fields is None or (query >= p.TAGGED and not self.extensions):
             raise StoreProtocolError(f"unknown query 0x{query:02x}")
         self._budget = self.limits.command_bytes if self.admitted else self.limits.untrusted_bytes
         message: list[object] = [query]
         for kind in fields:
             if kind == "q":
                 message.append(_I64.unpack((yield 8))[0])
-            elif kind == "I":
+            elif kind == "I" or kind == "t":
                 message.append(_U32.unpack((yield 4))[0])
             elif kind == "K" or kind == "V":
                 (length,) = _U64.unpack((yield 8))

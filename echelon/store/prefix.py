@@ -151,8 +151,8 @@ class PrefixStore(Store):
     def _do_watch(self, keys: list[bytes]) -> Watch:
         return _StrippedWatch(self._store._do_watch(self._raws(keys)), len(self.prefix) + 1)
 
-    def _do_presence(self, key: bytes, value: bytes) -> Presence:
-        return self._store._do_presence(self._raw(key), value)
+    def _do_presence(self, key: bytes, value: bytes, lease_s: float) -> Presence:
+        return self._store._do_presence(self._raw(key), value, lease_s)
 
 
 class _StrippedWatch(Watch):

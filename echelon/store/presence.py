@@ -1,8 +1,8 @@
-"""A key that is there as long as its owner is.
+"""A key that exists as long as its owner does.
 
-On our server the key belongs to a connection of its own and disappears when that closes, however
-the process ends. On every other store it is an ordinary key that `close` deletes: a process that
-is killed leaves it behind.
+On our server the key has a lease, which the client renews from a thread, over whichever connection
+it has: see `leases`. On every other store it is an ordinary key that `close` deletes, and a process
+that is killed leaves it behind.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A connection is a raw stream of commands with no framing, no ids and no error replies, because it
 is the protocol that PyTorch's TCPStore speaks; integers are little-endian, a string is a u64 length
-and its bytes. Queries from 0x40 on are ours and are understood only after the client has sent PING
-with `OUR_NONCE`, which our server answers with the complement and torch's server with an echo.
+and its bytes. Queries from 0x80 on are ours, carry a tag, and are understood only after the client
+has sent PING with `OUR_NONCE`, which our server answers with the complement, torch's with an echo.
 
 `parser` reads the commands; here are the numbers, the encoders, and the readers of replies.
 """
@@ -37,19 +37,40 @@ QUEUE_LEN: Final = 0x10
 LIST_KEYS: Final = 0x11
 BARRIER: Final = 0x12
 
-# Ours. Every one is answered by a frame: u8 status, u64 length, payload.
-HELLO: Final = 0x40  # S client nonce, i64 protocol version
-PROOF: Final = 0x41  # S mac
-CANCEL: Final = 0x42  # withdraw what this connection waits for
-GATHER: Final = 0x43  # S key, i64 rank, i64 world size, S value
-ARRIVE: Final = 0x44  # S key, i64 rank (-1: unnamed), i64 world size
-ACK_SET: Final = 0x45  # S key, S value
-ACK_ADD: Final = 0x46  # S key, i64 amount
-AWAIT_GET: Final = 0x47  # S key
-AWAIT_POP: Final = 0x48  # S key
-WATCH: Final = 0x49  # u64 n, n * S key
-PRESENCE: Final = 0x4A  # S key, S value
-STATISTICS: Final = 0x4B
+# Ours: from TAGGED on, a query byte is followed by a u32 tag, which its answer carries. Each is
+# answered by one frame: u8 status, u32 tag, u64 length, payload. Tag 0 asks for no answer unless
+# the query is refused.
+TAGGED: Final = 0x80
+ACK_SET: Final = TAGGED | SET  # S key, S value
+ACK_COMPARE_SET: Final = TAGGED | COMPARE_SET  # S key, S expected, S desired -> value
+GET_IF: Final = TAGGED | GET  # S key -> value, or NOTHING
+ACK_ADD: Final = TAGGED | ADD  # S key, i64 amount -> i64 sum
+CHECK_EACH: Final = TAGGED | CHECK  # u64 n, n * S key -> n * u8, 1 where it is there
+AWAIT: Final = TAGGED | WAIT  # u64 n, n * S key -> nothing, once all are there
+ACK_NUM_KEYS: Final = TAGGED | NUM_KEYS  # -> i64
+ACK_DELETE: Final = TAGGED | DELETE_KEY  # S key -> i64 0/1
+ACK_APPEND: Final = TAGGED | APPEND  # S key, S value
+AWAIT_MULTI_GET: Final = TAGGED | MULTI_GET  # u64 n, n * S key -> n * S, once all are there
+ACK_MULTI_SET: Final = TAGGED | MULTI_SET  # u64 n, n * (S key, S value)
+CANCEL: Final = (
+    TAGGED | CANCEL_WAIT
+)  # withdraw the wait or watch of this tag; answered by its frame
+ACK_PING: Final = TAGGED | PING  # -> nothing
+ACK_PUSH: Final = TAGGED | QUEUE_PUSH  # S key, S value
+POP_IF: Final = TAGGED | QUEUE_POP  # S key -> item, or NOTHING
+ACK_QUEUE_LEN: Final = TAGGED | QUEUE_LEN  # S key -> i64
+ACK_LIST_KEYS: Final = TAGGED | LIST_KEYS  # -> n * S
+HELLO: Final = 0xC0  # S client nonce, i64 protocol version, S session
+PROOF: Final = 0xC1  # S mac
+GATHER: Final = 0xC3  # S key, i64 rank, i64 world size, S value -> all values, S each
+ARRIVE: Final = 0xC4  # S key, i64 rank (-1: unnamed), i64 world size
+AWAIT_GET: Final = 0xC7  # S key -> value, once there is one
+AWAIT_POP: Final = 0xC8  # S key -> item, once there is one
+WATCH: Final = 0xC9  # u64 n, n * S key -> nothing; then events of the same tag
+PRESENCE: Final = 0xCA  # S key, S value, i64 milliseconds: a key with a lease of the session
+STATISTICS: Final = 0xCB  # -> JSON
+BEAT: Final = 0xCC  # renew the session's leases -> i64 how many there are
+RELEASE: Final = 0xCD  # S key: end a lease of the session now
 
 NAMES: Final[dict[int, str]] = {
     value: name
@@ -66,8 +87,8 @@ EXTENSION_VERSION: Final = 2
 OK: Final = 0
 ERROR: Final = 1  # payload: one line of text
 CANCELLED: Final = 2  # payload: of a round its world size, how many came, the missing ranks (i64)
-NOTHING: Final = 3  # nothing was there to cancel
-EVENT: Final = 4  # pushed: a watched key changed; payload: u8 present, S key, S value
+NOTHING: Final = 3  # no such key or item
+EVENT: Final = 4  # a watched key changed; payload: u8 present, S key, S value
 
 # torch's one-byte answers.
 WAIT_DONE: Final = b"\x00"
@@ -80,7 +101,8 @@ Message = tuple[object, ...]
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
-_FRAME = struct.Struct("<BQ")
+_FRAME = struct.Struct("<BIQ")
+_HEAD = struct.Struct("<BI")
 
 FRAME_HEADER_BYTES: Final = _FRAME.size
 
@@ -147,15 +169,25 @@ def unpack_integers(data: bytes) -> list[int]:
     return [number for (number,) in _I64.iter_unpack(data[: len(data) // 8 * 8])]
 
 
-def frame(status: int, payload: bytes = b"") -> bytes:
-    """Encode a reply to one of our queries."""
-    return _FRAME.pack(status, len(payload)) + payload
+def frame(status: int, tag: int, payload: bytes = b"") -> bytes:
+    """Encode the answer to one of our queries."""
+    return _FRAME.pack(status, tag, len(payload)) + payload
 
 
-def unpack_frame_header(data: bytes) -> tuple[int, int]:
-    """Decode (status, payload length) of a reply frame."""
-    status, length = _FRAME.unpack(data)
-    return status, length
+def frame_header(status: int, tag: int, length: int) -> bytes:
+    """Encode the header of an answer whose payload is passed on by reference."""
+    return _FRAME.pack(status, tag, length)
+
+
+def unpack_frame_header(data: bytes) -> tuple[int, int, int]:
+    """Decode (status, tag, payload length) of an answer's frame."""
+    status, tag, length = _FRAME.unpack(data)
+    return status, tag, length
+
+
+def tagged(query: int, tag: int, *fields: bytes | int | list[bytes]) -> bytes:
+    """Encode one of our queries; the fields as in `encode`."""
+    return _HEAD.pack(query, tag) + encode(query, *fields)[1:]
 
 
 def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
@@ -170,6 +202,6 @@ def encode(query: int, *fields: bytes | int | list[bytes]) -> bytes:
         elif isinstance(field, int):
             pieces.append(_U32.pack(field) if query in (PING, VALIDATE) else _I64.pack(field))
         else:
-            count = len(field) // 2 if query == MULTI_SET else len(field)
+            count = len(field) // 2 if query in (MULTI_SET, ACK_MULTI_SET) else len(field)
             pieces += (_U64.pack(count), pack_strings(field))
     return b"".join(pieces)

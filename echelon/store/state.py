@@ -58,7 +58,6 @@ class StoreState:
         self.promised_to: dict[Hashable, bytes] = {}
         self._promises: dict[bytes, int] = {}
         self.present_by: dict[bytes, Hashable] = {}
-        self._presences_of: dict[Hashable, builtins.set[bytes]] = {}
 
     # Keys.
 
@@ -217,7 +216,7 @@ class StoreState:
     def wait(self, owner: Hashable, wants: Wants, keys: list[bytes]) -> Waiter | None:
         """Wait until all keys are present; None when they are already.
 
-        WAKE and CLAIM count a queue with an item as present, VALUE only a value.
+        WAKE and CLAIM count a queue with an item as present, VALUE and VALUES only a value.
         """
         if all(key in self.values for key in keys):
             return None
@@ -248,7 +247,7 @@ class StoreState:
 
     def _missing(self, waiter: Waiter) -> builtins.set[bytes]:
         values, queues = self.values, self.queues
-        if waiter.wants is Wants.VALUE:
+        if waiter.wants in (Wants.VALUE, Wants.VALUES):
             return {key for key in waiter.keys if key not in values}
         if waiter.wants is Wants.WAKE:
             return {key for key in waiter.keys if key not in values and key not in queues}
@@ -279,6 +278,8 @@ class StoreState:
         if not waiter.missing:
             if waiter.wants is Wants.VALUE:
                 waiter.value = self.values[waiter.keys[0]]
+            elif waiter.wants is Wants.VALUES:
+                waiter.values = [self.values[key] for key in waiter.keys]
             self._claim(waiter)
             self._satisfy(waiter)
             return
@@ -382,19 +383,20 @@ class StoreState:
         return len(self._waiters_of.get(owner, ()))
 
     def set_presence(self, owner: Hashable, key: bytes, value: bytes) -> None:
-        """Store a value that goes away with its owner, unless someone stores another over it."""
+        """Store a value that ends with its owner, unless someone stores another over it."""
         self.set(key, value)
         self.present_by[key] = owner
-        self._presences_of.setdefault(owner, builtins.set()).add(key)
+
+    def end_presence(self, owner: Hashable, key: bytes) -> None:
+        """Delete the owner's key, unless someone stored another value over it."""
+        if self.present_by.get(key) is owner:
+            self.delete(key)
 
     def forget(self, owner: Hashable) -> None:
         """Take back everything of an owner that is gone."""
         for waiter in self.waiters_of(owner):
             self.withdraw(waiter)
         self.release_promise(owner)
-        for key in self._presences_of.pop(owner, ()):
-            if self.present_by.get(key) is owner:
-                self.delete(key)
 
     def waiting_keys(self) -> dict[str, int]:
         """Return how many wait for each key, barriers and gathers included."""

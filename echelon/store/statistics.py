@@ -20,9 +20,9 @@ class StoreStatistics:
         num_connections: open connections, of members and of those who may become one.
         num_waiters: calls that wait: for keys, items, barriers and gathers.
         num_watched_keys: keys whose changes are pushed to someone.
-        num_presences: keys that go away with their connection.
+        num_presences: keys with a lease.
         num_refused: connections that were closed for what they did, so far.
-        value_bytes: bytes in all values together.
+        value_bytes: bytes in all values and items together.
         waiting: for each key how many wait for it.
         missing_ranks: for each open barrier or gather the ranks that have not come, the first 64;
             empty where arrivals gave no rank.

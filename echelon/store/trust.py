@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 NONCE_BYTES = 32
+SESSION_BYTES = 16
 
 MIN_SECRET_BYTES = 16
 
@@ -30,6 +31,11 @@ _CLIENT = b"echelon store client 2"
 def new_nonce() -> bytes:
     """Return fresh random bytes for one handshake."""
     return secrets.token_bytes(NONCE_BYTES)
+
+
+def new_session() -> bytes:
+    """Return random bytes that name one client, whichever connection it uses."""
+    return secrets.token_bytes(SESSION_BYTES)
 
 
 def secret_bytes(secret: str | bytes | None) -> bytes | None:
@@ -51,15 +57,19 @@ def secret_bytes(secret: str | bytes | None) -> bytes | None:
     return raw
 
 
-def transcript(client_nonce: bytes, server_nonce: bytes, instance: bytes) -> bytes:
+def transcript(client_nonce: bytes, server_nonce: bytes, session: bytes, instance: bytes) -> bytes:
     """Return what both proofs and the stream's keys cover; only the last part varies in size.
 
     Raises:
         ValueError: a nonce is not `NONCE_BYTES` long.
     """
-    if (len(client_nonce), len(server_nonce)) != (NONCE_BYTES, NONCE_BYTES):
-        raise ValueError("a nonce of the wrong size")
-    return client_nonce + server_nonce + instance
+    if (len(client_nonce), len(server_nonce), len(session)) != (
+        NONCE_BYTES,
+        NONCE_BYTES,
+        SESSION_BYTES,
+    ):
+        raise ValueError("a nonce or session of the wrong size")
+    return client_nonce + server_nonce + session + instance
 
 
 def server_proof(secret: bytes, transcript: bytes) -> bytes:

@@ -22,6 +22,7 @@ class Wants(Enum):
     WAKE = "wait"
     CLAIM = "wait of a torch client"
     VALUE = "get"
+    VALUES = "multi_get"
     ITEM = "queue_pop"
     BARRIER = "barrier"
     GATHER = "gather"
@@ -36,10 +37,10 @@ class Waiter:
         wants: what satisfies it.
         keys: the keys it is about; a round has one.
         missing: keys that were not there when last looked at.
-        is_framed: how the driver answers it; the state does not look at this.
+        tag: of the query that waits, 0 of torch's clients; the state does not look at it.
         rank: of a round, who arrived; -1 for an unnamed arrival.
         value: of a gather what the rank put in; after waking, the value or item it gets.
-        values: after a gather, everyone's value by rank.
+        values: after a gather, all values by rank; after a wait for values, those of the keys.
         failure: set instead of a result when the wait can never be satisfied.
     """
 
@@ -47,7 +48,7 @@ class Waiter:
     wants: Wants
     keys: list[bytes]
     missing: set[bytes] = field(default_factory=set)
-    is_framed: bool = False
+    tag: int = 0
     rank: int = -1
     value: bytes = b""
     values: list[bytes] | None = None

@@ -1,8 +1,7 @@
-"""Being told when keys change.
+"""Watches: the changes of some keys.
 
-On our server a watch has a connection of its own, on which the server pushes every change in
-order. On every other store it looks again every 20 ms, and then sees the newest value of a key
-but not each one in between.
+Echelon's server pushes every change in order. On every other store a watch looks again every 20 ms,
+and then sees the newest value of a key but not each one in between.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.errors import StoreConnectionError, StoreProtocolError, StoreTimeoutError
-from echelon.store import protocol as p
+from echelon.errors import StoreTimeoutError
 from echelon.store.deadline import Deadline, Timeout, seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from echelon.store.channel import Channel
 
 _LOOK_S = 0.02
 
@@ -67,30 +63,6 @@ class Watch(ABC):
     @abstractmethod
     def _next(self, deadline: Deadline) -> Change | None:
         """Return the next change, None at the deadline."""
-
-
-class PushedWatch(Watch):
-    """A watch whose changes our server pushes; owns the channel."""
-
-    def __init__(self, channel: Channel, show: Callable[[bytes], str]) -> None:
-        self._channel = channel
-        self._show = show
-
-    def close(self) -> None:
-        """Stop watching and close the connection."""
-        self._channel.close()
-
-    def _next(self, deadline: Deadline) -> Change | None:
-        try:
-            status, payload = self._channel.take_frame(deadline)
-        except TimeoutError:
-            return None
-        except (OSError, ValueError) as error:
-            raise StoreConnectionError(f"watch: the connection broke ({error})") from None
-        if status != p.EVENT or not payload:
-            raise StoreProtocolError(f"watch: a frame of status {status} where events come")
-        key, value = p.unpack_strings(payload, 1)
-        return Change(self._show(key), value if payload[0] else None)
 
 
 class LookingWatch(Watch):

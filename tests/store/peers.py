@@ -48,9 +48,12 @@ class Raw:
     def take_string(self) -> bytes:
         return self.take(p.unpack_u64(self.take(8)))
 
-    def take_frame(self) -> tuple[int, bytes]:
-        status, length = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES))
-        return status, self.take(length)
+    def take_frame(self, tag: int = 1) -> tuple[int, bytes]:
+        """Take the next frame, which must be of this tag."""
+        status, answered, length = p.unpack_frame_header(self.take(p.FRAME_HEADER_BYTES))
+        payload = self.take(length)
+        assert answered == tag, (status, answered, payload)
+        return status, payload
 
     def sync(self) -> None:
         """Return once the server has carried out what was sent; nothing else may be unread."""

@@ -8,6 +8,7 @@ import socket
 import threading
 
 _JOIN_S = 20.0
+_GREETINGS = 2  # packets of a client's handshake with an open server
 
 
 class Relay:
@@ -23,6 +24,7 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.num_accepted = 0
+        self._num_cuts = 0
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -42,16 +44,24 @@ class Relay:
                 self.num_accepted += 1
             pump.start()
 
-    @staticmethod
-    def _pump(near: socket.socket, far: socket.socket) -> None:
+    def _pump(self, near: socket.socket, far: socket.socket) -> None:
         """Forward both ways until either end closes; owns both."""
+        num_asked = 0
         with near, far, contextlib.suppress(OSError):
             while True:
                 for source in select.select([near, far], [], [])[0]:
                     data = source.recv(1 << 16)
                     if not data:
                         return
+                    num_asked += source is near
+                    if source is near and self._num_cuts and num_asked > _GREETINGS:
+                        self._num_cuts -= 1
+                        return
                     (far if source is near else near).sendall(data)
+
+    def cut_at_next(self, times: int = 1) -> None:
+        """Break a connection when its client next sends something, which is not forwarded."""
+        self._num_cuts = times
 
     def cut(self) -> None:
         """Break every connection; new ones are accepted as before."""

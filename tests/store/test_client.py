@@ -13,6 +13,7 @@ import pytest
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import StoreServer, TCPStore
 from echelon.store import protocol as p
+from echelon.store.channel import Channel
 from tests.store.peers import Background, Raw, until
 from tests.store.relay import Relay
 
@@ -27,30 +28,38 @@ def relayed(relay, closing):
     return closing(TCPStore("127.0.0.1", relay.port, timeout=20.0))
 
 
-def test_a_present_key_takes_one_packet(server, client, monkeypatch):
+@pytest.fixture
+def sent(monkeypatch):
+    """Note what channels send, from now on."""
+    packets = []
+    send = Channel.send
+
+    def note(self, data, deadline):
+        packets.append(data)
+        send(self, data, deadline)
+
+    monkeypatch.setattr(Channel, "send", note)
+    return packets
+
+
+@pytest.mark.parametrize(
+    ("call", "query"),
+    [
+        (lambda s: s.get("k"), p.AWAIT_GET),
+        (lambda s: s.multi_get(["k", "k"]), p.AWAIT_MULTI_GET),
+        (lambda s: s.gather("g", 0, 1, b"v"), p.GATHER),
+        (lambda s: s.set("l", b""), p.ACK_SET),
+        (lambda s: s.queue_pop("q"), p.AWAIT_POP),
+    ],
+)
+def test_every_call_is_one_packet_with_one_query(client, sent, call, query):
     store = client()
     store.set("k", b"v")
+    store.queue_push("q", b"item")
     store.check(["k"])
-    channel = store._connections._main
-    sent = []
-    send = type(channel).send
-    monkeypatch.setattr(
-        type(channel), "send", lambda self, data, at: (sent.append(data), send(self, data, at))[1]
-    )
-    assert store.get("k") == b"v"
-    assert sent == [p.encode(p.CHECK, [b"/k"]) + p.encode(p.GET, b"/k")]
-
-
-def test_a_gather_takes_one_round_trip(client, monkeypatch):
-    store = client()
-    channel = store._connections._main
-    sent = []
-    send = type(channel).send
-    monkeypatch.setattr(
-        type(channel), "send", lambda self, data, at: (sent.append(data), send(self, data, at))[1]
-    )
-    assert store.gather("g", 0, 1, b"v") == [b"v"]
-    assert sent == [p.encode(p.GATHER, b"/g", 0, 1, b"v")]
+    sent.clear()
+    call(store)
+    assert [packet[0] for packet in sent] == [query]
 
 
 def test_reading_goes_on_over_a_new_connection(relay, relayed):
@@ -84,11 +93,70 @@ def test_a_wait_goes_on_over_a_new_connection(server, relay, relayed, client):
 )
 def test_what_must_not_be_done_twice_fails_when_the_connection_breaks(server, relayed, relay, call):
     relayed.check(["k"])
-    relay.cut()
-    until(lambda: server.statistics().num_connections == 0, "the server saw it")
+    relay.cut_at_next()
     with pytest.raises(StoreConnectionError, match="the connection broke"):
         call(relayed)
     assert relayed.num_keys() == 0
+    assert server.statistics().num_keys == 0
+
+
+@pytest.mark.parametrize("call", [lambda s: s.add("n", 1), lambda s: s.set("n", b"1")])
+def test_a_connection_that_was_cut_while_idle_fails_nothing(server, relayed, relay, call):
+    """Nothing was sent over it, so nothing can happen twice."""
+    relayed.check(["k"])
+    relay.cut()
+    until(lambda: server.statistics().num_connections == 0, "the server saw it")
+    call(relayed)
+    assert relayed.get("n") == b"1"
+
+
+def test_what_the_server_refuses_is_not_repeated_until_the_deadline(server, client):
+    store = client()
+    store.set("k", bytes(8 << 20))
+    with pytest.raises(StoreError, match="multi_get of more than"):
+        store.multi_get(["k"] * 33)
+    with pytest.raises(ValueError, match="131073 keys in one call, limit 131072"):
+        store.wait(["k"] * 131073)
+    assert server.statistics().num_refused == 0
+    assert store.num_keys() == 1
+
+
+def test_a_server_that_closes_over_a_question_is_asked_twice(relay, relayed):
+    relayed.check(["k"])
+    relay.cut_at_next(100)
+    with pytest.raises(StoreConnectionError, match="the connection broke"):
+        relayed.check(["k"])
+    assert relay.num_accepted == 2
+
+
+def test_a_refused_write_fails_the_next_call(client):
+    store = client()
+    store.set("n", b"x" * (8 << 20))
+    store.append("n", b"y")
+    with pytest.raises(StoreError, match="an earlier write was refused: append: n would hold"):
+        until(lambda: store.num_keys() == 0, "the refusal is seen")
+    assert store.num_keys() == 1
+
+
+def test_a_queue_of_the_name_is_no_value(client):
+    """get waits for a value; b'' would be one that nobody set."""
+    store = client()
+    store.queue_push("q", b"item")
+    for call in (lambda: store.get("q", timeout=0.1), lambda: store.multi_get(["q"], timeout=0.1)):
+        with pytest.raises(StoreTimeoutError):
+            call()
+    with store.pipeline() as pipe:
+        found = pipe.get("q")
+    assert found.value is None
+    assert store.queue_pop("q") == b"item"
+
+
+def test_a_key_that_is_no_text_is_watched_as_it_is_listed(client):
+    store = client()
+    key = b"k\xff".decode("utf-8", "surrogateescape")
+    with store.watch([key]) as watch:
+        store.set(key, b"v")
+        assert watch.next(20.0).key == key == store.list_keys()[0]
 
 
 def test_a_round_is_not_repeated_when_the_connection_breaks(server, relay, relayed):
@@ -128,18 +196,21 @@ def test_a_server_that_is_gone_ends_waits_soon(closing):
         waiting.result()
 
 
-def test_blocked_threads_stop_nobody_and_connections_are_reused(server, client):
+def test_one_connection_carries_waits_answers_watches_and_presences(server, client):
     store = client()
-    for _ in range(3):
-        blocked = [Background(lambda i=i: store.get(f"gate/{i}")) for i in range(6)]
-        until(lambda: server.statistics().num_waiters == 6, "six wait")
-        assert store.add("n", 1)
-        store.multi_set([f"gate/{i}" for i in range(6)], [b"go"] * 6)
-        assert [call.result() for call in blocked] == [b"go"] * 6
-        with store.pipeline() as pipe:
-            for i in range(6):
-                pipe.delete_key(f"gate/{i}")
-    until(lambda: server.statistics().num_connections <= 5, "spare connections are closed")
+    with store.watch(["gate/0"]) as watch, store.presence("here"):
+        for _ in range(3):
+            blocked = [Background(lambda i=i: store.get(f"gate/{i}")) for i in range(6)]
+            until(lambda: server.statistics().num_waiters == 6, "six wait")
+            assert store.add("n", 1)
+            store.multi_set([f"gate/{i}" for i in range(6)], [b"go"] * 6)
+            assert [call.result() for call in blocked] == [b"go"] * 6
+            assert watch.next(20.0).value == b"go"
+            with store.pipeline() as pipe:
+                for i in range(6):
+                    pipe.delete_key(f"gate/{i}")
+            assert watch.next(20.0).value is None
+        assert server.statistics().num_connections == 1
 
 
 def test_one_thread_needs_one_connection(server, client):
@@ -220,8 +291,8 @@ def test_the_master_hosts_the_server_and_takes_it_along(closing):
     other.set_confirmed("k", b"v")
     assert master.get("k") == b"v"
     master.close()
-    with pytest.raises(StoreConnectionError):
-        other.get("k")
+    with pytest.raises((StoreConnectionError, StoreTimeoutError)):
+        other.get("k", timeout=5.0)
 
 
 def test_the_master_waits_for_its_workers(closing):
@@ -344,20 +415,3 @@ def free_port() -> int:
     """A port that was free a moment ago, for what must know it before it listens."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def test_writes_are_confirmed_before_their_connection_is_taken_away(client, monkeypatch):
-    """Else the next call, on another connection, could overtake them."""
-    store = client()
-    channel = store._connections._main
-    sent = []
-    send = type(channel).send
-    monkeypatch.setattr(
-        type(channel),
-        "send",
-        lambda self, data, at: (sent.append(data[0]), send(self, data, at))[1],
-    )
-    store.set("k", b"v")
-    store.gather("g", 0, 1, b"")
-    store.gather("g", 0, 1, b"")
-    assert sent == [p.SET, p.PING, p.GATHER, p.GATHER]

@@ -164,9 +164,9 @@ def test_a_slow_reader_of_500_mebibytes_costs_a_few(server):
         sending.result()
 
 
-def test_a_watcher_that_does_not_read_is_closed(strict, caplog):
+def test_a_watch_whose_events_are_not_read_ends(strict):
     watcher = ours(strict.port)
-    watcher.send(p.encode(p.WATCH, [b"/k"]))
+    watcher.send(p.tagged(p.WATCH, 1, [b"/k"]))
     assert watcher.take_frame() == (p.OK, b"")
     with Raw(strict.port) as writer:
 
@@ -176,8 +176,37 @@ def test_a_watcher_that_does_not_read_is_closed(strict, caplog):
             return strict.statistics().num_watched_keys == 0
 
         until(flood, "the watcher is gone")
-    assert "does not read" in refusal(caplog)[0]
+    status = p.EVENT
+    while status == p.EVENT:
+        status, payload = watcher.take_frame()
+    assert (status, payload) == (p.ERROR, b"the watch's events were not read")
+    watcher.send(p.tagged(p.GET_IF, 1, b"/k"))
+    assert watcher.take_frame() == (p.OK, bytes(4000))
     watcher.close()
+
+
+def test_waits_of_a_peer_that_does_not_read_cost_references(closing):
+    """One set that satisfies 400 waits of a slow reader is not copied 400 times."""
+    with StoreServer() as server:
+        peer = closing(ours(server.port))
+        peer.send(*(p.tagged(p.AWAIT_GET, tag, b"/k") for tag in range(1, 401)))
+        until(lambda: server.statistics().num_waiters == 400, "all wait")
+        with Raw(server.port) as writer:
+            writer.send(p.encode(p.SET, b"/k", bytes(1 << 20)))
+            writer.sync()
+
+        def unread():
+            return server._call(lambda hub: max(c.num_unread_bytes for c in hub.connections))
+
+        until(lambda: unread() > 0, "some is on its way")
+        assert unread() <= (4 << 20)
+        answered = set()
+        for _ in range(400):
+            status, tag, length = p.unpack_frame_header(peer.take(p.FRAME_HEADER_BYTES))
+            assert (status, length) == (p.OK, 1 << 20)
+            assert len(peer.take(length)) == 1 << 20
+            answered.add(tag)
+        assert answered == set(range(1, 401))
 
 
 def test_who_closes_without_reading_leaves_no_connection(server):

@@ -20,26 +20,36 @@ LIMITS = Limits(key_bytes=40, value_bytes=300, num_command_keys=30, command_byte
 keys = st.binary(max_size=LIMITS.key_bytes)
 values = st.binary(max_size=60)
 numbers = st.integers(-(1 << 63), (1 << 63) - 1)
+tags = st.integers(0, 0xFFFFFFFF)
 key_lists = st.lists(keys, max_size=6)
 pairs = st.lists(st.tuples(keys, values), max_size=6).map(lambda ps: [x for p_ in ps for x in p_])
 
 messages = st.one_of(
-    st.tuples(
-        st.sampled_from([p.SET, p.APPEND, p.QUEUE_PUSH, p.ACK_SET, p.PRESENCE]), keys, values
-    ),
-    st.tuples(st.sampled_from([p.GET, p.DELETE_KEY, p.QUEUE_POP, p.AWAIT_GET]), keys),
-    st.tuples(st.sampled_from([p.ADD, p.BARRIER, p.ACK_ADD]), keys, numbers),
-    st.tuples(st.sampled_from([p.CHECK, p.WAIT, p.MULTI_GET, p.WATCH]), key_lists),
+    st.tuples(st.sampled_from([p.SET, p.APPEND, p.QUEUE_PUSH]), keys, values),
+    st.tuples(st.sampled_from([p.ACK_SET, p.ACK_APPEND, p.ACK_PUSH]), tags, keys, values),
+    st.tuples(st.sampled_from([p.GET, p.DELETE_KEY, p.QUEUE_POP]), keys),
+    st.tuples(st.sampled_from([p.GET_IF, p.AWAIT_GET, p.AWAIT_POP, p.RELEASE]), tags, keys),
+    st.tuples(st.sampled_from([p.ADD, p.BARRIER]), keys, numbers),
+    st.tuples(st.just(p.ACK_ADD), tags, keys, numbers),
+    st.tuples(st.just(p.PRESENCE), tags, keys, values, numbers),
+    st.tuples(st.sampled_from([p.CHECK, p.WAIT, p.MULTI_GET]), key_lists),
+    st.tuples(st.sampled_from([p.WATCH, p.AWAIT, p.CHECK_EACH]), tags, key_lists),
+    st.tuples(st.just(p.ACK_MULTI_SET), tags, pairs),
     st.tuples(st.just(p.MULTI_SET), pairs),
     st.tuples(st.just(p.COMPARE_SET), keys, values, values),
-    st.tuples(st.just(p.GATHER), keys, numbers, numbers, values),
-    st.tuples(st.just(p.ARRIVE), keys, numbers, numbers),
+    st.tuples(st.just(p.GATHER), tags, keys, numbers, numbers, values),
+    st.tuples(st.just(p.ARRIVE), tags, keys, numbers, numbers),
     st.tuples(st.just(p.PING), st.integers(0, 0xFFFFFFFF)),
-    st.tuples(st.sampled_from([p.NUM_KEYS, p.LIST_KEYS, p.CANCEL_WAIT, p.CANCEL, p.STATISTICS])),
+    st.tuples(st.sampled_from([p.NUM_KEYS, p.LIST_KEYS, p.CANCEL_WAIT])),
+    st.tuples(st.sampled_from([p.CANCEL, p.STATISTICS, p.BEAT]), tags),
 )
 # Floods of commands of equal lengths go through a path of their own.
 runs = st.tuples(messages, st.integers(1, 40)).map(lambda pair: [pair[0]] * pair[1])
 traffic = st.lists(runs, max_size=5).map(lambda found: [m for run in found for m in run])
+
+
+def encode(message: p.Message) -> bytes:
+    return (p.tagged if message[0] >= p.TAGGED else p.encode)(*message)
 
 
 def member() -> Parser:
@@ -60,7 +70,7 @@ def feed_in_pieces(parser: Parser, data: bytes, cuts: list[int]) -> list[p.Messa
 @SETTINGS
 @given(traffic, st.lists(st.integers(0, 10_000), max_size=12))
 def test_what_is_encoded_is_parsed_however_it_is_split(sent, cuts):
-    data = b"".join(p.encode(*message) for message in sent)
+    data = b"".join(encode(message) for message in sent)
     parser = member()
     assert feed_in_pieces(parser, data, cuts) == sent
     assert parser.violation is None
@@ -70,17 +80,17 @@ def test_what_is_encoded_is_parsed_however_it_is_split(sent, cuts):
 @SETTINGS
 @given(traffic)
 def test_byte_by_byte_and_all_at_once_are_the_same(sent):
-    data = b"".join(p.encode(*message) for message in sent)
+    data = b"".join(encode(message) for message in sent)
     assert feed_in_pieces(member(), data, list(range(len(data)))) == sent
 
 
 @settings(SETTINGS, max_examples=40)
 @given(st.lists(messages, min_size=1, max_size=3))
 def test_every_prefix_yields_the_whole_commands_in_it(sent):
-    data = b"".join(p.encode(*message) for message in sent)
+    data = b"".join(encode(message) for message in sent)
     ends, end = [], 0
     for message in sent:
-        end += len(p.encode(*message))
+        end += len(encode(message))
         ends.append(end)
     for size in range(len(data) + 1):
         parser = member()
@@ -106,7 +116,7 @@ def test_nothing_passes_after_a_violation(noise, sent):
     parser = member()
     parser.feed(b"\xee" + noise)
     assert parser.violation == "unknown query 0xee"
-    assert parser.feed(b"".join(p.encode(*message) for message in sent)) == []
+    assert parser.feed(b"".join(encode(message) for message in sent)) == []
 
 
 @pytest.mark.parametrize(
@@ -138,8 +148,8 @@ def test_a_stranger_gets_small_commands_only():
 def test_our_queries_need_our_announcement():
     parser = Parser(LIMITS)
     parser.admitted = True
-    parser.feed(OPENING + p.encode(p.AWAIT_GET, b"k"))
-    assert parser.violation == "unknown query 0x47"
+    parser.feed(OPENING + p.tagged(p.AWAIT_GET, 1, b"k"))
+    assert parser.violation == "unknown query 0xc7"
 
 
 @SETTINGS
@@ -166,4 +176,4 @@ def test_a_run_of_equal_commands_ends_where_one_differs(odd, position):
     sent = [(p.SET, b"k%02d" % i, b"val%02d" % i) for i in range(20)]
     sent.insert(position, odd)
     parser = member()
-    assert parser.feed(b"".join(p.encode(*message) for message in sent)) == sent
+    assert parser.feed(b"".join(encode(message) for message in sent)) == sent

@@ -12,7 +12,7 @@ from echelon.store import protocol as p
 from echelon.store.seal import HEADER_BYTES, RECORD_BYTES, Opener, Sealer, stream_keys
 from tests.store.peers import Background, ours, until
 from tests.store.relay import Relay
-from tests.store.test_trust import hello
+from tests.store.test_trust import HELLO_BYTES, hello
 
 SECRET = "correct horse battery staple"
 KEY = bytes(32)
@@ -82,16 +82,20 @@ def test_a_relay_forwards_and_can_do_no_more(guarded, relay, closing):
 def test_what_a_relay_puts_into_an_answer_is_not_believed(relay, closing):
     victim = closing(TCPStore("127.0.0.1", relay.port, timeout=20.0, secret=SECRET))
     victim.set_confirmed("k", b"true")
-    relay.inject_back(Sealer(KEY).seal(p.frame(p.OK, b"false")))
+    relay.inject_back(Sealer(KEY).seal(p.frame(p.OK, 1, b"false")))
     with pytest.raises(StoreConnectionError, match="changed on its way"):
         victim.add("n", 1)
 
 
-@pytest.mark.parametrize("rest", [p.encode(p.SET, b"/k", b"v"), b"\x01", p.encode(p.PING, 1)])
+@pytest.mark.parametrize(
+    "rest",
+    [p.encode(p.SET, b"/k", b"v"), b"\x01", p.encode(p.PING, 1)],
+    ids=["SET", "part", "PING"],
+)
 def test_what_follows_the_proof_unsealed_is_refused(guarded, closing, rest):
     peer = closing(ours(guarded.port))
     transcript = hello(peer)
-    peer.send(p.encode(p.PROOF, trust.client_proof(SECRET.encode(), transcript)) + rest)
+    peer.send(p.tagged(p.PROOF, 1, trust.client_proof(SECRET.encode(), transcript)) + rest)
     assert peer.is_closed_by_server()
     assert guarded.statistics().num_keys == 0
     assert guarded.statistics().num_refused == 1
@@ -106,12 +110,13 @@ def test_a_client_takes_nothing_unsealed_after_the_servers_proof(closing):
         with connected:
             connected.recv(10, socket.MSG_WAITALL)
             connected.sendall(p.pack_u32(p.OUR_ANSWER))
-            client_nonce = connected.recv(1 + 8 + 32 + 8, socket.MSG_WAITALL)[9:41]
+            greeting = connected.recv(HELLO_BYTES, socket.MSG_WAITALL)
+            client_nonce, session = greeting[13:45], greeting[-16:]
             server_nonce, instance = trust.new_nonce(), bytes(16)
-            transcript = trust.transcript(client_nonce, server_nonce, instance)
+            transcript = trust.transcript(client_nonce, server_nonce, session, instance)
             proof = trust.server_proof(SECRET.encode(), transcript)
-            welcome = p.frame(p.OK, p.pack_strings((instance, server_nonce, proof)))
-            connected.sendall(welcome + p.frame(p.OK))
+            welcome = p.frame(p.OK, 1, p.pack_strings((instance, server_nonce, proof)))
+            connected.sendall(welcome + p.frame(p.OK, 1))
             while connected.recv(1 << 16):
                 pass
 

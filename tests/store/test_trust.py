@@ -19,6 +19,7 @@ from tests.store.peers import OPENING, SYNC, SYNCED, Background, Raw, ours, unti
 SECRET = "correct horse battery staple"
 
 
+HELLO_BYTES = 1 + 4 + 8 + 32 + 8 + 8 + 16
 WRONG = "wrong horse battery staple"
 
 
@@ -54,9 +55,9 @@ def test_a_server_is_not_believed_without_its_proof(closing):
         with connected:
             connected.recv(10, socket.MSG_WAITALL)
             connected.sendall(p.pack_u32(p.OUR_ANSWER))
-            connected.recv(1 + 8 + 32 + 8, socket.MSG_WAITALL)
+            connected.recv(HELLO_BYTES, socket.MSG_WAITALL)
             parts = (bytes(16), trust.new_nonce(), bytes(32))
-            connected.sendall(p.frame(p.OK, p.pack_strings(parts)))
+            connected.sendall(p.frame(p.OK, 1, p.pack_strings(parts)))
             assert connected.recv(1) == b"", "the client went on"
 
     false = Background(pretend)
@@ -68,11 +69,12 @@ def test_a_server_is_not_believed_without_its_proof(closing):
 def hello(peer: Raw) -> bytes:
     """Send a HELLO; return what the proofs cover."""
     nonce = trust.new_nonce()
-    peer.send(p.encode(p.HELLO, nonce, p.EXTENSION_VERSION))
+    session = trust.new_session()
+    peer.send(p.tagged(p.HELLO, 1, nonce, p.EXTENSION_VERSION, session))
     status, payload = peer.take_frame()
     assert status == p.OK
     instance, server_nonce, proof = p.unpack_strings(payload)
-    transcript = trust.transcript(nonce, server_nonce, instance)
+    transcript = trust.transcript(nonce, server_nonce, session, instance)
     assert proof == trust.server_proof(SECRET.encode(), transcript)
     return transcript
 
@@ -80,11 +82,11 @@ def hello(peer: Raw) -> bytes:
 def test_a_recorded_proof_is_worth_nothing(guarded, closing):
     first = closing(ours(guarded.port))
     transcript = hello(first)
-    proof = p.encode(p.PROOF, trust.client_proof(SECRET.encode(), transcript))
+    proof = p.tagged(p.PROOF, 1, trust.client_proof(SECRET.encode(), transcript))
     first.send(proof)
     sealed = first.take(HEADER_BYTES + p.FRAME_HEADER_BYTES)
     opened = Opener(stream_keys(SECRET.encode(), transcript)[1]).open(sealed)
-    assert opened == p.frame(p.OK)
+    assert opened == p.frame(p.OK, 1)
     second = closing(ours(guarded.port))
     hello(second)
     second.send(proof)
@@ -96,10 +98,11 @@ def test_a_recorded_proof_is_worth_nothing(guarded, closing):
     "command",
     [
         p.encode(p.SET, b"/k", b"stolen"),
-        p.encode(p.AWAIT_GET, b"/k"),
-        p.encode(p.STATISTICS),
-        p.encode(p.PROOF, bytes(32)),
+        p.tagged(p.AWAIT_GET, 1, b"/k"),
+        p.tagged(p.STATISTICS, 1),
+        p.tagged(p.PROOF, 1, bytes(32)),
     ],
+    ids=["SET", "AWAIT_GET", "STATISTICS", "PROOF"],
 )
 def test_nothing_is_carried_out_before_the_proof(guarded, closing, command, caplog):
     peer = closing(ours(guarded.port))

@@ -1,0 +1,150 @@
+"""Connecting to one store server, again and again, and the errors that say why it failed.
+
+A client connects once when it is made, however long the server takes to come up, and again when a
+connection breaks: for 10 s, or 1 s where the server's machine answers that nothing listens. A
+server of another instance has lost the keys, so it is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from echelon.store import channel as channels
+from echelon.store.channel import Address, Channel, Place
+from echelon.store.deadline import Deadline
+
+_FIRST_DELAY_S = 0.02
+_DELAY_GROWTH = 1.5
+_MAX_DELAY_S = 2.0
+_RECONNECT_S = 10.0  # how long a server that was there may be away
+_REFUSED_S = 1.0  # ... when its machine answers that nothing listens: the process has ended
+
+
+class Dialer:
+    """Connects one client to one server.
+
+    Attributes:
+        place: the server.
+        is_closed: whether the client was closed.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.is_closed = False
+        self._pid = os.getpid()
+        self._instance: bytes | None = None
+        self._known: tuple[Address, ...] = ()
+
+    @property
+    def endpoint(self) -> str:
+        """The server as "host:port"."""
+        return f"{self.place.host}:{self.place.port}"
+
+    @property
+    def is_in_its_process(self) -> bool:
+        """Whether this is the process that made the client, not a forked child."""
+        return self._pid == os.getpid()
+
+    def check_usable(self, operation: str, key: str) -> None:
+        """Raise unless the client may be used here.
+
+        Raises:
+            StoreError: it was closed, or made by another process.
+        """
+        if self.is_closed:
+            why = "the store is closed"
+        elif not self.is_in_its_process:
+            why = "the store was opened before a fork, by another process: open one of your own"
+        else:
+            return
+        raise StoreError(
+            f"{call(operation, key)} on {self.endpoint}: {why}",
+            key=key or None,
+            endpoint=self.endpoint,
+        )
+
+    def connect(self, operation: str, key: str, deadline: Deadline) -> Channel:
+        """Connect, trying again with growing, jittered delays until the window closes.
+
+        Raises:
+            StoreTimeoutError: no server came up in time.
+            StoreConnectionError: it is gone, is another one, or does not accept this client.
+        """
+        self.check_usable(operation, key)
+        window_s = deadline.left_s if self._instance is None else _RECONNECT_S
+        window = Deadline(min(window_s, deadline.left_s))
+        started = time.monotonic()
+        delay_s = _FIRST_DELAY_S
+        while True:
+            try:
+                channel = channels.connect(self.place, self._known, window)
+                break
+            except StoreError as error:
+                raise type(error)(
+                    f"{call(operation, key)} on {self.endpoint}: {error}",
+                    endpoint=self.endpoint,
+                ) from None
+            except OSError as error:
+                if isinstance(error, ConnectionRefusedError) and self._instance is not None:
+                    window.at = min(window.at, started + _REFUSED_S)
+                if self.is_closed or window.left_s <= delay_s:
+                    raise self._unreachable(operation, key, deadline, error) from None
+            time.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(delay_s * _DELAY_GROWTH, _MAX_DELAY_S)
+        if self._instance is None:
+            self._instance = channel.instance
+        elif channel.instance != self._instance:
+            channel.close()
+            raise StoreConnectionError(
+                f"{call(operation, key)} on {self.endpoint}: the server was restarted and its "
+                f"keys are gone. Open a new store and start the rendezvous over",
+                endpoint=self.endpoint,
+            )
+        self._known = (channel.peer,)
+        return channel
+
+    def _unreachable(
+        self, operation: str, key: str, deadline: Deadline, error: OSError
+    ) -> StoreError:
+        waited_s = deadline.timeout_s - deadline.left_s
+        text = (
+            f"{call(operation, key)} on {self.endpoint}: no server after {waited_s:.1f} s "
+            f"({error}). Is it running, and is this its address and port?"
+        )
+        if self._instance is None or deadline.left_s <= 0:
+            return StoreTimeoutError(text, key=key or None, endpoint=self.endpoint)
+        return StoreConnectionError(text, key=key or None, endpoint=self.endpoint)
+
+    def timed_out(
+        self, operation: str, key: str, deadline: Deadline, why: str
+    ) -> StoreTimeoutError:
+        """Return the error of a call that the server did not answer in time."""
+        return StoreTimeoutError(
+            f"{call(operation, key)} on {self.endpoint} after {deadline.timeout_s:.1f} s: {why}. "
+            f"Is the server's process alive and reachable?",
+            key=key or None,
+            endpoint=self.endpoint,
+        )
+
+    def lost(
+        self, operation: str, key: str, why: str, num_unconfirmed: int
+    ) -> StoreConnectionError:
+        """Return the error of a call whose connection broke."""
+        if self.is_closed:
+            why = "the store was closed while it waited"
+        if num_unconfirmed:
+            why += f"; {num_unconfirmed} earlier writes may not have arrived"
+        return StoreConnectionError(
+            f"{call(operation, key)} on {self.endpoint}: {why}. "
+            f"See the output of the process that hosts the store",
+            key=key or None,
+            endpoint=self.endpoint,
+        )
+
+
+def call(operation: str, key: str) -> str:
+    """Return a call as messages show it."""
+    return f"{operation}({key!r})" if key else operation

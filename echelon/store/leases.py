@@ -1,0 +1,88 @@
+"""Presences: keys with a lease, which their session renews.
+
+A connection tells little about a process: a forked child, an address translation or a machine that
+vanished may keep it open, and a hiccup may close it. So a presence belongs to a session, a client
+that may come back over another connection, and ends when it is released or its lease runs out. When
+the session's connection closes, what is left of its leases is cut to a grace in which a client that
+lives will have connected again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echelon.store.state import StoreState
+
+GRACE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Lease:
+    session: bytes
+    lease_s: float
+    ends: float
+
+
+class Leases:
+    """The presences of one server. Runs on its loop; `expire` is called by the housekeeping."""
+
+    def __init__(self, state: StoreState, now: Callable[[], float]) -> None:
+        self._state = state
+        self._now = now
+        self._leases: dict[bytes, _Lease] = {}
+        self._keys_of: dict[bytes, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
+        """Store a key that ends with its lease, unless someone stores another value over it.
+
+        Raises:
+            ValueError: the server holds as many keys as it may.
+        """
+        lease = _Lease(session, lease_s, self._now() + lease_s)
+        self._state.set_presence(lease, key, value)
+        self._drop(key)
+        self._leases[key] = lease
+        self._keys_of.setdefault(session, set()).add(key)
+
+    def renew(self, session: bytes) -> int:
+        """Renew the session's leases and return how many it has."""
+        now = self._now()
+        keys = self._keys_of.get(session, ())
+        for key in keys:
+            lease = self._leases[key]
+            lease.ends = now + lease.lease_s
+        return len(keys)
+
+    def release(self, session: bytes, key: bytes) -> None:
+        """End one of the session's presences now."""
+        lease = self._leases.get(key)
+        if lease is not None and lease.session == session:
+            self._end(key, lease)
+
+    def has_closed(self, session: bytes) -> None:
+        """Cut the leases of a session whose connection has closed to the grace."""
+        ends = self._now() + GRACE_S
+        for key in self._keys_of.get(session, ()):
+            self._leases[key].ends = min(self._leases[key].ends, ends)
+
+    def expire(self) -> None:
+        """End the presences whose lease has run out."""
+        now = self._now()
+        for key, lease in [(key, lease) for key, lease in self._leases.items() if lease.ends < now]:
+            self._end(key, lease)
+
+    def _end(self, key: bytes, lease: _Lease) -> None:
+        self._drop(key)
+        self._state.end_presence(lease, key)
+
+    def _drop(self, key: bytes) -> None:
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            keys = self._keys_of[lease.session]
+            keys.discard(key)
+            if not keys:
+                del self._keys_of[lease.session]

@@ -1,0 +1,265 @@
+"""One connection to our server, shared by all threads of a client.
+
+Every query carries a tag and its answer the same one, so waits, watches and short calls share the
+connection, and answers may arrive in any order. Nothing here has a thread: of the callers that
+wait, one reads and hands the others' answers over; when its own has arrived, another one reads on.
+
+[Note: quiet writes] `set` and the like travel with tag 0, which is answered only by a refusal. The
+server executes one connection's queries in order, so the answer to any later query says that those
+before it were executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import threading
+from collections import deque
+
+from echelon.store import protocol as p
+from echelon.store.channel import Channel
+from echelon.store.deadline import Deadline
+
+_HEAD = struct.Struct("<BI")
+_MAX_TAG = 0xFFFFFFFF
+
+
+class Call:
+    """A query under way.
+
+    Attributes:
+        tag: its number on the link.
+        status: of its answer, None until that has arrived.
+        payload: of its answer.
+        frames: of a watch, what has arrived and was not taken.
+    """
+
+    __slots__ = ("_num_quiet", "event", "frames", "payload", "status", "tag")
+
+    def __init__(self, tag: int, num_quiet: int, *, is_watch: bool) -> None:
+        self.tag = tag
+        self.status: int | None = None
+        self.payload = b""
+        self.frames: deque[tuple[int, bytes]] | None = deque() if is_watch else None
+        self.event: threading.Event | None = None
+        self._num_quiet = num_quiet
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether something has arrived that was not taken."""
+        return self.status is not None or bool(self.frames)
+
+
+class Link:
+    """Owns a channel; all methods may be called from any thread.
+
+    Attributes:
+        problem: why the link is of no use any more.
+        refusal: what the server said before it closed the connection, or about a quiet write.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.problem: str | None = None
+        self.refusal: str | None = None
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+        self._tags = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._followers: dict[Call, None] = {}
+        self._num_quiet = 0
+        self._num_confirmed = 0
+
+    def __del__(self) -> None:
+        self.channel.close()
+
+    @property
+    def num_unconfirmed(self) -> int:
+        """Quiet writes of which it is not known whether they have arrived."""
+        return self._num_quiet - self._num_confirmed
+
+    def take_unconfirmed(self) -> int:
+        """Return `num_unconfirmed` and count from 0 again: one error reports them."""
+        number, self._num_confirmed = self.num_unconfirmed, self._num_quiet
+        return number
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is due."""
+        return not self._calls
+
+    def start(self, query: int, body: bytes, deadline: Deadline, *, is_watch: bool = False) -> Call:
+        """Send a query.
+
+        Raises:
+            TimeoutError: the server did not take it in time; the link is broken if it took a part.
+            OSError: the link is broken.
+        """
+        if not self._writing.acquire(timeout=deadline.left_s):
+            raise TimeoutError("another thread's call is being sent")
+        try:
+            self._demand_up()
+            call = Call(next(self._tags) & _MAX_TAG or 1, self._num_quiet, is_watch=is_watch)
+            self._calls[call.tag] = call
+            self._send(_HEAD.pack(query, call.tag) + body, deadline)
+        finally:
+            self._writing.release()
+            self._close_if_unused()
+        return call
+
+    def send_all(self, queries: list[tuple[int, bytes]], deadline: Deadline) -> list[Call]:
+        """Send several queries in one packet; errors as of `start`."""
+        if not self._writing.acquire(timeout=deadline.left_s):
+            raise TimeoutError("another thread's call is being sent")
+        try:
+            self._demand_up()
+            calls = []
+            request: list[bytes] = []
+            for query, body in queries:
+                call = Call(next(self._tags) & _MAX_TAG or 1, self._num_quiet, is_watch=False)
+                self._calls[call.tag] = call
+                calls.append(call)
+                request += (_HEAD.pack(query, call.tag), body)
+            self._send(b"".join(request), deadline)
+        finally:
+            self._writing.release()
+            self._close_if_unused()
+        return calls
+
+    def write(self, query: int, body: bytes, deadline: Deadline) -> None:
+        """Send a query that is answered only if it is refused; errors as of `start`."""
+        if not self._writing.acquire(timeout=deadline.left_s):
+            raise TimeoutError("another thread's call is being sent")
+        try:
+            self._demand_up()
+            self._num_quiet += 1
+            self._send(_HEAD.pack(query, 0) + body, deadline)
+        finally:
+            self._writing.release()
+            self._close_if_unused()
+
+    def _send(self, data: bytes, deadline: Deadline) -> None:
+        try:
+            self.channel.send(data, deadline)
+        except BaseException as error:  # a command may be on its way in part: nothing can follow
+            self.fail(str(error) or type(error).__name__)
+            raise
+
+    def cancel(self, call: Call, deadline: Deadline) -> None:
+        """Ask the server to withdraw a wait or watch; its answer, or this one's, still arrives."""
+        if not self._writing.acquire(timeout=deadline.left_s):
+            raise TimeoutError("another thread's call is being sent")
+        try:
+            if self.problem is None:
+                self._send(_HEAD.pack(p.CANCEL, call.tag), deadline)
+        finally:
+            self._writing.release()
+            self._close_if_unused()
+
+    def forget(self, call: Call) -> None:
+        """Drop what a call will still be answered."""
+        self._calls.pop(call.tag, None)
+
+    def finish(self, call: Call, deadline: Deadline) -> None:
+        """Return once the call is ready.
+
+        Raises:
+            TimeoutError: it is not in time; it may be waited for again.
+            OSError: the link broke.
+        """
+        while not call.is_ready:
+            if self._reading.acquire(blocking=False):
+                try:
+                    while not call.is_ready:
+                        self._take(deadline)
+                finally:
+                    self._reading.release()
+                    self._close_if_unused()
+                    self._promote()
+            else:
+                self._follow(call, deadline)
+
+    def _follow(self, call: Call, deadline: Deadline) -> None:
+        """Sleep until another thread has read the answer, or stops reading."""
+        event = call.event = threading.Event()
+        self._followers[call] = None
+        try:
+            # Who stops reading releases the lock first and looks for followers then.
+            if not call.is_ready and self._reading.locked() and not event.wait(deadline.left_s):
+                raise TimeoutError("no answer")
+        finally:
+            self._followers.pop(call, None)
+            if call.is_ready or deadline.left_s <= 0:
+                self._promote()  # this thread may have been asked to read on
+
+    def _promote(self) -> None:
+        """Have one of the followers read on."""
+        if self._followers and not self._reading.locked():
+            for call in list(self._followers):
+                if call.event is not None:
+                    call.event.set()
+                    return
+
+    def _take(self, deadline: Deadline) -> None:
+        """Read one frame and hand it to its call; the reading lock is held."""
+        self._demand_up()
+        try:
+            status, tag, payload = self.channel.take_frame(deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            self.fail(str(error))
+            raise
+        if tag == 0:
+            self.refusal = payload.decode("utf-8", "replace")
+            return
+        call = self._calls.get(tag)
+        if call is None:  # nobody waits for it any more
+            return
+        self._num_confirmed = max(self._num_confirmed, call._num_quiet)
+        if call.frames is not None:
+            call.frames.append((status, payload))
+        else:
+            del self._calls[tag]
+            call.payload = payload
+            call.status = status
+        if call.event is not None:
+            call.event.set()
+
+    def drain(self) -> None:
+        """Take what has arrived unasked while no answer is due: refusals, events, the end."""
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            while self.problem is None and self.channel.is_stale():
+                self._take(Deadline(0.0))
+        except OSError:
+            pass
+        finally:
+            self._reading.release()
+            self._close_if_unused()
+            self._promote()
+
+    def _demand_up(self) -> None:
+        if self.problem is not None:
+            raise ConnectionAbortedError(self.problem)
+
+    def _close_if_unused(self) -> None:
+        """Close the socket of a link that has failed once no thread is inside it.
+
+        Who takes a lock later finds the problem and does not touch the socket.
+        """
+        if self.problem is not None and not (self._reading.locked() or self._writing.locked()):
+            self.channel.close()
+
+    def fail(self, problem: str) -> None:
+        """Make every call on the link fail."""
+        if self.problem is None:
+            self.problem = problem
+        with contextlib.suppress(OSError):
+            self.channel.interrupt()
+        self._close_if_unused()
+        for call in list(self._followers):
+            if call.event is not None:
+                call.event.set()

@@ -1,0 +1,291 @@
+"""What each query of ours does: one small function for each query byte.
+
+A function gets the connection, the tag and the fields; it returns the payload of its answer, or
+None if the answer is given elsewhere: later, or with another status than success. What cannot be
+done raises ValueError, whose text is the answer. A query of tag 0 is answered only in that case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+from echelon.store import protocol as p
+from echelon.store import trust
+from echelon.store.commands import HANDLERS as TORCH_HANDLERS
+from echelon.store.commands import demand_room_to_wait, list_keys
+from echelon.store.seal import stream_keys
+from echelon.store.state import show_key
+from echelon.store.waiters import Waiter, Wants
+
+if TYPE_CHECKING:
+    from echelon.store.connection import Connection
+
+Act = Callable[..., bytes | None]
+
+_MIN_LEASE_MS: Final = 100
+_MAX_LEASE_MS: Final = 600_000
+
+
+def _answering(act: Act) -> Callable[..., None]:
+    """Return a handler that answers with what `act` returns, or with why it cannot."""
+
+    @wraps(act)
+    def handle(peer: Connection, tag: int, *fields: Any) -> None:
+        try:
+            payload = act(peer, tag, *fields)
+        except ValueError as error:
+            peer.answer(p.ERROR, tag, str(error).encode())
+            return
+        if payload is not None and tag:
+            peer.answer(p.OK, tag, payload)
+
+    return handle
+
+
+# The handshake.
+
+
+def _hello(
+    peer: Connection, tag: int, client_nonce: bytes, version: int, session: bytes
+) -> bytes | None:
+    del tag
+    if version != p.EXTENSION_VERSION:
+        raise ValueError(f"extension version {version}, this server has {p.EXTENSION_VERSION}")
+    if len(client_nonce) != trust.NONCE_BYTES or len(session) != trust.SESSION_BYTES:
+        raise ValueError("a nonce or session of the wrong size")
+    if peer.session and peer.session != session:
+        raise ValueError("the session of a connection does not change")
+    secret = peer.hub.secret
+    server_nonce, proof = b"", b""
+    if secret and not peer.is_sealed:
+        server_nonce = trust.new_nonce()
+        peer.transcript = trust.transcript(client_nonce, server_nonce, session, peer.hub.instance)
+        proof = trust.server_proof(secret, peer.transcript)
+    peer.hub.join_session(peer, session)
+    return p.pack_strings((peer.hub.instance, server_nonce, proof))
+
+
+def _proof(peer: Connection, tag: int, mac: bytes) -> None:
+    transcript, peer.transcript = peer.transcript, b""
+    secret = peer.hub.secret
+    if secret is None or peer.is_sealed:
+        raise ValueError("no proof is asked for")
+    if not transcript or not trust.is_equal(mac, trust.client_proof(secret, transcript)):
+        peer.answer(p.ERROR, tag, b"the secret is not this server's")
+        peer.flush()
+        peer.refuse("wrong secret")
+        return
+    peer.admit()
+    peer.seal(*stream_keys(secret, transcript))
+    peer.answer(p.OK, tag, b"")
+
+
+# Keys and queues.
+
+
+def _set(peer: Connection, _: int, key: bytes, value: bytes) -> bytes:
+    peer.state.set(key, value)
+    return b""
+
+
+def _compare_set(peer: Connection, _: int, key: bytes, expected: bytes, desired: bytes) -> bytes:
+    return peer.state.compare_set(key, expected, desired)
+
+
+def _get_if(peer: Connection, tag: int, key: bytes) -> bytes | None:
+    return _or_nothing(peer, tag, peer.state.values.get(key))
+
+
+def _or_nothing(peer: Connection, tag: int, found: bytes | None) -> bytes | None:
+    if found is None:
+        peer.answer(p.NOTHING, tag, b"")
+    return found
+
+
+def _add(peer: Connection, _: int, key: bytes, amount: int) -> bytes:
+    return p.pack_i64(peer.state.add(key, amount))
+
+
+def _check_each(peer: Connection, _: int, keys: list[bytes]) -> bytes:
+    return bytes(map(peer.state.is_present, keys))
+
+
+def _num_keys(peer: Connection, _: int) -> bytes:
+    return p.pack_i64(len(peer.state.values))
+
+
+def _delete(peer: Connection, _: int, key: bytes) -> bytes:
+    return p.pack_i64(int(peer.state.delete(key)))
+
+
+def _append(peer: Connection, _: int, key: bytes, value: bytes) -> bytes:
+    TORCH_HANDLERS[p.APPEND](peer, key, value)
+    return b""
+
+
+def _multi_set(peer: Connection, _: int, strings: list[bytes]) -> bytes:
+    TORCH_HANDLERS[p.MULTI_SET](peer, strings)
+    return b""
+
+
+def _push(peer: Connection, _: int, key: bytes, item: bytes) -> bytes:
+    peer.state.push(key, item)
+    return b""
+
+
+def _pop_if(peer: Connection, tag: int, key: bytes) -> bytes | None:
+    count, item = peer.state.pop(key, peer)
+    return _or_nothing(peer, tag, item if count else None)
+
+
+def _queue_len(peer: Connection, _: int, key: bytes) -> bytes:
+    return p.pack_i64(peer.state.queue_length(key))
+
+
+def _list_keys(peer: Connection, _: int) -> bytes:
+    return list_keys(peer)
+
+
+def _ping(_: Connection, __: int) -> bytes:
+    return b""
+
+
+# Waits. Each belongs to its tag, by which it is cancelled.
+
+
+def _demand_tag(peer: Connection, tag: int) -> None:
+    if not tag or peer.waiter_of(tag) is not None or tag in peer.watches:
+        raise ValueError(f"tag {tag} cannot wait: it is 0 or in use")
+    demand_room_to_wait(peer)
+
+
+def _wait(peer: Connection, tag: int, wants: Wants, keys: list[bytes]) -> bool:
+    """Return whether the keys are all there; else the tag waits."""
+    _demand_tag(peer, tag)
+    waiter = peer.state.wait(peer, wants, keys)
+    if waiter is not None:
+        waiter.tag = tag
+    return waiter is None
+
+
+def _await(peer: Connection, tag: int, keys: list[bytes]) -> bytes | None:
+    return b"" if _wait(peer, tag, Wants.WAKE, keys) else None
+
+
+def _await_get(peer: Connection, tag: int, key: bytes) -> bytes | None:
+    return peer.state.values[key] if _wait(peer, tag, Wants.VALUE, [key]) else None
+
+
+def _await_multi_get(peer: Connection, tag: int, keys: list[bytes]) -> bytes | None:
+    if not _wait(peer, tag, Wants.VALUES, keys):
+        return None
+    return peer.hub.pack_reply("multi_get", [peer.state.values[key] for key in keys])
+
+
+def _await_pop(peer: Connection, tag: int, key: bytes) -> bytes | None:
+    _demand_tag(peer, tag)
+    result = peer.state.wait_item(peer, key)
+    if isinstance(result, bytes):
+        return result
+    result.tag = tag
+    return None
+
+
+def _gather(
+    peer: Connection, tag: int, key: bytes, rank: int, world_size: int, value: bytes
+) -> None:
+    _arrive_as(peer, tag, Wants.GATHER, key, rank, world_size, value)
+
+
+def _arrive(peer: Connection, tag: int, key: bytes, rank: int, world_size: int) -> None:
+    _arrive_as(peer, tag, Wants.BARRIER, key, rank, world_size, b"")
+
+
+def _arrive_as(
+    peer: Connection, tag: int, wants: Wants, key: bytes, rank: int, world_size: int, value: bytes
+) -> None:
+    _demand_tag(peer, tag)
+    peer.state.arrive(peer, wants, key, rank, world_size, value).tag = tag
+
+
+def _cancel(peer: Connection, tag: int) -> None:
+    """Withdraw a wait or a watch; what is over has been answered already."""
+    waiter: Waiter | None = peer.waiter_of(tag)
+    if waiter is not None:
+        world_size, arrived, missing = peer.state.story_of(waiter)
+        peer.state.withdraw(waiter)
+        peer.answer(p.CANCELLED, tag, p.pack_integers((world_size, arrived, *missing)))
+    elif tag in peer.watches:
+        peer.hub.unwatch(peer, tag)
+        peer.answer(p.CANCELLED, tag, b"")
+
+
+def _watch(peer: Connection, tag: int, keys: list[bytes]) -> bytes:
+    _demand_tag(peer, tag)
+    peer.hub.watch(peer, tag, keys)
+    return b""
+
+
+# Leases.
+
+
+def _presence(peer: Connection, _: int, key: bytes, value: bytes, lease_ms: int) -> bytes:
+    if not peer.session:
+        raise ValueError("a presence needs a session: HELLO first")
+    if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
+        raise ValueError(f"a lease of {lease_ms} ms for {show_key(key)}")
+    peer.hub.leases.take(peer.session, key, value, lease_ms / 1000)
+    return b""
+
+
+def _beat(peer: Connection, _: int) -> bytes:
+    return p.pack_i64(peer.hub.leases.renew(peer.session))
+
+
+def _release(peer: Connection, _: int, key: bytes) -> bytes:
+    peer.hub.leases.release(peer.session, key)
+    return b""
+
+
+def _statistics(peer: Connection, _: int) -> bytes:
+    return peer.hub.statistics().to_json()
+
+
+_ACTS: Final[dict[int, Act]] = {
+    p.ACK_SET: _set,
+    p.ACK_COMPARE_SET: _compare_set,
+    p.GET_IF: _get_if,
+    p.ACK_ADD: _add,
+    p.CHECK_EACH: _check_each,
+    p.AWAIT: _await,
+    p.ACK_NUM_KEYS: _num_keys,
+    p.ACK_DELETE: _delete,
+    p.ACK_APPEND: _append,
+    p.AWAIT_MULTI_GET: _await_multi_get,
+    p.ACK_MULTI_SET: _multi_set,
+    p.CANCEL: _cancel,
+    p.ACK_PING: _ping,
+    p.ACK_PUSH: _push,
+    p.POP_IF: _pop_if,
+    p.ACK_QUEUE_LEN: _queue_len,
+    p.ACK_LIST_KEYS: _list_keys,
+    p.HELLO: _hello,
+    p.PROOF: _proof,
+    p.GATHER: _gather,
+    p.ARRIVE: _arrive,
+    p.AWAIT_GET: _await_get,
+    p.AWAIT_POP: _await_pop,
+    p.WATCH: _watch,
+    p.PRESENCE: _presence,
+    p.STATISTICS: _statistics,
+    p.BEAT: _beat,
+    p.RELEASE: _release,
+}
+
+# The function of each query byte, torch's and ours.
+HANDLERS: Final[dict[int, Callable[..., None]]] = {
+    **TORCH_HANDLERS,
+    **{query: _answering(act) for query, act in _ACTS.items()},
+}

@@ -1,0 +1,255 @@
+"""A client's use of our server: calls over one link, which is replaced when it breaks.
+
+`ask` sends a query that is answered at once, `wait` one that waits for others and is cancelled at
+the deadline, `write` one that is answered only by a refusal. What may be repeated without harm is
+marked `can_repeat` and continues over a new link, unless quiet writes may have been lost with the
+old one. A server that closes the connection twice without an answer is not asked a third time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from typing import Final, NoReturn
+
+from echelon.errors import StoreError, StoreTimeoutError
+from echelon.store import protocol as p
+from echelon.store.channel import Channel
+from echelon.store.deadline import Deadline
+from echelon.store.dialer import Dialer, call
+from echelon.store.forks import keep_from_children
+from echelon.store.link import Call, Link
+
+CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
+
+
+def show(key: bytes) -> str:
+    """Return a key as its user wrote it."""
+    return key.decode("utf-8", "replace")
+
+
+class WaitCancelledError(Exception):
+    """A wait ended at its deadline.
+
+    Attributes:
+        payload: what the server says of the round that was waited for.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__()
+        self.payload = payload
+
+
+class Session:
+    """Calls of one client, on whichever link is up. Safe from several threads."""
+
+    def __init__(self, dialer: Dialer, channel: Channel) -> None:
+        self.dialer = dialer
+        self._link: Link | None = Link(channel)
+        self._connecting = threading.Lock()
+        keep_from_children(self)
+
+    def descriptors(self) -> list[int]:
+        """Return the socket that a forked child must not hold."""
+        link = self._link
+        return [] if link is None else [link.channel.descriptor]
+
+    def close(self) -> None:
+        """Close the link; calls that wait in other threads fail."""
+        self.dialer.is_closed = True
+        link, self._link = self._link, None
+        if link is not None and self.dialer.is_in_its_process:
+            link.fail("the store was closed")
+        elif link is not None:
+            link.channel.close()
+
+    def link(self, operation: str, key: bytes, deadline: Deadline) -> Link:
+        """Return a link that was up a moment ago, connecting if there is none.
+
+        Raises:
+            StoreError: the store is closed, or belongs to another process.
+            StoreTimeoutError, StoreConnectionError: there is no server.
+        """
+        link = self._link
+        if link is not None and link.is_idle and self.dialer.is_in_its_process:
+            link.drain()  # it may have been cut while nothing was asked
+        if link is not None and link.problem is None and self.dialer.is_in_its_process:
+            if link.refusal is not None:
+                refusal, link.refusal = link.refusal, None
+                self._raise_refused(operation, key, f"an earlier write was refused: {refusal}")
+            return link
+        name = show(key)
+        self.dialer.check_usable(operation, name)
+        if not self._connecting.acquire(timeout=deadline.left_s):
+            raise self.dialer.timed_out(operation, name, deadline, "another thread connects")
+        try:
+            if self._link is link or self._link is None:
+                lost = 0 if link is None else link.num_unconfirmed
+                if link is not None and lost:
+                    self._link = None
+                    self._raise_lost(operation, key, link)
+                self._link = Link(self.dialer.connect(operation, name, deadline))
+            return self._link
+        finally:
+            self._connecting.release()
+
+    def ask(
+        self,
+        operation: str,
+        key: bytes,
+        query: int,
+        body: bytes,
+        deadline: Deadline,
+        *,
+        can_repeat: bool = False,
+    ) -> bytes | None:
+        """Send a query that is answered at once; return its payload, None for NOTHING.
+
+        Raises:
+            StoreError: the server refuses it.
+            StoreTimeoutError, StoreConnectionError: it was not answered.
+        """
+        for is_last in (not can_repeat, True):
+            link = self.link(operation, key, deadline)
+            started = None
+            try:
+                started = link.start(query, body, deadline)
+                link.finish(started, deadline)
+            except TimeoutError as error:
+                if started is not None:
+                    link.forget(started)
+                raise self._timed_out(operation, key, deadline, error) from None
+            except OSError:
+                if is_last or link.num_unconfirmed or link.refusal or self.dialer.is_closed:
+                    self._raise_lost(operation, key, link)
+                continue
+            except BaseException:
+                if started is not None:
+                    link.forget(started)
+                raise
+            return self._payload(operation, key, started)
+        raise AssertionError("unreachable")
+
+    def ask_all(
+        self, operation: str, key: bytes, queries: list[tuple[int, bytes]], deadline: Deadline
+    ) -> list[tuple[int, bytes]]:
+        """Send queries in one packet; return the status and payload of each answer.
+
+        Raises:
+            StoreTimeoutError, StoreConnectionError: they were not all answered.
+        """
+        link = self.link(operation, key, deadline)
+        calls: list[Call] = []
+        try:
+            calls = link.send_all(queries, deadline)
+            for one in calls:
+                link.finish(one, deadline)
+        except TimeoutError as error:
+            raise self._timed_out(operation, key, deadline, error) from None
+        except OSError:
+            self._raise_lost(operation, key, link)
+        finally:
+            for one in calls:
+                if one.status is None:
+                    link.forget(one)
+        return [(one.status or 0, one.payload) for one in calls]
+
+    def write(
+        self, operation: str, key: bytes, query: int, body: bytes, deadline: Deadline
+    ) -> None:
+        """Send a query that is answered only if it is refused, then by the next call's error."""
+        link = self.link(operation, key, deadline)
+        try:
+            link.write(query, body, deadline)
+        except TimeoutError as error:
+            raise self._timed_out(operation, key, deadline, error) from None
+        except OSError:
+            self._raise_lost(operation, key, link)
+
+    def wait(
+        self,
+        operation: str,
+        key: bytes,
+        query: int,
+        body: bytes,
+        deadline: Deadline,
+        *,
+        can_repeat: bool = False,
+    ) -> bytes:
+        """Send a query that waits for others; return its payload.
+
+        Raises:
+            WaitCancelledError: the deadline passed and the server withdrew the wait.
+            StoreError: as `ask`.
+        """
+        for is_last in (not can_repeat, False, True):
+            link = self.link(operation, key, deadline)
+            waiting = None
+            try:
+                waiting = link.start(query, body, deadline)
+                try:
+                    link.finish(waiting, deadline)
+                except TimeoutError:
+                    grace = Deadline(CANCEL_S)
+                    link.cancel(waiting, grace)
+                    link.finish(waiting, grace)
+            except TimeoutError as error:
+                if waiting is not None:
+                    link.forget(waiting)
+                raise self._timed_out(operation, key, deadline, error) from None
+            except OSError:
+                can_go_on = deadline.left_s > 0 and not link.refusal
+                if is_last or not can_go_on or self.dialer.is_closed:
+                    self._raise_lost(operation, key, link)
+                continue
+            except BaseException:
+                if waiting is not None:  # interrupted: nobody will take what it waits for
+                    link.forget(waiting)
+                    with contextlib.suppress(OSError):
+                        link.cancel(waiting, Deadline(CANCEL_S))
+                raise
+            if waiting.status == p.CANCELLED:
+                raise WaitCancelledError(waiting.payload)
+            payload = self._payload(operation, key, waiting)
+            assert payload is not None
+            return payload
+        raise AssertionError("unreachable")
+
+    # Failures.
+
+    def _payload(self, operation: str, key: bytes, done: Call) -> bytes | None:
+        if done.status == p.OK:
+            return done.payload
+        if done.status != p.NOTHING:
+            self._raise_refused(operation, key, done.payload.decode("utf-8", "replace"))
+        return None
+
+    def _raise_refused(self, operation: str, key: bytes, why: str) -> NoReturn:
+        name = show(key)
+        raise StoreError(
+            f"{call(operation, name)} on {self.dialer.endpoint}: {why}",
+            key=name or None,
+            endpoint=self.dialer.endpoint,
+        )
+
+    def _timed_out(
+        self, operation: str, key: bytes, deadline: Deadline, error: TimeoutError
+    ) -> StoreTimeoutError:
+        return self.dialer.timed_out(operation, show(key), deadline, str(error))
+
+    def _raise_lost(self, operation: str, key: bytes, link: Link) -> NoReturn:
+        num_unconfirmed = link.take_unconfirmed()
+        if link.refusal is not None:
+            why = f"the server closed the connection: {link.refusal}"
+        else:
+            why = f"the connection broke ({link.problem})"
+        raise self.dialer.lost(operation, show(key), why, num_unconfirmed)
+
+
+_U64 = struct.Struct("<Q")
+
+
+def one_key(wire: bytes) -> bytes:
+    """Return the body of a query about one key."""
+    return _U64.pack(len(wire)) + wire
