@@ -89,6 +89,7 @@ class RankEvidence:
     seen_ns: int = 0  # when the rank was last looked at, on rank 0's clock; 0: not known
     # Group -> number of the last collective entered, where counters tell it beside the rows.
     entered: Mapping[int, int] = field(default_factory=dict)
+    completed: Mapping[int, int] = field(default_factory=dict)  # the same of the last completed
 
     @property
     def offset_ns(self) -> int:

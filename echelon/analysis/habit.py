@@ -9,10 +9,12 @@ clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from echelon.analysis.evidence import Evidence, RankEvidence
+from echelon.analysis.streams import Streams
 
 _MAX_ROWS = 4096
 _HABITUAL = 0.2  # a share below this: the records do not reach back far enough
@@ -20,9 +22,9 @@ _CLEARLY = 1.25  # by how much the next rank must be more habitual
 _FIELDS = ("group", "call", "site", "peer")
 
 
-def habit_length(facts: RankEvidence) -> int:
-    """Return how many of a rank's latest calls, at its end, it made before in the same order."""
-    rows = facts.rows[-_MAX_ROWS:]
+def habit_length(rows: npt.NDArray[Any]) -> int:
+    """Return how many of the latest calls, at the end, were made before in the same order."""
+    rows = rows[-_MAX_ROWS:]
     if len(rows) < 2:
         return 0
     columns = np.stack([rows[name].astype(np.int64) for name in _FIELDS])
@@ -37,13 +39,22 @@ def habit_length(facts: RankEvidence) -> int:
     return length
 
 
-def least_habitual(evidence: Evidence, ranks: Iterable[int]) -> int | None:
-    """Return the one rank whose latest calls are the newest to it, None if no rank stands out."""
+def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
+    """Return the one rank whose calls up to its head are the newest to it.
+
+    None if no rank stands out. What a rank enqueued behind its head says nothing of how it got
+    there.
+    """
     known = sorted(
-        (habit_length(evidence.ranks[rank]) / max(1, len(evidence.ranks[rank].rows)), rank)
+        (habit_length(rows) / max(1, len(rows)), rank)
         for rank in ranks
-        if rank in evidence.ranks
+        if rank in streams.evidence.ranks and len(rows := _up_to_head(streams, rank))
     )
     if len(known) < 2 or known[0][0] * _CLEARLY > known[1][0] or known[1][0] < _HABITUAL:
         return None
     return known[0][1]
+
+
+def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
+    rows, head = streams.evidence.ranks[rank].rows, streams.heads.get(rank)
+    return rows if head is None else rows[: max(head.rows) + 1]

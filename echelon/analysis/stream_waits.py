@@ -33,6 +33,9 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
     through = set(completed)
     rows = [evidence.ranks[head.rank].rows[head.rows[0]] for head in heads]
     names = [evidence.call(row).operation for row in rows]
+    is_vague = place[0] in evidence.vague_groups
+    if is_vague and not others:
+        others = silent_ranks(streams)
     is_proven = any(name not in ROOTED for name in names) and bool(completed)
     return Wait(
         group=group.name,
@@ -43,9 +46,14 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
         since_ns=min(int(row["created_ns"]) for row in rows),
         completed=tuple(sorted(completed)),
         members=len(group.ranks),
-        vague=place[0] in evidence.vague_groups,
+        vague=is_vague,
         gave_up=any(evidence.error(row) for row in rows),
     )
+
+
+def silent_ranks(streams: Streams) -> list[int]:
+    """Return the ranks whose dumps hold no operation: of a vague group they may be members."""
+    return [rank for rank, facts in streams.evidence.ranks.items() if not len(facts.rows)]
 
 
 def _message_waits(streams: Streams, head: Head) -> Iterator[Wait]:

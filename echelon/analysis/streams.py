@@ -147,7 +147,7 @@ class Streams:
         """Return from which row on two ranks' messages correspond; None if not known."""
         key = (rank, peer, group)
         if key not in self._origins:
-            if self._is_whole(rank, group) and self._is_whole(peer, group):
+            if self.is_whole(rank, group) and self.is_whole(peer, group):
                 self._origins[key] = (0, 0)
             else:
                 self._origins[key] = self._meeting(rank, peer)
@@ -168,7 +168,7 @@ class Streams:
             known = self._done[rank] = dict(zip(places, done.tolist(), strict=True))
         return known
 
-    def _is_whole(self, rank: int, group: int) -> bool:
+    def is_whole(self, rank: int, group: int) -> bool:
         """Tell whether a rank lists every launch of messages in a group since the first."""
         known = self._whole.get((rank, group))
         if known is None:
@@ -242,9 +242,13 @@ class Streams:
         if entered <= sequence:
             return False
         first = min(self.pending[rank].get(group, frozenset()), default=entered + 1)
+        rows = self.evidence.ranks[rank].rows
+        done = self.evidence.ranks[rank].completed.get(group)
+        if done is not None:  # a ring that has wrapped may have lost pending ones
+            listed = rows[(rows["group"] == group) & (rows["state"] == State.COMPLETED)]["sequence"]
+            first = min(first, max(done, int(listed.max(initial=0))) + 1)
         if first - 1 <= sequence:
             return False
-        rows = self.evidence.ranks[rank].rows
         mine = rows[(rows["group"] == group) & (rows["sequence"] > sequence)]
         early = {int(n) for n in mine["sequence"][self._rooted[mine["call"]]]}
         return any(number not in early for number in range(sequence + 1, first))

@@ -46,6 +46,11 @@ def add_torch(builder: EvidenceBuilder, files: Sequence[tuple[int, Path]], world
             for name in ("created_ns", "started_ns", "ended_ns"):
                 rows[name] += np.where(rows[name] > 0, shift, 0)
         entered = {int(numbers[g]): n for g, n in groups.entered.get(rank, {}).items()}
+        completed = {int(numbers[g]): n for g, n in groups.completed.get(rank, {}).items()}
         builder.ranks[rank] = replace(
-            facts, rows=rows, seen_ns=facts.identity.wall_ns + shift, entered=entered
+            facts,
+            rows=rows,
+            seen_ns=facts.identity.wall_ns + shift,
+            entered=entered,
+            completed=completed,
         )

@@ -147,6 +147,7 @@ class TorchLoader:
                 rows=read.rows,
                 identity=Identity(rank=rank, world_size=groups.world_size),
                 entered=groups.entered.get(rank, {}),
+                completed=groups.completed.get(rank, {}),
             )
         return Evidence(
             world_size=groups.world_size,
@@ -180,6 +181,7 @@ class TorchGroups:
         self.groups: list[Group] = []
         self.vague: set[int] = set()
         self.entered: dict[int, dict[int, int]] = {}  # rank -> group -> collectives
+        self.completed: dict[int, dict[int, int]] = {}
         self._pairs = pairs
         self._index: dict[tuple[str, str, tuple[int, ...]], int] = {}
         self._recorded: dict[int, list[int]] = {}
@@ -223,12 +225,16 @@ class TorchGroups:
         for rank, number, collectives in tops:
             self.entered.setdefault(rank, {})[number] = collectives
         for read in files:
+            if not all(name for name, _ in read.counters.names):
+                continue  # Gloo's: its counter moves with messages too, which it does not record
             mine = self.entered.setdefault(read.rank, {})
             for local, (name, desc) in join_numbers(read.counters, described, pairs).items():
                 found = self._index.get((name, desc, read.members.get(name, ())))
                 if found is None or found in with_messages or local not in read.counters.status:
                     continue
-                mine[found] = max(mine.get(found, 0), read.counters.status[local][0])
+                last, completed = read.counters.status[local]
+                mine[found] = max(mine.get(found, 0), last)
+                self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def _number(self, read: TorchRank, pair: int) -> int:
         name, desc = self._pairs[pair]

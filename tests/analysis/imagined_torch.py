@@ -21,6 +21,8 @@ class TorchRank:
             "0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(world_size)))}
         }
         self.version = "2.10"
+        self.status: dict[str, dict[str, int]] = {}
+        self.only_active = False
 
     def call(
         self,
@@ -78,9 +80,9 @@ class TorchRank:
         return self.call(f"recv {self.rank}<-{source}", p2p=True, state=state, **how)
 
     def top(self) -> dict[str, object]:
-        status = {
+        status = self.status or {
             name: {
-                "last_enqueued_collective": counts[2],
+                "last_enqueued_collective": counts[2 if self.backend == "gloo" else 0] or counts[1],
                 "last_started_collective": -1,
                 "last_completed_collective": -1,
             }
@@ -90,7 +92,11 @@ class TorchRank:
             "version": self.version,
             "pg_config": self.config,
             "pg_status": status,
-            "entries": self.entries,
+            "entries": [
+                one
+                for one in self.entries
+                if not (self.only_active and one["time_discovered_completed_ns"])
+            ],
         }
 
 

@@ -11,6 +11,7 @@ from echelon.analysis.rules.stuck import wait_line
 from echelon.analysis.waits import Wait, WaitGraph
 
 _MAX_TRIED = 32
+_SMALL_RING = 8
 
 
 def find_desync(picture: Picture) -> list[Finding]:
@@ -24,7 +25,7 @@ def find_desync(picture: Picture) -> list[Finding]:
     first = waits[0]
     odd = _breaker(waits, members)
     if odd is None and picture.streams is not None:
-        odd = least_habitual(picture.evidence, ring)
+        odd = least_habitual(picture.streams, ring)
     if odd is not None:
         return [_describe_odd(picture, odd, ring, waits)]
     groups = sorted({wait.group for wait in waits})
@@ -38,7 +39,7 @@ def find_desync(picture: Picture) -> list[Finding]:
         Finding(
             cause=Cause.ORDER_DESYNC,
             culprit_ranks=ring,
-            confidence=Confidence.CERTAIN,
+            confidence=_sureness(picture, ring, waits),
             group=first.group,
             operation=first.operation,
             sequence=first.number,
@@ -48,6 +49,14 @@ def find_desync(picture: Picture) -> list[Finding]:
             next_action=f"Call the operations of {what} in the same order on every rank.",
         )
     ]
+
+
+def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
+    """Say how sure a ring as a whole is: with messages, or of many ranks, most are fallout."""
+    if picture.streams is None:
+        return Confidence.CERTAIN
+    has_messages = any(wait.is_p2p for wait in waits)
+    return Confidence.POSSIBLE if has_messages or len(ring) > _SMALL_RING else Confidence.CERTAIN
 
 
 def _breaker(waits: list[Wait], ring: set[int]) -> int | None:

@@ -7,7 +7,7 @@ device: something before the operation never ended there.
 
 from __future__ import annotations
 
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
 from echelon.analysis.streams import Head, Streams
@@ -73,6 +73,7 @@ def _describe(picture: Picture, streams: Streams, late: dict[int, Head]) -> Find
             f"{rank_list(ranks)}: {name} is the first pending operation, and only scheduled",
             f"{rank_list(others)}: {name} has started",
         ),
+        scope=Scope.SHARED,
         fallout_ranks=picture.fallout(ranks),
         would_settle=(f"the kernels that run on the device of {rank_list(ranks)}, and its errors",),
         next_action=f"Look at the device of {rank_list(ranks)} and at the kernels enqueued before "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from echelon.analysis.calls import Call
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.habit import least_habitual
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
@@ -113,6 +113,7 @@ def _describe_unequal(picture: Picture, one: _Side, other: _Side, odd: _Side | N
         operation=(odd or one).call.operation,
         summary=f"{one} {sent}, while {other} {received}: the pair never matches",
         evidence=tuple(lines),
+        scope=Scope.SHARED,
         fallout_ranks=picture.fallout(culprits),
         would_settle=() if odd is not None else ("what each side passed in earlier steps",),
         next_action=f"Compare the {noun} that {rank_list(ranks)} compute for this exchange.",
@@ -139,7 +140,7 @@ def _wrong_peer(picture: Picture, streams: Streams) -> list[Finding]:
     for message in lonely:
         if _is_strange(streams, message):
             return [_describe_wrong(picture, streams, message, None)]
-        if message.peer not in streams.heads or _has_exchanged(streams, message):
+        if message.peer not in streams.heads or not _is_novel(streams, message):
             continue
         for other in wanted.get((message.rank, not message.is_send), []):
             if other.rank != message.peer and _has_exchanged(streams, other, or_nothing=True):
@@ -164,6 +165,17 @@ def _is_strange(streams: Streams, message: Message) -> bool:
     others = own[_messages(own, group) & (own["peer"] != message.peer)]
     return sum(streams.is_send(row) == message.is_send for row in others) > 1 and (
         np.count_nonzero(_with_peer(own, group, message.peer)) == 1
+    )
+
+
+def _is_novel(streams: Streams, message: Message) -> bool:
+    """Tell whether a rank never exchanged this with this peer, as far as its record can show."""
+    if _has_exchanged(streams, message):
+        return False
+    theirs = streams.evidence.ranks[message.peer].rows
+    group = message.way[0]
+    return streams.is_whole(message.rank, group) or not bool(
+        _with_peer(theirs, group, message.rank).any()
     )
 
 
@@ -204,6 +216,7 @@ def _describe_wrong(
         summary=f"{one}, as never before, and rank {message.peer} has posted nothing for it"
         + "".join(f", while {its}" for its in beside),
         evidence=(f"{one}: rank {message.peer} has posted no counterpart", *beside),
+        scope=Scope.SHARED,
         fallout_ranks=picture.fallout((message.rank,)),
         next_action=f"Look at how rank {message.rank} computes its peer for this exchange.",
     )
@@ -222,7 +235,7 @@ def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
     ]
     if not waits:
         return []
-    short = least_habitual(picture.evidence, ring)
+    short = least_habitual(streams, ring)
     if short not in {message.peer for message in waits}:
         short = None
     if short is None:
@@ -246,6 +259,7 @@ def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
                 f"{one}: rank {message.peer} has posted no counterpart",
                 f"rank {message.peer} waits in turn, for what rank {message.rank} holds up",
             ),
+            scope=Scope.SHARED,
             fallout_ranks=picture.fallout(culprits),
             would_settle=()
             if short is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 
 from echelon.analysis.calls import Call
-from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
 from echelon.analysis.streams import Head, Streams
@@ -70,6 +70,7 @@ def _describe(picture: Picture, streams: Streams, head: Head) -> Finding:
         f"'{group.name}'{at} with an input of {inputs} and an output of {outputs}: the {larger} "
         f"of {len(group.ranks)} ranks must hold {len(group.ranks)} times the {smaller}",
         evidence=(f"{rank_list(ranks)}: input {inputs}, output {outputs}, and none completed it",),
+        scope=Scope.GROUP,
         fallout_ranks=picture.fallout(ranks),
         next_action=f"Correct the size of the {larger}{at}; all ranks pass the same wrong one.",
     )
