@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,17 +24,17 @@ from echelon.launcher import decide
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.link import Link, LocalLink, Mailbox
 from echelon.launcher.coordinator import Coordinator
-from echelon.launcher.explain import explain
+from echelon.launcher.explain import explain_now
 from echelon.launcher.meeting import StoreProcess
 from echelon.launcher.node import NodeAgent
 from echelon.launcher.options import Options
 from echelon.launcher.output import Terminal
+from echelon.launcher.patience import UNKILLABLE_S, Asked, UserRequest
 from echelon.launcher.report import Report
 from echelon.launcher.rundir import RunDirectory
 from echelon.launcher.workers import Workers
 
 _LOOP_S = 0.5
-_ALONE_GRACE_S = 2.0  # for workers whose coordinator is gone
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lightning
 _LOOPBACK = "127.0.0.1"
@@ -47,15 +47,17 @@ def run(options: Options) -> int:
         LaunchError: it cannot be started.
     """
     directory = RunDirectory(options.run_dir, options.rdzv_id)
+    _raise_descriptor_limit()
+    terminal = Terminal(as_json=options.logs.as_json, fold=options.logs.fold)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(contextlib.closing(Workers()))
         signals = stack.enter_context(_caught_signals({*options.signals, *_PASSED_SIGNALS}))
         for note in options.notes:
-            _say(note)
+            terminal.say(note)
         meeting = options.rendezvous
         if meeting is None or meeting.is_host:
-            return _host(options, directory, guard, signals, stack)
-        return _take_part(options, directory, guard, signals, stack)
+            return _host(options, directory, guard, signals, terminal, stack)
+        return _take_part(options, directory, guard, signals, terminal, stack)
 
 
 def _host(
@@ -63,6 +65,7 @@ def _host(
     directory: RunDirectory,
     guard: Workers,
     signals: int,
+    terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
     """Host the job: coordinator, store, and this node's workers."""
@@ -93,7 +96,7 @@ def _host(
         )
         stack.callback(server.close)
         if options.tls is None and not meeting.stays_here:
-            _say("control messages are authenticated, not encrypted: see --rdzv-cert")
+            terminal.say("control messages are authenticated, not encrypted: see --rdzv-cert")
 
     def send(node: str, command: m.Command) -> None:
         if node == options.node_name:
@@ -103,26 +106,28 @@ def _host(
             if isinstance(command, m.Over):
                 server.hang_up(node)
 
-    terminal = _terminal(options)
-    coordinator = Coordinator(options, directory, report, store, send, terminal.say)
+    coordinator = Coordinator(options, directory, report, store, send, terminal)
+    stack.callback(coordinator.close)
     agent = _Agent(options, directory, guard, signals, link, terminal, coordinator, events)
     link.send(_hello(options))
-    _say(
+    terminal.say(
         f"{_ranks(options)}{_nodes(options)}; run directory {directory.shown}"
         f"{agent.where_rings_lie}"
     )
     try:
         agent.run()
-    except LaunchError as err:
+    except Exception as err:
         report.ended_by, report.exit_code = decide.EndedBy.AGENT, 1
-        report.error = str(err)
-        _say(f"ended: {err}")
+        report.error = str(err) if isinstance(err, LaunchError) else f"{type(err).__name__}: {err}"
+        terminal.say(f"ended: {report.error}")
+        if not isinstance(err, LaunchError | OSError):
+            raise  # a defect of the launcher: its traceback is wanted
     finally:
         agent.close()
         try:
             report.write(directory.path / "report.json")
         except OSError as err:
-            _say(f"report.json cannot be written: {err.strerror or err}")
+            terminal.say(f"cannot write report.json: {err.strerror or err}")
     return report.exit_code
 
 
@@ -131,6 +136,7 @@ def _take_part(
     directory: RunDirectory,
     guard: Workers,
     signals: int,
+    terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
     """Run this node's workers for a coordinator elsewhere."""
@@ -151,26 +157,28 @@ def _take_part(
         lost_after_s=options.conf.lost_after_s,
     )
     stack.callback(link.close)
-    agent = _Agent(options, directory, guard, signals, link, _terminal(options), None, None)
-    _say(f"joining {meeting.address} with {_ranks(options)}")
+    agent = _Agent(options, directory, guard, signals, link, terminal, None, None)
+    terminal.say(f"joining {meeting.address} with {_ranks(options)}")
     try:
         agent.run()
-    except LaunchError as err:
-        _say(f"ended: {err}")
+    except (LaunchError, OSError) as err:
+        terminal.say(f"ended: {err}")
         return 1
     finally:
         agent.close()
     if agent.over is None:
-        return _leave_alone(agent, directory, f"coordinator node lost ({link.lost_because})")
+        why = f"lost the coordinator node ({link.lost_because})"
+        return _leave_alone(agent, directory, terminal, why)
     if agent.over.text:
-        _say(agent.over.text)
+        terminal.say(agent.over.text)
     return agent.over.exit_code
 
 
-def _leave_alone(agent: _Agent, directory: RunDirectory, why: str) -> int:
-    _say(why)
+def _leave_alone(agent: _Agent, directory: RunDirectory, terminal: Terminal, why: str) -> int:
+    terminal.say(why)
     if agent.own_incident is not None:
-        explain(agent.own_incident, directory.shown / "dump" / agent.own_incident.name, {})
+        shown = directory.shown / "dump" / agent.own_incident.name
+        terminal.write_error(explain_now(agent.own_incident, shown, terminal.error_columns).text)
     return 1
 
 
@@ -194,6 +202,7 @@ class _Agent:
         self._terminal = terminal
         self._coordinator = coordinator
         self._events = events
+        self._user = UserRequest()
         self._selector = selectors.DefaultSelector()
         self._node = NodeAgent(
             options, directory, guard, self._selector, link.send, terminal, self._pump
@@ -216,14 +225,19 @@ class _Agent:
         next_look_s = 0.0
         while self.over is None:
             if not self._obey():
-                self._stop_alone()
+                self._stop_alone("coordinator node lost")
+                return
+            if self._user.deadline_s() <= time.monotonic():
+                self._terminal.say("the coordinator does not react; this node stops alone")
+                self._stop_alone("stopped by the user")
+                self._end_as_asked()
                 return
             until = self._coordinate()
             if time.monotonic() >= next_look_s:
                 self._node.look()
                 next_look_s = time.monotonic() + look_s
             self._node.tick()
-            until = min(until, next_look_s, self._node.deadline_s())
+            until = min(until, next_look_s, self._node.deadline_s(), self._user.deadline_s())
             self._pump(max(0.0, until - time.monotonic()))
 
     def _coordinate(self) -> float:
@@ -245,15 +259,30 @@ class _Agent:
 
     def _pump(self, timeout_s: float) -> None:
         """Pass on output and take in the guard's news and signals, for at most this long."""
-        for key, _ in self._selector.select(timeout_s):
+        ready = [key for key, _ in self._selector.select(timeout_s)]
+        # The user's signals first: ranks that got the same one have not failed.
+        ready.sort(key=lambda key: key.fd != self._signals)
+        for key in ready:
             key.data()
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 256):
-            if number in _STOPPING_SIGNALS:
-                self._link.send(m.StopAsked(number=number))
-            else:
+            if number not in _STOPPING_SIGNALS:
                 self._node.pass_on(number)
+                continue
+            asked = self._user.on(number, time.monotonic())
+            if asked is Asked.HURRY:
+                self._terminal.say("interrupted again: ending this node's workers now")
+                self._node.kill()
+            elif asked is Asked.STOP:
+                if self._link.is_connected:
+                    self._link.send(m.StopAsked(number=number))
+                else:
+                    self._end_as_asked()
+
+    def _end_as_asked(self) -> None:
+        code = 128 + self._user.first
+        self.over = m.Over(exit_code=code, ended_by=decide.EndedBy.SIGNAL.value)
 
     def _obey(self) -> bool:
         """Carry out commands; return False once the coordinator is gone."""
@@ -267,37 +296,39 @@ class _Agent:
         node = self._node
         if isinstance(command, m.Start):
             node.start(command)
-        elif isinstance(command, m.Signal):
-            node.signal(command.number)
+        elif isinstance(command, m.Stop):
+            self._user.answer()
+            node.stop(command)
+        elif isinstance(command, m.Kill):
+            node.kill()
         elif isinstance(command, m.Collect):
             node.collect(command)
         elif isinstance(command, m.ClearUp):
             node.clear_up()
         elif isinstance(command, m.Show):
-            self._terminal.end_live()
-            print(command.text, file=sys.stderr, flush=True)
+            self._terminal.write_error(command.text)
         elif isinstance(command, m.TellStatus):
             node.tell_status(command.visitor)
         elif isinstance(command, m.Over):
             self.over = command
 
-    def _stop_alone(self) -> None:
-        """The coordinator is gone: keep what can be known here, and end this node's workers."""
+    def _stop_alone(self, why: str) -> None:
+        """Without a coordinator: keep what can be known here, and end this node's workers.
+
+        They have the same time to save as always.
+        """
         if not self._node.has_workers:
             return
         with contextlib.suppress(OSError):
-            self.own_incident = self._node.collect_alone("coordinator node lost")
-        deadline_s = time.monotonic() + _ALONE_GRACE_S
-        self._node.signal(signal.SIGTERM)
-        self._node.signal(signal.SIGCONT)
+            self.own_incident = self._node.collect_alone(why)
+        grace_ms = int(self._options.shutdown_timeout_s * 1000)
+        self._node.stop(m.Stop(number=signal.SIGTERM, grace_ms=grace_ms, urgent=True))
+        deadline_s = time.monotonic() + grace_ms / 1e3 + UNKILLABLE_S + _LOOP_S
         while self._node.has_workers and time.monotonic() < deadline_s:
-            self._pump(max(0.0, deadline_s - time.monotonic()))
-        self._node.signal(signal.SIGKILL)
+            self._node.tick()
+            until = min(deadline_s, self._node.deadline_s(), time.monotonic() + _LOOP_S)
+            self._pump(max(0.0, until - time.monotonic()))
         self._node.clear_up()
-
-
-def _terminal(options: Options) -> Terminal:
-    return Terminal(as_json=options.logs.as_json, fold=options.logs.fold)
 
 
 def _hello(options: Options) -> m.Hello:
@@ -324,7 +355,9 @@ def _nodes(options: Options) -> str:
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
     """Turn signals into bytes on a pipe, one a signal; yield its read end."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    # One that is ignored stays so: nohup, or a shell's background job.
+    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heeded}
     wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield read_end
@@ -336,5 +369,8 @@ def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
         os.close(write_end)
 
 
-def _say(text: str) -> None:
-    print(f"echelon: {text}", file=sys.stderr, flush=True)
+def _raise_descriptor_limit() -> None:
+    """Use all descriptors that are allowed: a rank needs four, a node one, a shell allows 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -88,6 +88,13 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         help="seconds between SIGTERM and SIGKILL when workers are stopped (default 10)",
     )
     job.add_argument(
+        "--stdin-rank",
+        type=whole,
+        default=default("stdin_rank", "-1"),
+        metavar="R",
+        help="the rank that reads the launcher's standard input (default: none does)",
+    )
+    job.add_argument(
         "--signals-to-handle",
         type=signals,
         default=default("signals_to_handle", _STOPPING),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.report import Incident
+from echelon.launcher.report import Ended, Incident
 from echelon.launcher.rundir import RunDirectory, write_json
 
 
@@ -19,6 +19,7 @@ class Collection:
 
     Attributes:
         waiting: the nodes that have not sent everything yet.
+        is_overtaken: ranks have made progress since it began.
 
     Raises:
         OSError: the folder cannot be made.
@@ -38,7 +39,9 @@ class Collection:
         self.waiting = set(nodes)
         self.deadline_s = deadline_s
         self._directory = directory
-        self._kind, self._reason, self._attempt = kind, reason, attempt
+        self.kind = kind
+        self.is_overtaken = False
+        self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
         self._present: set[int] = set()  # ranks whose black box has come
 
@@ -73,6 +76,7 @@ class Collection:
         world_size: int,
         why_absent: Callable[[int], str],
         ranks_lost: Sequence[int],
+        ended: Iterable[Ended],
     ) -> Incident:
         """Describe the incident in its folder, and show it.
 
@@ -85,7 +89,7 @@ class Collection:
             self._folder / "incident.json",
             {
                 "format": 1,
-                "kind": self._kind,
+                "kind": self.kind,
                 "number": self.number,
                 "attempt": self._attempt,
                 "world_size": world_size,
@@ -93,11 +97,12 @@ class Collection:
                 "reason": self._reason,
                 "ranks_present": sorted(self._present),
                 "ranks_lost": list(ranks_lost),
+                "ended": [[one.rank, one.code, one.order] for one in ended],
                 "ranks_absent": {str(rank): why_absent(rank) for rank in absent},
             },
         )
         folder = self._directory.complete_incident(self.number, self._folder)
-        return Incident(folder, self._kind, self._attempt, self._reason)
+        return Incident(folder, self.kind, self._attempt, self._reason)
 
     def close(self) -> None:
         """Close the files.

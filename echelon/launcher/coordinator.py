@@ -1,10 +1,11 @@
 """The coordinator: gathers the nodes, starts worlds, collects incidents, and ends the job.
 
-It lives on the node that owns the endpoint, on that agent's loop, and hears of nodes only through
-messages: its own node is one of them. What to do is decided by pure classes (`Roster`: who takes
-part; `decide.Attempt`: what a world's events ask for; `StallRule`: what counts as a stall); this
-carries it out, one action after the other. While an incident is being collected, later actions
-wait: workers are not stopped before their stacks are read.
+It lives on the node that owns the endpoint, on that agent's loop, and learns of nodes only through
+messages: its own node is one of them. What to do is decided by pure classes (`Roster`: which nodes
+take part; `decide.Attempt`: what a world's events ask for; `StallRule`: what counts as a stall);
+this carries it out. Each node reads its ranks' stacks before it stops them, so a stop is sent at
+once, also while an incident is being collected; only the end of an attempt waits for that. Verdicts
+arrive when they are ready (`Verdicts`); a restart does not wait for them.
 
 The order in which failures count is the order in which they arrive here, never a clock's.
 """
@@ -12,6 +13,7 @@ The order in which failures count is the order in which they arrive here, never 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,18 +24,21 @@ from echelon.launcher import decide
 from echelon.launcher.collection import Collection
 from echelon.launcher.control import messages as m
 from echelon.launcher.decide import EndedBy
-from echelon.launcher.explain import Explanation, explain
 from echelon.launcher.meeting import MeetingPlace
 from echelon.launcher.options import Options
-from echelon.launcher.report import EXIT_STALL, Incident, Report, exit_code
+from echelon.launcher.output import Terminal
+from echelon.launcher.report import EXIT_STALL, Report, exit_code
 from echelon.launcher.roster import Node, Roster
 from echelon.launcher.rundir import RunDirectory
+from echelon.launcher.verdicts import Verdicts
 from echelon.launcher.world import World
 from echelon.recorder.watchdog import StallRule
 
 _COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
+_HURRIED_S = 5.0  # the same once the user has asked to stop
 _CLEAR_S = 8.0
-_IDLE_S = 3600.0
+_LOOK_S = 0.5
+_VERDICT_S = 120.0  # for the analyses at the end of the job
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
 
 Send = Callable[[str, m.Command], None]
@@ -49,14 +54,15 @@ class Coordinator:
         report: Report,
         meeting: MeetingPlace,
         send: Send,
-        say: Callable[[str], None],
+        terminal: Terminal,
     ) -> None:
         self._options = options
         self._directory = directory
         self._report = report
         self._meeting = meeting
         self._send = send
-        self._say = say
+        self._say = terminal.say
+        self._verdicts = Verdicts(directory, terminal, self._show_others)
         self._roster = Roster(
             options.min_nodes,
             options.max_nodes,
@@ -72,18 +78,32 @@ class Coordinator:
         self._restarts = 0
         self._started_s = time.monotonic()
         self._stop_signal = 0
+        self._look_s = min(_LOOK_S, options.stall_timeout_s / 5)
+        self._next_look_s = 0.0
+        self._ending: tuple[World, decide.EndAttempt] | None = None  # waits for verdicts
+        self._ending_deadline_s = 0.0
         self.is_over = False
 
     def deadline_s(self) -> float:
         """Return when `step` must be called again, at the latest."""
-        if self._collection is not None:
-            return self._collection.deadline_s
+        return min(self._verdicts.deadline_s(), self._own_deadline_s())
+
+    def _own_deadline_s(self) -> float:
+        if self._ending is not None:
+            return self._ending_deadline_s
         world = self._world
         if world is None:
             return self._roster.deadline_s()
+        due = self._next_look_s
+        if self._collection is not None:
+            due = min(due, self._collection.deadline_s)
         if world.clearing is not None:
-            return world.clear_deadline_s
-        return world.attempt.deadline_s or time.monotonic() + _IDLE_S
+            return min(due, world.clear_deadline_s)
+        return min(due, world.attempt.deadline_s or float("inf"))
+
+    def close(self) -> None:
+        """End analyses that still run."""
+        self._verdicts.close()
 
     # ---- what comes in ----
 
@@ -94,7 +114,7 @@ class Coordinator:
         elif isinstance(event, m.Left):
             self._leave(node, event.reason)
         elif isinstance(event, m.StopAsked):
-            self._stop(event.number)
+            self._stop(node, event.number)
         elif isinstance(event, m.DumpPart):
             self._keep_part(event)
         elif isinstance(event, m.Harvested):
@@ -105,19 +125,23 @@ class Coordinator:
         elif isinstance(event, m.Statuses):
             self._send(event.visitor, event)
         elif isinstance(event, m.CheckIn):
-            busy = "a job is here already: see `echelon status`"
+            busy = "another job is already running at this endpoint: see `echelon status`"
             self._send(node, m.Over(exit_code=1, ended_by="agent", text=busy))
-        elif isinstance(event, m.WorkerEnded | m.Sights | m.Idle):
+        elif isinstance(event, m.WorkerEnded | m.Sights | m.Unkillable | m.Idle):
             self._take_from_world(node, event)
 
-    def _take_from_world(self, node: str, event: m.WorkerEnded | m.Sights | m.Idle) -> None:
+    def _take_from_world(
+        self, node: str, event: m.WorkerEnded | m.Sights | m.Unkillable | m.Idle
+    ) -> None:
         world = self._world
         if world is None or event.attempt != world.number:
             return  # of an attempt that is over
         if isinstance(event, m.WorkerEnded):
             self._note_ended(world, event.rank, event.code)
         elif isinstance(event, m.Sights):
-            self._note_sights(world, event)
+            world.note_sights(node, event, time.monotonic_ns())
+        elif isinstance(event, m.Unkillable):
+            self._note_unkillable(world, event)
         else:
             for rank in event.stopped:
                 if rank in world.ended:
@@ -136,14 +160,18 @@ class Coordinator:
         )
         refusal = self._roster.join(joined, time.monotonic())
         if hello.version != m.VERSION:
-            refusal = f"version {hello.version} of the control messages, this job has {m.VERSION}"
+            refusal = f"it speaks version {hello.version} of the protocol, this job {m.VERSION}"
         if refusal:
-            self._send(node, m.Over(exit_code=1, ended_by="agent", text=f"refused: {refusal}"))
+            text = f"rejected by the host: {refusal}"
+            self._send(node, m.Over(exit_code=1, ended_by="agent", text=text))
             self._roster.leave(node)
             return
         self._admit(hello)
         if self._world is not None:
-            self._say(f"node {hello.host} has come; it joins at the next start")
+            self._say(f"node {hello.host} connected; it will join at the next restart")
+        elif not is_host:
+            here, needed = len(self._roster.nodes), self._options.min_nodes
+            self._say(f"node {hello.host} connected ({here} of {needed} required nodes)")
 
     def _admit(self, hello: m.Hello) -> None:
         """Let torch's own store clients, which cannot prove the secret, in from a member."""
@@ -167,16 +195,18 @@ class Coordinator:
             world.clearing.discard(node)
         for one in left:
             ranks = world.nodes[node]
-            self._say(f"node {one.host} is lost ({reason}), with ranks {_span(ranks)}")
+            self._say(f"lost node {one.host} ({reason}); it ran {_span(ranks)}")
         for rank in world.nodes[node]:
             if rank not in world.ended:
                 self._note_ended(world, rank, _LOST)
 
     def _show_job(self, visitor: str) -> None:
-        """Tell a visitor how the job stands, and have its nodes tell about their ranks."""
+        """Report to a status client how the job stands, and have its nodes report their ranks."""
         world = self._world
         present = [] if world is None else world.present
-        came = f"waiting for nodes: {len(self._roster.nodes)} of {self._options.min_nodes} came"
+        came = (
+            f"waiting for nodes: {len(self._roster.nodes)} of {self._options.min_nodes} connected"
+        )
         shown = m.JobShown(
             job_id=self._report.job_id,
             phase=came if world is None else world.attempt.phase.value,
@@ -187,13 +217,43 @@ class Coordinator:
         self._send(visitor, shown)
         self._tell(present, m.TellStatus(visitor=visitor))
 
-    def _stop(self, number: int) -> None:
-        self._stop_signal = number
+    def _stop(self, node: str, number: int) -> None:
+        """The user asked one node's launcher to stop: end the job, or let that node leave it."""
         world = self._world
-        if world is None:
+        is_host = node == self._options.node_name
+        if not is_host and (world is None or node not in world.nodes):
+            self._let_go(node, number)  # it waits for a place: nobody depends on it
+            return
+        if world is None or self._ending is not None:
+            self._stop_signal = number
             self._finish(EndedBy.SIGNAL, 128 + number)
             return
-        self._decide(world, decide.StopRequested(number))
+        if self._collection is not None:
+            hurried_s = time.monotonic() + _HURRIED_S
+            self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
+        gone = {*world.leaving, node}
+        stays = [one for one in self._roster.nodes if one.name not in gone]
+        name = signal.Signals(number).name
+        if is_host or len(stays) < self._options.min_nodes:
+            if self._stop_signal == 0:
+                self._say(f"{name} at node {self._host(node)}: stopping the job")
+            self._stop_signal = number
+            self._decide(world, decide.StopRequested(number))
+            return
+        if node not in world.leaving:
+            world.leaving[node] = number
+            self._say(
+                f"node {self._host(node)} is leaving the job ({name}); all ranks stop, "
+                "and the other nodes continue without it"
+            )
+            self._decide(world, decide.LeaveRequested(number))
+
+    def _host(self, node: str) -> str:
+        return next((one.host for one in self._roster.nodes if one.name == node), node)
+
+    def _let_go(self, node: str, number: int) -> None:
+        self._roster.leave(node)
+        self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
     def _note_ended(self, world: World, rank: int, code: int) -> None:
         world.note_ended(rank, None if code == _LOST else code)
@@ -205,16 +265,32 @@ class Coordinator:
             return decide.describe_code(code)
         return f"was lost with node {world.host_of(rank)}"
 
-    def _note_sights(self, world: World, event: m.Sights) -> None:
+    def _note_unkillable(self, world: World, event: m.Unkillable) -> None:
+        if event.rank in world.ended:
+            return
+        world.unkillable[event.rank] = event.why
+        self._say(f"rank {event.rank} cannot be killed ({event.why}); it is left behind")
+        world.note_ended(event.rank, None)
+        self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
+
+    def _look(self, world: World) -> None:
         was_stalled = world.rule.is_stalled
-        stall = world.note_sights(event, time.monotonic_ns())
+        stall = world.look(time.monotonic_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
-            for incident in self._report.incidents[-1:]:
-                incident.recovered = True
-            self._say("the stall is over: the ranks make progress again")
+            self._note_progress(world)
         if stall is not None:
             self._decide(world, decide.StallSeen(stall.reason))
+
+    def _note_progress(self, world: World) -> None:
+        """A stall is over: of the incident being collected, or of the last one."""
+        if self._collection is not None:
+            self._collection.is_overtaken = True
+            return
+        if self._report.incidents:
+            self._report.incidents[-1].recovered = True
+            self._verdicts.withdraw(self._report.incidents[-1])
+        self._say("stall cleared: ranks are making progress again")
 
     def _decide(self, world: World, event: decide.Event) -> None:
         self._todo.extend(world.attempt.on(event, time.monotonic()))
@@ -226,14 +302,38 @@ class Coordinator:
         if self.is_over:
             return
         now_s = time.monotonic()
-        if self._world is None:
+        self._verdicts.poll()
+        if self._ending is not None:
+            self._check_verdicts(now_s)
+        elif self._world is None:
             self._gather(now_s)
-            return
-        self._decide(self._world, decide.TimePassed())
+        else:
+            self._step_world(self._world, now_s)
+
+    def _step_world(self, world: World, now_s: float) -> None:
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + self._look_s
+            self._look(world)
+        self._decide(world, decide.TimePassed())
         self._check_collection(now_s)
-        while self._todo and self._collection is None:
-            self._act(self._world, self._todo.popleft())
-        self._check_cleared(self._world, now_s)
+        self._act_all(world)
+        self._check_cleared(world, now_s)
+
+    def _act_all(self, world: World) -> None:
+        """Carry out what is to be done; an incident waits for the one before it."""
+        waiting: deque[decide.Action] = deque()
+        while self._todo:
+            action = self._todo.popleft()
+            urgent = isinstance(action, decide.StopWorkers) and action.urgent
+            busy = self._collection is not None
+            waits = waiting or (
+                busy and isinstance(action, decide.CollectIncident | decide.EndAttempt)
+            )
+            if waits and not urgent:
+                waiting.append(action)
+            else:
+                self._act(world, action)
+        self._todo = waiting
 
     def _gather(self, now_s: float) -> None:
         nodes = self._roster.world(now_s)
@@ -277,15 +377,23 @@ class Coordinator:
                 num_nodes=len(nodes),
                 master_addr=self._meeting.host,
                 master_port=self._meeting.port,
+                stall_timeout_ms=int(self._options.stall_timeout_s * 1000),
             )
             self._send(node.name, start)
 
     def _act(self, world: World, action: decide.Action) -> None:
-        if isinstance(action, decide.SignalWorkers):
-            self._tell(world.nodes, m.Signal(number=action.number))
+        if isinstance(action, decide.StopWorkers):
+            grace_ms = int(self._options.shutdown_timeout_s * 1000)
+            stop = m.Stop(number=action.number, grace_ms=grace_ms, urgent=action.urgent)
+            self._tell(world.nodes, stop)
+        elif isinstance(action, decide.KillWorkers):
+            self._tell(world.nodes, m.Kill())
         elif isinstance(action, decide.CollectIncident):
             self._collect(world, action)
         else:
+            for rank in action.unkillable:
+                world.unkillable.setdefault(rank, "its node did not report")
+                world.note_ended(rank, None)
             world.end = action
             world.clearing = set(world.present)
             world.clear_deadline_s = time.monotonic() + _CLEAR_S
@@ -298,7 +406,8 @@ class Coordinator:
     # ---- incidents ----
 
     def _collect(self, world: World, action: decide.CollectIncident) -> None:
-        self._say(f"{action.kind}: {action.reason}; collecting the black boxes")
+        self._say(f"{action.kind}: {action.reason}; collecting diagnostics from all ranks")
+        self._verdicts.expect()
         try:
             self._collection = Collection(
                 self._directory,
@@ -309,7 +418,10 @@ class Coordinator:
                 deadline_s=time.monotonic() + _COLLECT_S,
             )
         except OSError as err:
+            self._verdicts.expect_none()
             self._say_not_kept(err)
+            if action.kind == "stall":
+                self._decide(world, decide.StallExamined(lasts=True))
             return
         collect = m.Collect(
             incident=self._collection.number, kind=action.kind, reason=action.reason
@@ -329,23 +441,37 @@ class Coordinator:
         if collection is None or world is None or not collection.is_complete(now_s):
             return
         late = set(collection.waiting)
+        self._look(world)  # the nodes have just sent what they see after the second look
         try:
             incident = collection.finish(
                 self._report.job_id,
                 world.size,
                 lambda rank: world.why_absent(rank, late),
                 world.ranks_lost_first,
+                world.ended.values(),
             )
         except OSError as err:
             self._give_up_collecting(err)
             return
         self._collection = None
         self._report.incidents.append(incident)
-        if incident.kind == "stall" and self._options.on_stall == "report":
-            self._explain(world, incident)
+        is_stall = incident.kind == "stall"
+        incident.recovered = is_stall and collection.is_overtaken
+        incident.ended = world.ended
+        self._verdicts.begin(incident, world.present, is_due=is_stall)
+        if incident.recovered:
+            self._verdicts.withdraw(incident)
+            self._say("stall cleared: ranks made progress while it was being examined")
+        if is_stall:
+            self._decide(world, decide.StallExamined(lasts=not incident.recovered))
 
     def _give_up_collecting(self, err: OSError) -> None:
         """The disk is full, or gone: the job's end matters more than its story."""
+        self._verdicts.expect_none()
+        world, collection = self._world, self._collection
+        if world is not None and collection is not None and collection.kind == "stall":
+            lasts = not collection.is_overtaken
+            self._decide(world, decide.StallExamined(lasts=lasts))
         if self._collection is not None:
             with contextlib.suppress(OSError):
                 self._collection.close()
@@ -354,50 +480,57 @@ class Coordinator:
 
     def _say_not_kept(self, err: OSError) -> None:
         where = self._directory.shown / "dump"
-        self._say(f"the incident cannot be kept in {where}: {err.strerror or err}")
+        self._say(f"could not save the incident to {where}: {err.strerror or err}")
 
-    def _explain(self, world: World, incident: Incident) -> None:
-        incident.explained = True
-        shown = self._directory.shown / "dump" / incident.folder.name
-        explanation: Explanation = explain(incident.folder, shown, world.ended)
-        incident.verdict = explanation.verdict
-        incident.victims = explanation.victims.to_json()
-        if explanation.story is not None:
-            incident.root_cause = explanation.story.to_json()
-        others = [node for node in world.present if node != self._options.node_name]
-        self._tell(others, m.Show(text=explanation.text))
+    def _show_others(self, nodes: Sequence[str], text: str) -> None:
+        others = [node for node in nodes if node != self._options.node_name]
+        self._tell(others, m.Show(text=text))
 
     # ---- the end of an attempt, and of the job ----
 
     def _check_cleared(self, world: World, now_s: float) -> None:
         if world.clearing is None or (world.clearing and now_s < world.clear_deadline_s):
             return
-        for incident in self._report.incidents:
-            if not incident.explained:
-                self._explain(world, incident)
         assert world.end is not None
+        self._verdicts.release()  # their victims are known now
         self._report.attempts += 1
         self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
-        self._world = None
         self._todo.clear()
+        for node, number in world.leaving.items():
+            self._let_go(node, number)
         if not self._may_restart(world, world.end):
-            self._conclude(world, world.end)
+            self._ending = (world, world.end)
+            self._ending_deadline_s = now_s + _VERDICT_S
+            self._check_verdicts(now_s)
             return
+        self._world = None
         self._meeting.renew()
         self._roster.open(now_s)
         here, low = len(self._roster.nodes), self._options.min_nodes
         if here < low:
-            self._say(f"{here} of at least {low} nodes are here; waiting for the others")
+            self._say(f"{here} of {low} required nodes connected; waiting for more")
+
+    def _check_verdicts(self, now_s: float) -> None:
+        """Conclude the job once its incidents are explained, or it is known that they will not."""
+        assert self._ending is not None
+        world, end = self._ending
+        stopped_by_user = end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
+        if self._verdicts.num_open and not stopped_by_user and now_s < self._ending_deadline_s:
+            return
+        self._world = None
+        self._conclude(world, end)
 
     def _may_restart(self, world: World, end: decide.EndAttempt) -> bool:
         """A lost node changes the world and costs no restart; a failure does."""
-        if not end.failed or end.ended_by is not EndedBy.WORKER:
+        if not end.failed or end.ended_by not in (EndedBy.WORKER, EndedBy.LEAVE):
             return False
-        if world.lost and self._options.max_nodes > 1:
+        if world.unkillable:
+            return False
+        if (world.lost or world.leaving) and self._options.max_nodes > 1:
             enough = len(self._roster.nodes) >= self._options.min_nodes
             if enough:
                 number = len(self._roster.nodes)
-                self._say(f"going on with {'1 node' if number == 1 else f'{number} nodes'}")
+                self._say(f"continuing with {'1 node' if number == 1 else f'{number} nodes'}")
                 return True
         if self._restarts >= self._options.max_restarts:
             return False
@@ -412,11 +545,16 @@ class Coordinator:
                 incident.recovered = True
             elapsed_s = time.monotonic() - self._started_s
             who = "the rank" if report.world_size == 1 else f"all {report.world_size} ranks"
-            self._say(f"{who} ended well after {elapsed_s:.1f} s")
+            self._say(f"{who} finished successfully in {elapsed_s:.1f} s")
             self._finish(EndedBy.WORKER, 0)
+        elif world.unkillable:
+            shown = "; ".join(f"rank {r}: {why}" for r, why in sorted(world.unkillable.items()))
+            report.error = f"ranks that cannot be killed were left behind: {shown}"
+            self._finish(EndedBy.AGENT, 1)
         elif end.ended_by is EndedBy.STALL:
             self._finish(EndedBy.STALL, EXIT_STALL)
-        elif end.ended_by is EndedBy.SIGNAL:
+        elif end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE):
+            self._stop_signal = self._stop_signal or next(iter(world.leaving.values()))
             self._finish(EndedBy.SIGNAL, 128 + self._stop_signal)
         else:
             last: Any = report.incidents[-1].verdict if report.incidents else None
@@ -431,4 +569,5 @@ class Coordinator:
 
 
 def _span(ranks: range) -> str:
-    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
+    one = len(ranks) == 1
+    return f"rank {ranks.start}" if one else f"ranks {ranks.start}-{ranks.stop - 1}"

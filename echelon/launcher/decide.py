@@ -1,13 +1,17 @@
 """What to do next: events in, actions out, no clock, no process, no socket.
 
-    RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --grace--> KILLING
-       |                                                             ^                  |
-       +--stall with `stop`, or a signal from the user---------------+                  |
-       +--all ended well--> over                    all ended in any phase: over <------+
+    RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
+       |                                                             ^                     |
+       +--a stall that lasts, with `stop`; a signal; a leave---------+          30 s: give up
+       +--all succeeded--> over                     all ended in any phase: over <---------+
 
-The pause after the first failure lets its victims say how they ended (they notice within 0.1 s), so
-that the black boxes hold both cause and effect. It never grows: the second failure does not start
-it again.
+The pause after the first failure lets its victims report how they ended (they notice within 0.1 s),
+so that the black boxes hold both cause and effect. It never grows: the second failure does not
+start it again.
+
+The grace between SIGTERM and SIGKILL is measured on each node, from the moment at which its workers
+were signalled. The backstop here only catches a node that does not do so. A second request to stop
+changes the outcome and never the grace: impatience is handled on the node where it was shown.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 SETTLE_S = 0.5
+BACKSTOP_S = 30.0  # beyond the grace: a node may still be reading stacks when it is told to stop
+GIVE_UP_S = 35.0  # after SIGKILL; a node reports its unkillable ranks somewhat earlier
 
 
 class Phase(Enum):
@@ -35,6 +41,7 @@ class EndedBy(Enum):
     WORKER = "worker"
     STALL = "stall"
     SIGNAL = "signal"
+    LEAVE = "leave"  # of an attempt only: a node leaves, the others continue
     AGENT = "agent"
 
 
@@ -58,8 +65,22 @@ class StallSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class StallExamined:
+    """The incident of a stall is complete; `lasts`: no rank has made progress since."""
+
+    lasts: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The user sent the launcher a signal that ends the job."""
+    """The user sent a launcher a signal that ends the job."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The user sent a launcher a signal, and the other nodes are enough to continue."""
 
     number: int
 
@@ -69,7 +90,7 @@ class TimePassed:
     """Nothing else happened; deadlines may have passed."""
 
 
-Event = WorkerEnded | StallSeen | StopRequested | TimePassed
+Event = WorkerEnded | StallSeen | StallExamined | StopRequested | LeaveRequested | TimePassed
 
 # ---- actions ----
 
@@ -83,21 +104,32 @@ class CollectIncident:
 
 
 @dataclass(frozen=True, slots=True)
-class SignalWorkers:
-    """Signal every worker that still runs, with its process group."""
+class StopWorkers:
+    """Signal all workers; each node kills those that still run after the grace.
+
+    Attributes:
+        urgent: do not wait until an incident has been collected.
+    """
 
     number: int
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorkers:
+    """Send SIGKILL to every worker that still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAttempt:
-    """All workers have ended."""
+    """All workers have ended, except those that cannot be killed."""
 
     ended_by: EndedBy
     failed: bool
+    unkillable: tuple[int, ...] = ()
 
 
-Action = CollectIncident | SignalWorkers | EndAttempt
+Action = CollectIncident | StopWorkers | KillWorkers | EndAttempt
 
 
 class Attempt:
@@ -113,6 +145,11 @@ class Attempt:
         self.deadline_s: float | None = None  # when to send TimePassed, at the latest
         self.stop_signal = 0
 
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The ranks that have not ended."""
+        return tuple(sorted(self._running))
+
     def on(self, event: Event, now_s: float) -> list[Action]:
         """Return what an event asks for, in order. `now_s` is monotonic."""
         if self.phase is Phase.OVER:
@@ -120,8 +157,11 @@ class Attempt:
         if isinstance(event, WorkerEnded):
             return self._on_worker_ended(event, now_s)
         if isinstance(event, StallSeen):
-            return self._on_stall(event, now_s)
-        if isinstance(event, StopRequested):
+            running = self.phase is Phase.RUNNING
+            return [CollectIncident("stall", event.reason)] if running else []
+        if isinstance(event, StallExamined):
+            return self._on_examined(event, now_s)
+        if isinstance(event, StopRequested | LeaveRequested):
             return self._on_stop(event, now_s)
         return self._on_time(now_s)
 
@@ -130,35 +170,41 @@ class Attempt:
         if event.code != 0 and self.phase is Phase.RUNNING:
             self._first_failure = event
             self._enter(Phase.SETTLING, now_s + SETTLE_S)
-        if self._running:
-            return []
+        return [] if self._running else self._over()
+
+    def _over(self, *, unkillable: tuple[int, ...] = ()) -> list[Action]:
         settled = self._collect_failure() if self.phase is Phase.SETTLING else []
         self._enter(Phase.OVER, None)
         failed = self._first_failure is not None or self._ended_by is not EndedBy.WORKER
-        return [*settled, EndAttempt(self._ended_by, failed)]
+        return [*settled, EndAttempt(self._ended_by, failed or bool(unkillable), unkillable)]
 
-    def _on_stall(self, event: StallSeen, now_s: float) -> list[Action]:
-        if self.phase is not Phase.RUNNING:
+    def _on_examined(self, event: StallExamined, now_s: float) -> list[Action]:
+        if not (event.lasts and self._stop_on_stall and self.phase is Phase.RUNNING):
             return []
-        collect = CollectIncident("stall", event.reason)
-        if not self._stop_on_stall:
-            return [collect]
         self._ended_by = EndedBy.STALL
-        return [collect, *self._stop(signal.SIGTERM, now_s)]
+        return self._stop(signal.SIGTERM, now_s)
 
-    def _on_stop(self, event: StopRequested, now_s: float) -> list[Action]:
-        if self._ended_by is EndedBy.SIGNAL and self.phase is not Phase.RUNNING:
-            return self._kill()  # asked twice: the user does not want to wait
-        self._ended_by = EndedBy.SIGNAL
-        self.stop_signal = event.number
-        return self._stop(event.number, now_s)
+    def _on_stop(self, event: StopRequested | LeaveRequested, now_s: float) -> list[Action]:
+        if isinstance(event, StopRequested):
+            self._ended_by = EndedBy.SIGNAL
+            self.stop_signal = event.number
+        elif self._ended_by is EndedBy.WORKER:
+            self._ended_by = EndedBy.LEAVE
+        if self.phase in (Phase.STOPPING, Phase.KILLING):
+            # Workers are signalled once, and keep their grace; only a node that still reads
+            # stacks has to hurry.
+            return [StopWorkers(event.number, urgent=True)]
+        return self._stop(event.number, now_s, urgent=True)
 
     def _on_time(self, now_s: float) -> list[Action]:
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
         if self.phase is Phase.SETTLING:
             return [*self._collect_failure(), *self._stop(signal.SIGTERM, now_s)]
-        return self._kill() if self.phase is Phase.STOPPING else []
+        if self.phase is Phase.STOPPING:
+            self._enter(Phase.KILLING, now_s + GIVE_UP_S)
+            return [KillWorkers()]
+        return self._over(unkillable=self.running)
 
     def _collect_failure(self) -> list[Action]:
         first = self._first_failure
@@ -166,14 +212,9 @@ class Attempt:
         how = first.how or describe_code(first.code)
         return [CollectIncident("failure", f"rank {first.rank} {how}")]
 
-    def _stop(self, number: int, now_s: float) -> list[Action]:
-        self._enter(Phase.STOPPING, now_s + self._grace_s)
-        # A process stopped by a signal takes SIGTERM only once it runs again.
-        return [SignalWorkers(number), SignalWorkers(signal.SIGCONT)]
-
-    def _kill(self) -> list[Action]:
-        self._enter(Phase.KILLING, None)
-        return [SignalWorkers(signal.SIGKILL)]
+    def _stop(self, number: int, now_s: float, *, urgent: bool = False) -> list[Action]:
+        self._enter(Phase.STOPPING, now_s + self._grace_s + BACKSTOP_S)
+        return [StopWorkers(number, urgent)]
 
     def _enter(self, phase: Phase, deadline_s: float | None) -> None:
         self.phase = phase
@@ -181,7 +222,7 @@ class Attempt:
 
 
 def describe_code(code: int) -> str:
-    """Say how a process ended: "exited with code 1", "was killed by SIGKILL"."""
+    """Describe how a process ended: "exited with code 1", "was killed by SIGKILL"."""
     if code >= 0:
         return f"exited with code {code}"
     try:

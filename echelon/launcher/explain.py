@@ -1,20 +1,37 @@
-"""Have an incident explained by `echelon.analysis`, keep the verdict beside it, and show it.
+"""Have an incident explained by `echelon.analysis` in a process of its own.
 
-A failing analysis never hurts the job: it is reported in one line with what to run by hand.
+The job outlives its observers: an analysis may take a minute and gigabytes at thousands of ranks,
+and may fail. So it runs as a niced child with a memory limit of its own; the agent's loop goes on,
+and no restart waits for it. The child is started when an incident begins to be collected, so that
+it has imported what it needs by the time there is something to read.
+
+    agent -> child   one line of JSON: {incident, shown, columns}
+    child -> agent   one JSON object: {verdict, story, text}; verdict.json and verdict.txt are
+                     written beside the black boxes
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import os
+import resource
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.launcher.report import Ended
+from echelon.errors import LaunchError
 from echelon.launcher.rundir import write_json
-from echelon.launcher.story import Story, Victims, root_cause_story
+
+DEADLINE_S = 180.0
+_NICE = 10
+_LEAST_BYTES = 2 << 30
+_UNFOLDED_COLUMNS = 100_000  # a log is not a terminal: its lines are searched, not looked at
+_FILE_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,44 +39,159 @@ class Explanation:
     """What became of an incident's analysis."""
 
     verdict: dict[str, Any] | None  # the root finding, None if there is none
-    story: Story | None  # what the root cause said last
-    victims: Victims
-    text: str  # as it was printed
+    story: dict[str, Any] | None  # what the root cause said last
+    text: str  # for the terminal
 
 
-def explain(incident: Path, shown: Path, ended: Mapping[int, Ended]) -> Explanation:
-    """Analyse an incident, write verdict.json and verdict.txt into it, print the verdict.
+class Analysis:
+    """One analysis: a child that waits for its incident, works, and answers once.
 
-    Args:
-        shown: the incident's path as the user knows it.
-        ended: how ranks have ended so far.
+    Raises:
+        OSError: no process can be started.
     """
-    victims = Victims.of(None, {})
-    try:
-        from rich.console import Console
 
-        from echelon.analysis import analyze, render_text
-
-        report = analyze(incident)
-        answer = report.to_json()
-        write_json(incident / "verdict.json", answer)
-        story = root_cause_story(incident, answer["verdict"])
-        victims = Victims.of(answer["verdict"], ended)
-        lines = [*(story.lines() if story else []), victims.line()]
-        said = "".join(f"{line}\n" for line in lines if line)
-        text = io.StringIO()
-        render_text(report, Console(file=text, width=100))
-        (incident / "verdict.txt").write_text(said + text.getvalue())
-        print(said, end="", file=sys.stderr)
-        render_text(report, Console(stderr=True))
-    except Exception as err:  # noqa: BLE001 -- the job's own end matters more than our bug
-        said = (
-            f"echelon: the analysis failed ({type(err).__name__}: {err}); the black boxes are in "
-            f"{shown}: run fr-analyze {shown}"
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "echelon.launcher.explain"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the agent's to handle
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
-        print(said, file=sys.stderr)
-        return Explanation(None, None, victims, said)
-    verdict = answer["verdict"]
-    return Explanation(
-        verdict if isinstance(verdict, dict) else None, story, victims, said + text.getvalue()
-    )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        self._answer = b""
+        self._shown = Path()
+        self._deadline_s = float("inf")
+
+    def begin(self, incident: Path, shown: Path, columns: int | None) -> None:
+        """Hand the incident over; `shown` is its path as the user knows it."""
+        self._shown = shown
+        self._deadline_s = time.monotonic() + DEADLINE_S
+        task = {"incident": str(incident), "shown": str(shown), "columns": columns}
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has failed: its answer will say so
+            self._process.stdin.write(json.dumps(task).encode() + b"\n")
+            self._process.stdin.close()
+
+    def fileno(self) -> int:
+        """Readable when more of the answer may have arrived."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def poll(self) -> Explanation | None:
+        """Return the explanation once it is complete, or once it is clear that there is none."""
+        try:
+            while data := os.read(self.fileno(), 1 << 16):
+                self._answer += data
+        except BlockingIOError:
+            if time.monotonic() < self._deadline_s:
+                return None
+            return self._failed(f"took longer than {DEADLINE_S:g} s")
+        try:
+            answer = json.loads(self._answer)
+        except ValueError:
+            code = self._process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return self._failed(how)
+        if "error" in answer:
+            return self._failed(f"failed ({answer['error']})")
+        return Explanation(answer["verdict"], answer["story"], answer["text"])
+
+    def close(self) -> None:
+        """End the child, if it has not ended."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _failed(self, how: str) -> Explanation:
+        text = (
+            f"echelon: the analysis {how}; the black boxes are in {self._shown}: "
+            f"run fr-analyze {self._shown}\n"
+        )
+        return Explanation(None, None, text)
+
+
+def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation:
+    """Have an incident explained, and wait for it; for a node whose job is over anyway."""
+    try:
+        analysis = Analysis()
+    except OSError as err:
+        return Explanation(None, None, f"echelon: no analysis can be started: {err.strerror}\n")
+    with contextlib.closing(analysis):
+        analysis.begin(incident, shown, columns)
+        while (explanation := analysis.poll()) is None:
+            time.sleep(0.02)
+        return explanation
+
+
+def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
+    """Analyse an incident, and write verdict.json and verdict.txt into it."""
+    from echelon.analysis import analyze
+    from echelon.launcher.story import root_cause_story
+
+    report = analyze(incident)
+    answer = report.to_json()
+    write_json(incident / "verdict.json", answer)
+    story = root_cause_story(incident, answer["verdict"])
+    said = "".join(f"{line}\n" for line in (story.lines() if story else []))
+    (incident / "verdict.txt").write_text(said + _rendered(report, _FILE_COLUMNS, colour=False))
+    return {
+        "verdict": answer["verdict"],
+        "story": None if story is None else story.to_json(),
+        "text": said + _rendered(report, columns or _UNFOLDED_COLUMNS, colour=columns is not None),
+    }
+
+
+def _rendered(report: Any, columns: int, *, colour: bool) -> str:
+    from rich.console import Console
+
+    from echelon.analysis import render_text
+
+    out = io.StringIO()
+    render_text(report, Console(file=out, width=columns, force_terminal=colour))
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def _limit_memory() -> None:
+    """Leave the training its memory: half of what is available now, and at least 2 GiB."""
+    available = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(ln.split()[1]) << 10 for ln in lines if ln.startswith("MemAvailable"))
+    limit = max(_LEAST_BYTES, available // 2)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def main() -> None:
+    """Wait for one incident on stdin, and answer on stdout."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    _limit_memory()
+    import rich.console  # noqa: F401 -- while the incident is being collected
+
+    import echelon.analysis
+    import echelon.launcher.story  # noqa: F401
+
+    line = sys.stdin.readline()
+    if not line:
+        return  # nothing was collected
+    task = json.loads(line)
+    try:
+        answer = _explain(Path(task["incident"]), task["columns"])
+    except Exception as err:  # noqa: BLE001 -- reported by the agent; the job goes on
+        message = str(err) if isinstance(err, LaunchError) else f"{type(err).__name__}: {err}"
+        answer = {"error": message}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

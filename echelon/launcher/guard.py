@@ -8,16 +8,23 @@ killed.
 * Each worker leads its own session and gets a death signal tied to this process.
 * The guard is the child subreaper: whatever a worker leaves behind, also after `setsid`, becomes
   the guard's child and is found by walking its descendants.
-* It is the only parent, so a pid it addresses was not reaped and cannot have been reused.
+* It is the only parent, so the pid of a worker it addresses was not reaped and cannot have been
+  reused; any other process is addressed by a pidfd, taken before its parentage is checked again.
+* It never waits for the agent to read: what it has to report is kept until the socket takes it.
+* Nothing that it meets ends it before its work is done: a process that may not be signalled is
+  reported, a missing /proc leaves it with its direct children.
 
 The agent talks to it over a Unix stream socket: a u32 length, then JSON; descriptors of a worker's
 streams travel with the request. End of file on that socket means that the agent is gone: everything
 is killed.
 
-    agent -> guard   spawn {index, argv, env, cwd, processors} + 2 descriptors
-                     signal {index, signal} | sweep {signal} | hold {folder}
+    agent -> guard   spawn {index, argv, env, cwd, processors, group} + 3 descriptors
+                     signal {index, signal, alone} | sweep {signal} | hold {folder}
     guard -> agent   started {index, pid} | failed {index, error}
-                     exited {index, code, mono_ns} | swept {count}
+                     exited {index, code, mono_ns} | swept {count, denied}
+
+`group` is a cgroup of the worker's own, "" where none can be made; `alone` spares the worker's
+children: forked data loaders have no handler for the user's own signals.
 """
 
 from __future__ import annotations
@@ -31,21 +38,29 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 16 << 20
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # the agent decides
+_UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
+_OWN_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by the interpreter, not by the user
 _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds the race
 
 
 class Guard:
     """Serve one agent until it hangs up."""
 
-    def __init__(self, agent: socket.socket, prctl: ctypes._NamedFuncPointer) -> None:
+    def __init__(
+        self, agent: socket.socket, prctl: ctypes._NamedFuncPointer, ignored: frozenset[int]
+    ) -> None:
         self._agent = agent
+        self._ignored = ignored  # when the guard was started, as by nohup: workers inherit it
+        self._output = bytearray()
+        self._groups: list[str] = []  # cgroups of workers
         self._prctl = prctl
         self._agent_pid = os.getppid()
         self._workers: dict[int, int] = {}  # pid -> index
@@ -59,13 +74,20 @@ class Guard:
         """Obey the agent; when it is gone, kill everything and return."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()  # not select: its limit is 1024 descriptors
+        poll.register(self._wake_read, select.POLLIN)
         try:
             while True:
-                ready, _, _ = select.select([self._agent.fileno(), self._wake_read], [], [])
+                wanted = select.POLLIN | (select.POLLOUT if self._output else 0)
+                poll.register(self._agent.fileno(), wanted)
+                ready = dict(poll.poll())
+                of_agent = ready.get(self._agent.fileno(), 0)
+                if of_agent & select.POLLOUT:
+                    self._flush()
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
                     self._reap()
-                if self._agent.fileno() in ready and not self._receive():
+                if of_agent & ~select.POLLOUT and not self._receive():
                     return
         except OSError:
             return  # the agent is gone in the middle of a message
@@ -75,9 +97,15 @@ class Guard:
                 _bring_home(rank_dir, folder)
             for folder in self._held:
                 _remove_if_empty(folder)
+            for group in self._groups:
+                _remove_group(group)
 
     def _receive(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._agent, 65536, 16, socket.MSG_CMSG_CLOEXEC)
+        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._agent, 65536, 16, flags)
+        except BlockingIOError:
+            return True
         if not data:
             return False
         self._input += data
@@ -97,32 +125,56 @@ class Guard:
         if do == "spawn":
             self._spawn(message)
         elif do == "signal":
-            self._signal(int(str(message["index"])), int(str(message["signal"])))
+            self._signal(
+                int(str(message["index"])), int(str(message["signal"])), bool(message["alone"])
+            )
         elif do == "hold":
             self._hold(str(message["folder"]))
         elif do == "sweep":
-            self._say(event="swept", count=self._sweep(int(str(message["signal"]))))
+            count, denied = self._sweep(int(str(message["signal"])))
+            self._say(event="swept", count=count, denied=denied)
 
     def _spawn(self, message: dict[str, object]) -> None:
-        streams, self._descriptors = self._descriptors[:2], self._descriptors[2:]
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(message, streams, write_end)
-        os.close(write_end)
-        for stream in streams:
-            os.close(stream)
-        with os.fdopen(read_end, "rb") as pipe:
-            error = pipe.read()  # end of file once exec has succeeded
+        streams, self._descriptors = self._descriptors[:3], self._descriptors[3:]
+        try:
+            pid, error = self._fork(message, streams)
+        except OSError as err:  # no more processes, or no more descriptors
+            pid, error = 0, f"cannot start a process: {err.strerror}"
+        finally:
+            for stream in streams:
+                os.close(stream)
+        group = str(message["group"])
+        if group:
+            self._groups.append(group)
         if error:
-            os.waitpid(pid, 0)
-            self._say(event="failed", index=message["index"], error=error.decode())
+            if pid:
+                os.waitpid(pid, 0)
+            self._say(event="failed", index=message["index"], error=error)
             return
         self._workers[pid] = int(str(message["index"]))
         env = message["env"]
         if isinstance(env, dict) and "ECHELON_RING_DIR" in env:
             self._rings[str(env["ECHELON_RANK_DIR"])] = str(env["ECHELON_RING_DIR"])
         self._say(event="started", index=message["index"], pid=pid)
+
+    def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
+        """Start a worker; return its pid and why it could not start, "" if it did.
+
+        Raises:
+            OSError: there can be no further process.
+        """
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_end)
+            os.close(write_end)
+            raise
+        if pid == 0:
+            self._become_worker(message, streams, write_end)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as pipe:
+            return pid, pipe.read().decode("utf-8", "replace")  # end of file: exec has succeeded
 
     def _hold(self, folder: str) -> None:
         """Keep a folder for rings: no other launcher clears it up while the guard lives."""
@@ -158,10 +210,12 @@ class Guard:
                 os._exit(1)
             self._allow_agent()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGXFSZ, *_IGNORED):
-                signal.signal(number, signal.SIG_DFL)  # exec keeps what is ignored
-            null = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((null, 0), (streams[0], 1), (streams[1], 2)):
+            for number in _ignorable():
+                if number not in self._ignored:
+                    signal.signal(number, signal.SIG_DFL)  # exec keeps what is ignored
+            if message["group"]:
+                _enter_group(str(message["group"]))
+            for target, source in enumerate((streams[2], streams[0], streams[1])):
                 os.dup2(source, target)
             os.chdir(str(message["cwd"]))
             processors = message["processors"]
@@ -172,15 +226,17 @@ class Guard:
             assert isinstance(env, dict)
             os.execvpe(argv[0], argv, env)  # noqa: S606 -- the user's own program
         except OSError as err:
-            os.write(write_end, f"{message['argv']}: {err.strerror}".encode())
+            os.write(write_end, f"cannot start {_program(message)}: {err.strerror}".encode())
+        except Exception as err:  # noqa: BLE001 -- such as a NUL in an argument
+            os.write(write_end, f"cannot start {_program(message)}: {err}".encode())
         finally:
             os._exit(127)
 
-    def _signal(self, index: int, number: int) -> None:
-        """Signal a worker's whole process group."""
+    def _signal(self, index: int, number: int, alone: bool) -> None:
+        """Signal a worker, with its whole process group unless `alone`."""
         for pid, known in self._workers.items():
             if known == index:
-                _kill_group(pid, number)
+                _try(os.kill if alone else os.killpg, pid, number)
 
     def _reap(self) -> None:
         while True:
@@ -196,27 +252,45 @@ class Guard:
                 code = os.waitstatus_to_exitcode(status)
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
-    def _sweep(self, number: int) -> int:
-        """Signal every descendant that is no worker; return how many there were."""
+    def _sweep(self, number: int) -> tuple[int, list[int]]:
+        """Signal every descendant that is no worker; return how many, and those that must live."""
+        if number == signal.SIGKILL and not self._workers:
+            for group in self._groups:
+                _kill_group(group)
         strays = [pid for pid in descendants(os.getpid()) if pid not in self._workers]
-        for pid in strays:
-            _kill(pid, number)
-        return len(strays)
+        denied = [pid for pid in strays if not _signal_stray(pid, number)]
+        if not strays and not self._workers:
+            while self._groups:
+                _remove_group(self._groups.pop())
+        return len(strays), denied
 
     def _kill_everything(self) -> None:
+        for group in self._groups:
+            _kill_group(group)
+        for pid in self._workers:
+            _try(os.killpg, pid, signal.SIGKILL)
         for _ in range(_KILL_ROUNDS):
-            left = descendants(os.getpid())
-            if not left:
-                return
-            for pid in left:
-                _kill(pid, signal.SIGKILL)
+            left = [pid for pid in descendants(os.getpid()) if _signal_stray(pid, signal.SIGKILL)]
             while _reap_one():
                 pass
+            if not left:
+                return
             time.sleep(0.005)
 
     def _say(self, **message: object) -> None:
         data = json.dumps(message).encode()
-        self._agent.sendall(len(data).to_bytes(4, "little") + data)
+        self._output += len(data).to_bytes(4, "little") + data
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what the socket takes now. Waiting for the agent could mean waiting for ourselves:
+        it may be sending to us.
+        """
+        try:
+            sent = self._agent.send(self._output, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        del self._output[:sent]
 
 
 def _bring_home(rank_dir: str, folder: str) -> None:
@@ -246,9 +320,13 @@ def _remove_if_empty(folder: str) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """Return the pids of all living processes below `root`, parents first."""
+    """Return the pids of all living processes below `root`, parents first; [] without a /proc."""
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return []
+    for name in names:
         if name.isdigit():
             parent = _parent(name)
             if parent is not None:
@@ -278,29 +356,98 @@ def _reap_one() -> bool:
         return False
 
 
-def _kill(pid: int, number: int) -> None:
+def _signal_stray(pid: int, number: int) -> bool:
+    """Signal a process below this one, unless its pid is another's by now.
+
+    Returns:
+        False if it may not be signalled.
+    """
     try:
-        os.kill(pid, number)
+        handle = os.pidfd_open(pid)
     except ProcessLookupError:
+        return True
+    except OSError:  # an old kernel, a filter, or no descriptor left
+        return _try(os.kill, pid, number)
+    try:
+        if _is_below(pid, os.getpid()):
+            return _try(signal.pidfd_send_signal, handle, number)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _is_below(pid: int, root: int) -> bool:
+    while pid > 1:
+        parent = _parent(str(pid))
+        if parent is None:
+            return False
+        if parent == root:
+            return True
+        pid = parent
+    return False
+
+
+def _try(send: Callable[[int, int], None], target: int, number: int) -> bool:
+    """Send a signal; return False if that is not permitted."""
+    try:
+        send(target, number)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _program(message: dict[str, object]) -> str:
+    argv = message["argv"]
+    return str(argv[0]) if isinstance(argv, list) and argv else "?"
+
+
+def _enter_group(group: str) -> None:
+    try:
+        with open(group + "/cgroup.procs", "w") as file:
+            file.write("0")
+    except OSError:
+        return  # the worker is found by its parent anyway
+
+
+def _kill_group(group: str) -> None:
+    try:
+        with open(group + "/cgroup.kill", "w") as file:
+            file.write("1")
+    except OSError:
+        return  # a kernel before 5.14
+
+
+def _remove_group(group: str) -> None:
+    try:
+        os.rmdir(group)
+        os.rmdir(os.path.dirname(group))  # the last worker's
+    except OSError:
         return
 
 
-def _kill_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        return
+def _ignorable() -> list[int]:
+    """Every signal whose default would end or stop the guard, and that is not its own fault."""
+    keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
+    return [number for number in signal.valid_signals() if number not in keep]
 
 
 def main() -> None:
     """Serve the agent on the descriptor given as the first argument."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    ignored = set()
+    for number in _ignorable():
+        try:
+            before = signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError):
+            continue
+        if before == signal.SIG_IGN and number not in _PYTHONS:
+            ignored.add(int(number))
     agent = socket.socket(fileno=int(sys.argv[1]))
     agent.set_inheritable(False)  # a worker holding it would hide the agent's end
-    Guard(agent, prctl).run()
+    Guard(agent, prctl, frozenset(ignored)).run()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
     1. look at every living process once: its ring, /proc
     2. read the stacks from outside, which nothing in the process notices
-    3. ask by signal only those whose stacks could not be read, and give them a moment to answer;
-       meanwhile the agent goes on passing output
+    3. ask by signal only those whose stacks could not be read, and give them a moment to answer
     4. look again (the difference is their share of a core), read every ring
     5. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
 
 Looking must not change what is looked at. A signal ends the system call that a thread waits in, and
 with it, often, the hang: a verdict on what was gone by then would be about nothing. So it is the
 last resort, and `HostFacts.stacks_from` says that it was used.
+
+This is a generator that yields how long it wants to wait: the agent's loop goes on between its
+steps, so that output keeps flowing, and a user who stops the job is obeyed at once.
 
 A rank that never opened a ring still gets a dump: its exit, its stderr, its stacks and what its
 threads wait for speak. If it is a torch program, torch's own recorder is asked for its dump.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -258,6 +260,10 @@ class _Witness:
         return None if before is None or now is None else now > before
 
 
+Steps = Generator[float, None, list[Record]]
+Waits = Generator[float, None, None]
+
+
 def harvest(
     workers: Sequence[Worker], occasion: Occasion, idle: Callable[[float], None]
 ) -> list[Record]:
@@ -267,57 +273,90 @@ def harvest(
     which is looked at twice: what has moved in between is slow, what has not is stuck.
     `idle(seconds)` is called while ranks answer.
     """
+    steps = harvest_steps(workers, occasion, lambda: False)
+    while True:
+        try:
+            wait_s = next(steps)
+        except StopIteration as end:
+            records: list[Record] = end.value
+            return records
+        idle(wait_s)
+
+
+def harvest_steps(
+    workers: Sequence[Worker], occasion: Occasion, is_urgent: Callable[[], bool]
+) -> Steps:
+    """Do what `harvest` does, step by step: yields the seconds to wait, returns the records.
+
+    Args:
+        is_urgent: once it returns True, no step waits any longer.
+    """
     witnesses = [_Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
-    _read_stacks(witnesses, idle)
-    while time.monotonic() < asked_s + _TORCH_S and not all(
-        witness.has_torch_answered() for witness in witnesses
+    yield from _read_stacks(witnesses, is_urgent)
+    while (
+        time.monotonic() < asked_s + _TORCH_S
+        and not all(witness.has_torch_answered() for witness in witnesses)
+        and not is_urgent()
     ):
-        idle(0.02)
+        yield 0.02
     if any(witness.is_seen_from_outside for witness in witnesses):
-        while (left_s := asked_s + _SAMPLE_S - time.monotonic()) > 0:
-            idle(left_s)
+        yield from _wait_until(asked_s + _SAMPLE_S, is_urgent)
     first_look_s = time.monotonic()
     for witness in witnesses:
         witness.testify()
-    if occasion.kind == "stall":
-        _look_again(witnesses, first_look_s, idle)
+    if occasion.kind == "stall" and not is_urgent():
+        yield from _look_again(witnesses, first_look_s, is_urgent)
     return [witness.record for witness in witnesses]
 
 
-def _read_stacks(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
+def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
+    while (left_s := deadline_s - time.monotonic()) > 0 and not is_urgent():
+        yield min(left_s, 0.1)
+
+
+def _read_stacks(witnesses: Sequence[_Witness], is_urgent: Callable[[], bool]) -> Waits:
     """Read all stacks from outside; ask those by signal whose stacks cannot be read so."""
-    _spy_all(witnesses, idle)
+    yield from _spy_all(witnesses, is_urgent)
+    if is_urgent():
+        return
     for witness in witnesses:
         witness.ask()
-    _wait_for_answers(witnesses, idle)
+    yield from _wait_for_answers(witnesses, is_urgent)
 
 
-def _wait_for_answers(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
+def _wait_for_answers(witnesses: Sequence[_Witness], is_urgent: Callable[[], bool]) -> Waits:
     deadline_s = time.monotonic() + _STACKS_S
     while time.monotonic() < deadline_s and not all(w.has_answered() for w in witnesses):
-        idle(0.02)
+        if is_urgent():
+            return
+        yield 0.02
 
 
-def _spy_all(witnesses: Sequence[_Witness], idle: Callable[[float], None]) -> None:
+def _spy_all(witnesses: Sequence[_Witness], is_urgent: Callable[[], bool]) -> Waits:
     """Read stacks from outside, some processes at a time, for 5 s at most."""
+    if is_urgent():
+        return
     deadline_s = time.monotonic() + _SPY_S
-    with concurrent.futures.ThreadPoolExecutor(_SPIES) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(_SPIES)
+    try:
         looks = [pool.submit(witness.spy) for witness in witnesses]
         while not all(look.done() for look in looks) and time.monotonic() < deadline_s:
-            idle(0.02)
-        pool.shutdown(wait=True, cancel_futures=True)
+            if is_urgent():
+                return
+            yield 0.02
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _look_again(
-    witnesses: Sequence[_Witness], first_look_s: float, idle: Callable[[float], None]
-) -> None:
-    while (left_s := first_look_s + _SECOND_LOOK_S - time.monotonic()) > 0:
-        idle(left_s)
+    witnesses: Sequence[_Witness], first_look_s: float, is_urgent: Callable[[], bool]
+) -> Waits:
+    yield from _wait_until(first_look_s + _SECOND_LOOK_S, is_urgent)
     recording = [witness for witness in witnesses if witness.record.has_ring]
     for witness in recording:
         witness.look()
-    _read_stacks(recording, idle)
+    yield from _read_stacks(recording, is_urgent)
     gap_s = time.monotonic() - first_look_s
     for witness in witnesses:
         witness.testify_later(gap_s)

@@ -1,7 +1,9 @@
 """A node's part of a job: its workers, their output, their rings.
 
-It obeys commands and tells events. It knows nothing of other nodes and decides nothing: what its
-workers do goes to the coordinator, through `tell`, whether that lives in this process or elsewhere.
+It obeys commands and reports events. It knows nothing of other nodes and decides nothing, but for
+the time that its own workers get: what they do goes to the coordinator, through `tell`, whether
+that lives in this process or elsewhere. Nothing here blocks the agent's loop for long: an incident
+is collected step by step, in `tick`.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ from typing import BinaryIO, cast
 
 from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
-from echelon.host.process import oom_kills
+from echelon.host.process import oom_kills, sample
 from echelon.launcher import environment
-from echelon.launcher.activity import Activity
 from echelon.launcher.binding import bind, describe
 from echelon.launcher.control import messages as m
-from echelon.launcher.harvest import Occasion, Worker, harvest
+from echelon.launcher.harvest import Occasion, Steps, Worker, harvest, harvest_steps
 from echelon.launcher.options import Options
 from echelon.launcher.output import Source, Stream, Terminal
+from echelon.launcher.patience import UNKILLABLE_S, Due, Grace
 from echelon.launcher.ringmemory import RingMemory
 from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.sighting import Sighting
 from echelon.launcher.status import RankStatus, silent, status_of
 from echelon.launcher.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
 from echelon.recorder.dump import pack_dump, write_dump
-from echelon.recorder.read import LiveRing, read_ring
+from echelon.recorder.read import read_ring
+from echelon.recorder.schema import Record
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
 _SWEEP_S = 2.0
@@ -65,8 +69,14 @@ class NodeAgent:
         self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
         self._streams: dict[int, Stream] = {}
         self._has_lost_output = False
-        self._rings: dict[int, LiveRing] = {}
-        self._activities: dict[int, Activity] = {}  # of ranks without a ring
+        self._sighting: Sighting | None = None
+        self._grace = Grace()
+        self._harvest: Steps | None = None
+        self._harvest_due_s = 0.0
+        self._collecting: m.Collect | None = None
+        self._stop_after_harvest: m.Stop | None = None
+        self._is_urgent = False
+        self._denied: list[int] = []
         self._workers: list[Worker] = []
         self._start: m.Start | None = None
         self._num_ended = 0
@@ -107,11 +117,20 @@ class NodeAgent:
 
     def deadline_s(self) -> float:
         """When `tick` must be called, at the latest."""
-        return self._terminal.deadline_s or float("inf")
+        due = [self._terminal.deadline_s or float("inf")]
+        if self._harvest is not None:
+            due.append(self._harvest_due_s)
+        if self.has_workers:
+            due.append(self._grace.deadline_s())
+        return min(due)
 
     def tick(self) -> None:
-        """Show output that was held back long enough."""
+        """Do what is due: show output held back, go on collecting, kill workers out of time."""
         self._terminal.tick()
+        if self._harvest is not None and time.monotonic() >= self._harvest_due_s:
+            self._go_on_collecting()
+        if self._grace.is_running and self.has_workers:
+            self._check_grace()
 
     # ---- commands ----
 
@@ -119,13 +138,16 @@ class NodeAgent:
         """Start this node's workers."""
         self._start = command
         self._num_ended = 0
-        self._activities.clear()
+        self._grace = Grace()
+        self._is_urgent = False
+        self._oom_kills_before = oom_kills(os.getpid())
         attempt = self._attempt(command)
         if command.num_nodes > 1:
             ranks = attempt.ranks
-            here = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-            self._say(f"a world of {command.world_size} ranks begins; {here} on this node")
+            here = f"rank {ranks[0]} runs" if len(ranks) == 1 else _ranks(ranks) + " run"
+            self._say(f"starting {command.world_size} ranks; {here} on this node")
         self._workers = []
+        self._sighting = Sighting(command, self._workers, self._num_printed)
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
             env = environment.worker_environment(os.environ, attempt, rank, folder)
@@ -140,6 +162,7 @@ class NodeAgent:
                 env,
                 str(Path.cwd()),
                 self._processors[local_rank],
+                has_stdin=rank == self._options.stdin_rank,
             )
             source = Source(rank, command.node_rank, command.num_nodes > 1)
             logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
@@ -149,28 +172,98 @@ class NodeAgent:
             for number, pipe in enumerate(pipes, start=1):
                 self._add_stream(number, pipe, source, logs, local_rank)
 
-    def signal(self, number: int) -> None:
-        """End workers, or let them go on to their end: they count as stopped by us."""
+    def stop(self, command: m.Stop) -> None:
+        """Signal all workers, and let those that still run after the grace be killed.
+
+        Stacks are read first, unless it is urgent. Only the first time of an attempt counts.
+        """
+        self._is_urgent = self._is_urgent or command.urgent
+        if self._grace.is_running:
+            return
+        if self._harvest is not None:
+            self._stop_after_harvest = command
+            self._harvest_due_s = 0.0 if command.urgent else self._harvest_due_s
+            return
+        self._grace.begin(command.grace_ms / 1e3, time.monotonic())
+        self._end_workers(command.number)
+        # A process stopped by a signal takes SIGTERM only once it runs again.
+        self._end_workers(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill all workers that still run."""
+        self._stop_after_harvest = None
+        self._grace.note_killed(time.monotonic())
+        self._end_workers(signal.SIGKILL)
+
+    def _end_workers(self, number: int) -> None:
+        """Signal workers: from then on they count as stopped by the launcher."""
         for worker in self._workers:
             if worker.exit_code is None:
                 worker.stopped_by_agent = True
                 self._guard.signal(worker.local_rank, number)
 
+    def _check_grace(self) -> None:
+        due = self._grace.due(time.monotonic())
+        if due is Due.KILL:
+            self.kill()
+        elif due in (Due.NAME, Due.GIVE_UP):
+            assert self._start is not None
+            for worker in self._workers:
+                if worker.exit_code is not None:
+                    continue
+                why = why_it_lives(worker.pid)
+                if due is Due.NAME:
+                    self._say(
+                        f"rank {worker.rank} (pid {worker.pid}) survives SIGKILL: {why}; waiting "
+                        f"{UNKILLABLE_S:g} s for it"
+                    )
+                else:
+                    event = m.Unkillable(attempt=self._start.attempt, rank=worker.rank, why=why)
+                    self._tell(event)
+
     def pass_on(self, number: int) -> None:
-        """Pass a signal of the user's on to all workers."""
+        """Pass one of the user's own signals on to all workers, and not to their children."""
         for worker in self._workers:
-            self._guard.signal(worker.local_rank, number)
+            self._guard.signal(worker.local_rank, number, alone=True)
 
     def collect(self, command: m.Collect) -> None:
-        """Snapshot this node's ranks and send their dumps."""
-        records = harvest(self._workers, self._occasion(command.kind), self._pump)
+        """Begin to snapshot this node's ranks; their dumps are sent once they are complete."""
+        self._finish_collecting()
+        self._collecting = command
+        occasion = self._occasion(command.kind)
+        self._harvest = harvest_steps(self._workers, occasion, lambda: self._is_urgent)
+        self._go_on_collecting()
+
+    def _go_on_collecting(self) -> None:
+        """Take the next step, and the one after the last: send the dumps."""
+        assert self._harvest is not None
+        try:
+            self._harvest_due_s = time.monotonic() + next(self._harvest)
+        except StopIteration as end:
+            self._harvest = None
+            self._send_harvest(end.value)
+            if self._stop_after_harvest is not None:
+                command, self._stop_after_harvest = self._stop_after_harvest, None
+                self.stop(command)
+
+    def _finish_collecting(self) -> None:
+        """Complete a snapshot without waiting for anything else."""
+        self._is_urgent = True
+        while self._harvest is not None:
+            self._go_on_collecting()
+        self._is_urgent = False
+
+    def _send_harvest(self, records: Sequence[Record]) -> None:
+        command, self._collecting = self._collecting, None
+        assert command is not None
         for worker, record in zip(self._workers, records, strict=True):
             self._send_dump(command.incident, worker.rank, pack_dump(record), is_torchs=False)
             if worker.torch is not None:
                 dump = worker.torch.read()
                 self._send_dump(command.incident, worker.rank, dump, is_torchs=True)
-        for rank, activity in self._activities.items():  # what we asked for is no sign of life
-            activity.rest(self._num_printed(rank), time.monotonic_ns())
+        if self._sighting is not None:
+            self._sighting.rest()
+        self.look()  # whether a stall still lasts is decided by what is seen now
         self._tell(m.Harvested(incident=command.incident, exit_codes=self._exit_codes()))
 
     def _send_dump(self, incident: int, rank: int, data: bytes, *, is_torchs: bool) -> None:
@@ -180,11 +273,12 @@ class NodeAgent:
             self._tell(part)
 
     def collect_alone(self, reason: str) -> Path:
-        """Keep an incident of this node's own, when nobody is there to send it to.
+        """Keep an incident of this node's own, when no coordinator can be reached.
 
         Raises:
             OSError: it cannot be written.
         """
+        self._harvest = None
         number, folder = self._directory.open_incident()
         records = harvest(self._workers, self._occasion("failure"), self._pump)
         for worker, record in zip(self._workers, records, strict=True):
@@ -200,14 +294,20 @@ class NodeAgent:
         return self._directory.complete_incident(number, folder)
 
     def clear_up(self) -> None:
-        """End what workers left behind, pass on the rest of their output, and say so."""
+        """End what workers left behind, pass on the rest of their output, and report it."""
+        self._finish_collecting()
         deadline_s = time.monotonic() + _SWEEP_S
-        while self._swept != 0 and time.monotonic() < deadline_s:
+        denied = self._denied
+        while self._swept != len(denied) and time.monotonic() < deadline_s:
             self._swept = None
             self._guard.sweep(signal.SIGKILL)
             while self._swept is None and time.monotonic() < deadline_s:
                 self._pump(0.05)
         self._swept = None
+        if denied:
+            pids = ", ".join(map(str, sorted(set(denied))))
+            self._say(f"not permitted to kill what workers left behind: pid {pids}")
+            denied.clear()
         deadline_s = time.monotonic() + _DRAIN_S
         while self._streams and time.monotonic() < deadline_s:
             self._pump(0.05)
@@ -237,53 +337,18 @@ class NodeAgent:
     # ---- what is seen ----
 
     def look(self) -> None:
-        """Tell what the rings show."""
-        start = self._start
-        if start is None:
+        """Report what the living ranks show; not while an incident makes them move."""
+        if self._sighting is None or self._harvest is not None:
             return
-        now = time.monotonic_ns()
-        sights = [
-            [worker.rank, *self._sight(worker, now), *_torch_sight(worker)]
-            for worker in self._workers
-            if worker.alive
-        ]
-        if sights:
-            self._tell(m.Sights(attempt=start.attempt, ranks=sights))
-
-    def _sight(self, worker: Worker, now: int) -> list[int]:
-        ring = self._rings.get(worker.rank)
-        if ring is None:
-            try:
-                ring = self._rings[worker.rank] = LiveRing(worker.folder / "ring")
-            except DumpFormatError:
-                return self._sight_from_outside(worker, now)
-        sight = ring.sight(worker.rank)
-        return [
-            int(sight.initialised),
-            _age_ms(now, sight.progress_mono_ns),
-            _age_ms(now, sight.pending_mono_ns),
-            sight.num_ended,
-            1,
-        ]
-
-    def _sight_from_outside(self, worker: Worker, now: int) -> list[int]:
-        """Look at a rank that has no ring: it has not opened one yet, or never will."""
-        activity = self._activities.get(worker.rank)
-        if activity is None:
-            assert self._start is not None
-            quiet_s = self._options.stall_timeout_s / 2
-            activity = Activity(worker.pid, self._start.master_port, quiet_s, now)
-            self._activities[worker.rank] = activity
-        activity.look(self._num_printed(worker.rank), now)
-        age_ms = _age_ms(now, activity.last_mono_ns)
-        pending_ms = age_ms if activity.is_in_collective else -1
-        return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
+        sights = self._sighting.look()
+        if sights is not None:
+            self._tell(sights)
 
     def _num_printed(self, rank: int) -> int:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
     def tell_status(self, visitor: str) -> None:
-        """Tell a visitor what this node's ranks do."""
+        """Report to a status client what this node's ranks do."""
         rows = [self._status(worker).pack() for worker in self._workers]
         self._tell(
             m.Statuses(
@@ -311,12 +376,13 @@ class NodeAgent:
             elif isinstance(news, Failed):
                 worker = self._workers[news.index]
                 worker.start_error = news.error
-                self._say(f"rank {worker.rank}: cannot run {news.error}")
+                self._say(f"rank {worker.rank}: {news.error}")
                 self._note_end(worker, _NOT_STARTED, time.monotonic_ns())
             elif isinstance(news, Exited):
                 self._note_end(self._workers[news.index], news.code, news.mono_ns)
             elif isinstance(news, Swept):
                 self._swept = news.count
+                self._denied[:] = news.denied
 
     def _note_end(self, worker: Worker, code: int, mono_ns: int) -> None:
         worker.exit_code = code
@@ -356,7 +422,8 @@ class NodeAgent:
     def _note_lost(self, err: OSError) -> None:
         if not self._has_lost_output:
             self._has_lost_output = True
-            self._say(f"output is no longer kept in files ({err.strerror or err}); the job goes on")
+            why = err.strerror or err
+            self._say(f"cannot write log files ({why}); output is shown but not saved")
 
     def _pass_output(self, stream: Stream) -> None:
         if stream.pipe in self._streams and not stream.pump():
@@ -408,16 +475,19 @@ class NodeAgent:
             self._memory.bring_home(worker.folder)
 
     def _close_rings(self) -> None:
-        while self._rings:
-            self._rings.popitem()[1].close()
+        if self._sighting is not None:
+            self._sighting.close()
+            self._sighting = None
 
 
-def _torch_sight(worker: Worker) -> list[int]:
-    if worker.torch is None:
-        return [0]
-    worker.torch.look()
-    return [worker.torch.num_own]
+def _ranks(ranks: range) -> str:
+    return f"ranks {ranks[0]}-{ranks[-1]}"
 
 
-def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:
-    return max(0, now_mono_ns - then_mono_ns) // 1_000_000 if then_mono_ns else -1
+def why_it_lives(pid: int) -> str:
+    """Explain why a process that was killed is still there: its state, and what it waits for."""
+    seen = sample(pid)
+    if seen.state == "D":
+        where = f" in {seen.wait_channel}" if seen.wait_channel not in ("", "0") else ""
+        return f"uninterruptible sleep{where}"
+    return "the kernel has not ended it, or the signal was not permitted"

@@ -50,6 +50,7 @@ class Options:
     numa_binding: str  # "": none
     virtual_local_rank: bool
     recorder_size: int
+    stdin_rank: int  # -1: every worker reads nothing
     notes: tuple[str, ...]  # lines for the user: what was given and changes nothing
 
 
@@ -99,6 +100,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         numa_binding=args.numa_binding,
         virtual_local_rank=args.virtual_local_rank,
         recorder_size=args.recorder_size,
+        stdin_rank=args.stdin_rank,
         notes=(*notes_on_ignored(args), *conf.notes),
     )
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from echelon.launcher.fold import Fold
 
 _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut into several, so that memory stays bounded
 _ERASE = b"\r\x1b[2K"
+_SLOW_S = 1.0
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
@@ -35,11 +37,24 @@ class Terminal:
 
     def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
         self._streams: dict[int, BinaryIO] = {1: sys.stdout.buffer, 2: sys.stderr.buffer}
+        self._lost: set[int] = set()  # streams that take nothing any more
         self._live = b""
         self._as_json = as_json
         self._folds = {1: Fold(), 2: Fold()} if fold and not as_json else {}
         self._node = b""
-        self.columns = _columns()
+        # Where a live line stands on stdout, what goes to stderr must make room only if it goes
+        # to a terminal too.
+        self._stderr_is_shown = _columns(sys.stderr) is not None
+
+    @property
+    def columns(self) -> int | None:
+        """Width of stdout now, None if it is not a terminal."""
+        return _columns(sys.stdout)
+
+    @property
+    def error_columns(self) -> int | None:
+        """Width of stderr now, None if it is not a terminal."""
+        return _columns(sys.stderr)
 
     @property
     def deadline_s(self) -> float | None:
@@ -67,20 +82,65 @@ class Terminal:
         self.write_lines(stream, text)
 
     def say(self, text: str) -> None:
-        """Print a line of the launcher's own; a live line makes way, and comes back changed."""
+        """Print a line of the launcher's own."""
+        self.write_error(f"echelon: {text}\n")
+
+    def write_error(self, text: str) -> None:
+        """Print whole lines to stderr; a live line makes room, and comes back when it changes."""
         self.end_live()
-        print(f"echelon: {text}", file=sys.stderr, flush=True)
+        self.write_lines(2, text.encode("utf-8", "replace"))
 
     def write_lines(self, stream: int, lines: bytes) -> None:
-        """Write whole lines, in one piece. A closed terminal is not the job's problem."""
+        """Write whole lines, in one piece. That they cannot be written never hurts the job."""
+        if self._live and (stream == 1 or self._stderr_is_shown):
+            self._write(1, _ERASE)
+            self._write(stream, lines)
+            self._write(1, self._fitted(self._live))
+        else:
+            self._write(stream, lines)
+
+    def _write(self, stream: int, data: bytes) -> None:
+        if stream in self._lost or not data:
+            return
         out = self._streams[stream]
-        if self._live:
-            lines = _ERASE + lines + self._live
         try:
-            out.write(lines)
+            out.write(data)
             out.flush()
-        except (BrokenPipeError, ValueError):
-            self._streams[stream] = Path(os.devnull).open("wb")  # noqa: SIM115 -- to the end
+        except BlockingIOError:  # a terminal that was left non-blocking
+            self._write_slowly(stream, data)
+        except (OSError, ValueError) as err:
+            self._lose(stream, err)
+
+    def _write_slowly(self, stream: int, data: bytes) -> None:
+        """Write what did not fit at once, for a second at most: ranks wait meanwhile."""
+        deadline_s = time.monotonic() + _SLOW_S
+        fd = self._streams[stream].fileno()
+        self._streams[stream] = _Unbuffered(fd)  # type: ignore[assignment]
+        while data and time.monotonic() < deadline_s:
+            try:
+                data = data[os.write(fd, data) :]
+            except BlockingIOError:
+                select.select([], [fd], [], 0.1)
+            except OSError as err:
+                self._lose(stream, err)
+                return
+
+    def _lose(self, stream: int, err: Exception) -> None:
+        """Give a stream up, and report it on the other one, unless a reader just went away."""
+        self._lost.add(stream)
+        self._streams[stream] = Path(os.devnull).open("wb")  # noqa: SIM115 -- to the end
+        if not isinstance(err, BrokenPipeError):
+            why = err.strerror if isinstance(err, OSError) else err
+            text = f"echelon: cannot write to {_NAMES[stream]} ({why}); the job goes on\n"
+            self._write(3 - stream, text.encode())
+
+    def _fitted(self, line: bytes) -> bytes:
+        """Return a live line cut to the terminal: one that wraps cannot be erased."""
+        columns = self.columns
+        if columns is None:
+            return b""
+        shown = line.decode("utf-8", "replace")
+        return (shown if len(shown) < columns else shown[: columns - 1]).encode()
 
     def show_live(self, text: bytes) -> None:
         """Show a live line in place of the last one; an empty one takes it away."""
@@ -89,14 +149,14 @@ class Terminal:
         if not text:
             self.end_live()
             return
+        self._write(1, _ERASE + self._fitted(text))
         self._live = text
-        self.write_lines(1, b"")
 
     def end_live(self) -> None:
         """Take the live line away, and show what is still held back."""
         if self._live:
             self._live = b""
-            self.write_lines(1, _ERASE)
+            self._write(1, _ERASE)
         for stream, fold in self._folds.items():
             self._write_folded(stream, fold.flush())
 
@@ -227,10 +287,27 @@ def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-def _columns() -> int | None:
-    if not sys.stdout.isatty():
-        return None
+class _Unbuffered:
+    """A descriptor without a buffer, for a stream whose buffer has been given up."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, data: bytes) -> int:
+        sent = os.write(self._fd, data)
+        if sent < len(data):
+            raise BlockingIOError
+        return sent
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _columns(stream: TextIO) -> int | None:
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns
-    except OSError:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
+    except (OSError, ValueError):
         return None

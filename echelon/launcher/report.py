@@ -35,8 +35,9 @@ class Incident:
     verdict: Mapping[str, Any] | None = None
     root_cause: Mapping[str, Any] | None = None  # what it said last
     victims: Mapping[str, Any] | None = None
-    explained: bool = False
-    recovered: bool = False
+    recovered: bool = False  # the stall cleared, or a later attempt succeeded
+    withdrawn: bool = False  # progress overtook the verdict
+    ended: Mapping[int, Ended] = field(default_factory=dict)  # ends of its attempt, as they come
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,9 +49,9 @@ class Report:
     incidents: list[Incident] = field(default_factory=list)
     ranks: list[Ended] = field(default_factory=list)  # of the last attempt
     attempts: int = 0
-    ended_by: EndedBy = EndedBy.WORKER
-    exit_code: int = 0
-    error: str = ""
+    ended_by: EndedBy = EndedBy.AGENT  # a success is only what was set as one
+    exit_code: int = 1
+    error: str = "the launcher did not get to conclude the job"
 
     def write(self, path: Path) -> None:
         """Write report.json."""
@@ -75,6 +76,7 @@ class Report:
                         "root_cause": incident.root_cause,
                         "victims": incident.victims,
                         "recovered": incident.recovered,
+                        "withdrawn": incident.withdrawn,
                     }
                     for incident in self.incidents
                 ],

@@ -106,14 +106,14 @@ class Victims:
     def line(self) -> str:
         """Return one line for all of them, "" if there are none."""
         parts = [
-            f"{rank_list(ranks)} {words[len(ranks) > 1]}"
+            f"{words}: {rank_list(ranks)}"
             for ranks, words in (
-                (self.failed, ("failed after it", "failed after it")),
-                (self.stopped, ("was stopped by the launcher", "were stopped by the launcher")),
+                (self.failed, "failed after it"),
+                (self.stopped, "also stopped by the launcher"),
             )
             if ranks
         ]
-        return f"its victims: {', '.join(parts)}" if parts else ""
+        return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return what report.json holds."""

@@ -6,20 +6,25 @@ Nothing here waits for long: `events()` returns what has come; the agent's loop 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
+from echelon.launcher.guard import descendants
 
 _GUARD = Path(__file__).with_name("guard.py")
 _CLOSE_S = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +54,10 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes that workers had left behind were signalled."""
+    """Processes that workers had left behind were signalled; `denied`: pids that may not be."""
 
     count: int
+    denied: list[int]
 
 
 Event = Started | Failed | Exited | Swept
@@ -67,6 +73,7 @@ class Workers:
     """The workers of this node, through their guard."""
 
     def __init__(self) -> None:
+        _become_subreaper()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._guard = subprocess.Popen(
@@ -88,47 +95,64 @@ class Workers:
         env: Mapping[str, str],
         cwd: str,
         processors: Collection[int] | None = None,
+        *,
+        group: str = "",
+        has_stdin: bool = False,
     ) -> tuple[int, int]:
         """Ask for a worker; return the read ends of its stdout and stderr, owned by the caller.
 
-        It may use the given processors only; None: all that the launcher may.
+        Args:
+            processors: what it may use; None: all that the launcher may.
+            group: a cgroup of its own.
+            has_stdin: it reads the launcher's stdin; else it reads nothing.
+
+        Raises:
+            LaunchError: the guard is gone, or there are no descriptors left.
         """
-        out_read, out_write = os.pipe2(os.O_CLOEXEC)
-        err_read, err_write = os.pipe2(os.O_CLOEXEC)
-        try:
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as sent:
+            try:
+                ends = []
+                for _ in range(2):
+                    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+                    kept.callback(os.close, read_end)
+                    sent.callback(os.close, write_end)
+                    ends.append((read_end, write_end))
+                stdin = os.dup(0) if has_stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                sent.callback(os.close, stdin)
+            except OSError as err:
+                raise LaunchError(f"cannot start worker {index}: {err.strerror}") from err
             message = {"do": "spawn", "index": index, "argv": list(argv), "env": dict(env)}
             bound = None if processors is None else sorted(processors)
-            self._send(message | {"cwd": cwd, "processors": bound}, [out_write, err_write])
-        except BaseException:
-            os.close(out_read)
-            os.close(err_read)
-            raise
-        finally:
-            os.close(out_write)
-            os.close(err_write)
-        return out_read, err_read
+            message |= {"cwd": cwd, "processors": bound, "group": group}
+            self._send(message, [ends[0][1], ends[1][1], stdin])
+            kept.pop_all()
+        return ends[0][0], ends[1][0]
 
     def hold(self, folder: str) -> None:
         """Have the guard keep a folder for rings, and remove it if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
-    def signal(self, index: int, number: int) -> None:
-        """Signal a worker's process group; nothing happens if it has ended."""
-        self._send({"do": "signal", "index": index, "signal": int(number)})
+    def signal(self, index: int, number: int, *, alone: bool = False) -> None:
+        """Signal a worker's process group, or it alone; nothing happens if it has ended."""
+        self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
     def sweep(self, number: int) -> None:
         """Signal what ended workers left behind; answered by `Swept`."""
         self._send({"do": "sweep", "signal": int(number)})
 
     def events(self) -> list[Event]:
-        """Return the events that have come; blocks only if none has.
+        """Return the events that have arrived; blocks only if none has.
 
         Raises:
-            LaunchError: the guard is gone, and by its death signal the workers with it.
+            LaunchError: the guard is gone, and with it its workers and all that they started.
         """
-        data = self._socket.recv(65536)
+        try:
+            data = self._socket.recv(65536)
+        except OSError:  # it ended with input unread
+            data = b""
         if not data:
-            raise LaunchError("the guard process is gone; its workers were killed with it")
+            _kill_descendants()
+            raise LaunchError("the guard process died; all workers were killed")
         self._input += data
         events: list[Event] = []
         while len(self._input) >= 4:
@@ -158,4 +182,24 @@ class Workers:
             sent = socket.send_fds(self._socket, [data], list(descriptors))
             self._socket.sendall(data[sent:])
         except OSError as err:
-            raise LaunchError(f"the guard process is gone: {err}") from err
+            _kill_descendants()
+            raise LaunchError(f"the guard process died ({err}); all workers were killed") from err
+
+
+def _become_subreaper() -> None:
+    """Be the parent of what a guard that was killed leaves behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _kill_descendants() -> None:
+    """Kill everything below this process, now that no guard can: the job is over.
+
+    The store and a running analysis are among it; both are done with.
+    """
+    deadline_s = time.monotonic() + _CLOSE_S
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)

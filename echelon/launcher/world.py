@@ -19,6 +19,8 @@ class World:
         nodes: node -> its ranks.
         hosts: node -> its host's name.
         lost: nodes that are gone.
+        leaving: nodes whose user asked them to stop -> the signal, while the others continue.
+        unkillable: ranks that outlived SIGKILL -> why.
         end: how it ended, once all workers have.
         clearing: then: the nodes that are not idle yet.
     """
@@ -30,6 +32,8 @@ class World:
     hosts: dict[str, str]
     ended: dict[int, Ended] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    leaving: dict[str, int] = field(default_factory=dict)
+    unkillable: dict[int, str] = field(default_factory=dict)
     end: decide.EndAttempt | None = None
     clearing: set[str] | None = None
     clear_deadline_s: float = 0.0
@@ -66,9 +70,13 @@ class World:
         """Note how a rank has ended; None: its node is lost."""
         self.ended[rank] = Ended(rank, code, len(self.ended))
         self._sights.pop(rank, None)
+        # Its node's row may still speak of it; the next one does not.
+        self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
 
-    def note_sights(self, event: m.Sights, now_mono_ns: int) -> Stall | None:
-        """Take in what a node sees of its ranks; return a stall that is new."""
+    def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
+        """Take in what a node sees of its ranks, in place of what it saw before."""
+        for rank in self.nodes[node]:
+            self._sights.pop(rank, None)
         for rank, initialised, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
             if rank not in self.ended:
                 self._sights[rank] = Sight(
@@ -80,6 +88,20 @@ class World:
                     records=bool(records),
                     num_dumps=dumps,
                 )
+        if event.folded:
+            first, initialised, progress_ms, pending_ms, pending_rank, moves, dumps = event.folded
+            self._sights[_folded(first)] = Sight(
+                rank=_folded(first),
+                named_rank=first if pending_rank < 0 else pending_rank,
+                initialised=bool(initialised),
+                progress_mono_ns=_stamp(now_mono_ns, progress_ms),
+                pending_mono_ns=_stamp(now_mono_ns, pending_ms),
+                num_ended=moves,
+                num_dumps=dumps,
+            )
+
+    def look(self, now_mono_ns: int) -> Stall | None:
+        """Return a stall that is new. It takes a pass over all rows: once per tick."""
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
@@ -88,6 +110,11 @@ class World:
         lost, is_late = node in self.lost, node in late
         what = "is lost" if lost else "did not answer in time" if is_late else "sent none"
         return f"node {self.hosts[node]} {what}"
+
+
+def _folded(first_rank: int) -> int:
+    """Return the key of a node's folded row: no rank has it."""
+    return -1 - first_rank
 
 
 def _stamp(now_mono_ns: int, age_ms: int) -> int:

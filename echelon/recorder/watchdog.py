@@ -32,6 +32,12 @@ class Sight:
     num_ended: int = 0  # operations and spans that ended, and steps; else signs of activity
     records: bool = True  # it has a ring
     num_dumps: int = 0  # that torch's own recorder has written
+    named_rank: int = -1  # the rank to name, where this stands for all recording ranks of a node
+
+    @property
+    def name(self) -> str:
+        """The rank that a reason names."""
+        return f"rank {self.rank if self.named_rank < 0 else self.named_rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class StallRule:
         self._dumps.update({sight.rank: sight.num_dumps for sight in new})
         if not new:
             return None
-        return Stall(f"rank {new[0].rank} wrote a dump of torch's flight recorder", now)
+        return Stall(f"{new[0].name} wrote a dump of torch's flight recorder", now)
 
     def _pending(self, sights: Sequence[Sight], now: int) -> Stall | None:
         waiting = [sight for sight in sights if sight.pending_mono_ns]
@@ -86,7 +92,7 @@ class StallRule:
         if now - first.pending_mono_ns < self._limit_s * 1e9:
             return None
         return Stall(
-            f"rank {first.rank} has an operation pending for {self._limit_s:g} s",
+            f"{first.name} has an operation pending for {self._limit_s:g} s",
             first.pending_mono_ns,
         )
 

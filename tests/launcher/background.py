@@ -49,6 +49,11 @@ class Node:
             self._changed.wait_for(lambda: self._has(text, count) or self._ended, WAIT_S)
             assert self._has(text, count), "\n".join(self.lines)
 
+    def has(self, text: str) -> bool:
+        """Return whether `text` was printed so far."""
+        with self._changed:
+            return self._has(text, 1)
+
     def end(self) -> int:
         """Wait for the end; return the exit code."""
         try:

@@ -7,21 +7,26 @@ import signal
 import pytest
 
 from echelon.launcher.decide import (
+    BACKSTOP_S,
+    GIVE_UP_S,
     SETTLE_S,
     Attempt,
     CollectIncident,
     EndAttempt,
     EndedBy,
+    KillWorkers,
+    LeaveRequested,
     Phase,
-    SignalWorkers,
+    StallExamined,
     StallSeen,
     StopRequested,
+    StopWorkers,
     TimePassed,
     WorkerEnded,
     describe_code,
 )
 
-_STOP = [SignalWorkers(signal.SIGTERM), SignalWorkers(signal.SIGCONT)]
+_STOP = [StopWorkers(signal.SIGTERM)]
 
 
 def _attempt(world_size: int = 2, *, stop_on_stall: bool = False) -> Attempt:
@@ -57,13 +62,18 @@ def test_when_all_have_failed_nothing_waits():
     ]
 
 
-def test_who_ignores_sigterm_is_killed_after_the_grace():
+def test_ranks_that_a_node_does_not_kill_after_the_grace_are_killed_later():
     attempt = _attempt()
     attempt.on(WorkerEnded(0, 1), 0.0)
     attempt.on(TimePassed(), SETTLE_S)
     assert attempt.phase is Phase.STOPPING
-    assert attempt.on(TimePassed(), SETTLE_S + 9.9) == []
-    assert attempt.on(TimePassed(), SETTLE_S + 10.0) == [SignalWorkers(signal.SIGKILL)]
+    backstop_s = SETTLE_S + 10.0 + BACKSTOP_S
+    assert attempt.on(TimePassed(), backstop_s - 0.1) == []
+    assert attempt.on(TimePassed(), backstop_s) == [KillWorkers()]
+    assert attempt.on(TimePassed(), backstop_s + GIVE_UP_S - 0.1) == []
+    assert attempt.on(TimePassed(), backstop_s + GIVE_UP_S) == [
+        EndAttempt(EndedBy.WORKER, failed=True, unkillable=(1,))
+    ]
 
 
 def test_a_stall_is_reported_and_the_job_goes_on():
@@ -72,29 +82,49 @@ def test_a_stall_is_reported_and_the_job_goes_on():
     assert attempt.phase is Phase.RUNNING
 
 
-def test_a_stall_ends_the_job_if_asked_to():
+def test_a_stall_that_lasts_ends_the_job_if_asked_to():
     attempt = _attempt(1, stop_on_stall=True)
-    assert attempt.on(StallSeen("slow"), 5.0) == [CollectIncident("stall", "slow"), *_STOP]
-    assert attempt.on(WorkerEnded(0, -15), 5.1) == [EndAttempt(EndedBy.STALL, failed=True)]
+    assert attempt.on(StallSeen("slow"), 5.0) == [CollectIncident("stall", "slow")]
+    assert attempt.on(StallExamined(lasts=True), 8.0) == _STOP
+    assert attempt.on(WorkerEnded(0, -15), 8.1) == [EndAttempt(EndedBy.STALL, failed=True)]
+
+
+def test_progress_during_the_examination_of_a_stall_saves_the_job():
+    attempt = _attempt(1, stop_on_stall=True)
+    attempt.on(StallSeen("slow"), 5.0)
+    assert attempt.on(StallExamined(lasts=False), 8.0) == []
+    assert attempt.phase is Phase.RUNNING
+    assert attempt.on(WorkerEnded(0, 0), 9.0) == [EndAttempt(EndedBy.WORKER, failed=False)]
 
 
 def test_a_failure_while_stopping_for_a_stall_is_no_second_incident():
     attempt = _attempt(2, stop_on_stall=True)
     attempt.on(StallSeen("slow"), 5.0)
+    attempt.on(StallExamined(lasts=True), 5.0)
     assert attempt.on(WorkerEnded(0, 1), 5.1) == []
     assert attempt.on(WorkerEnded(1, 1), 5.1) == [EndAttempt(EndedBy.STALL, failed=True)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_a_second_one_does_not_wait(number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_same_request_from_other_nodes_takes_no_time_from_anybody(number):
     attempt = _attempt(1)
-    assert attempt.on(StopRequested(number), 1.0) == [
-        SignalWorkers(number),
-        SignalWorkers(signal.SIGCONT),
-    ]
+    assert attempt.on(StopRequested(number), 1.0) == [StopWorkers(number, urgent=True)]
+    deadline_s = attempt.deadline_s
     assert attempt.stop_signal == number
-    assert attempt.on(StopRequested(number), 1.1) == [SignalWorkers(signal.SIGKILL)]
-    assert attempt.on(WorkerEnded(0, -9), 1.2) == [EndAttempt(EndedBy.SIGNAL, failed=True)]
+    assert attempt.on(StopRequested(number), 1.1) == [StopWorkers(number, urgent=True)]
+    assert (attempt.phase, attempt.deadline_s) == (Phase.STOPPING, deadline_s)
+    assert attempt.on(WorkerEnded(0, 0), 4.0) == [EndAttempt(EndedBy.SIGNAL, failed=True)]
+
+
+def test_a_node_that_leaves_ends_the_attempt_and_a_stop_of_the_job_overrules_it():
+    attempt = _attempt(1)
+    assert attempt.on(LeaveRequested(15), 1.0) == [StopWorkers(15, urgent=True)]
+    assert attempt.on(WorkerEnded(0, 0), 1.5) == [EndAttempt(EndedBy.LEAVE, failed=True)]
+    attempt = _attempt(1)
+    attempt.on(LeaveRequested(15), 1.0)
+    attempt.on(StopRequested(15), 1.1)
+    attempt.on(LeaveRequested(15), 1.2)
+    assert attempt.on(WorkerEnded(0, 0), 1.5) == [EndAttempt(EndedBy.SIGNAL, failed=True)]
 
 
 def test_nothing_happens_after_the_end():

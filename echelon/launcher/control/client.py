@@ -55,6 +55,7 @@ class GrpcLink:
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         self.lost_because = ""
+        self.is_connected = False
         self._tls = tls
         self._lost_after_s = lost_after_s
         self._endpoint = endpoint
@@ -63,6 +64,7 @@ class GrpcLink:
         self._deadline_s = time.monotonic() + join_timeout_s
         self._incoming: Mailbox[Command | None] = Mailbox()
         self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
         self._outgoing: asyncio.Queue[Event | None] = asyncio.Queue()
         self._thread = threading.Thread(target=self._serve, name="echelon-link", daemon=True)
         self._thread.start()
@@ -83,14 +85,24 @@ class GrpcLink:
     def close(self) -> None:
         """Hang up; waits at most 3 s for what was sent to leave."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, None)
+            if self.is_connected:
+                self._loop.call_soon_threadsafe(self._outgoing.put_nowait, None)
+            else:
+                self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(_CLOSE_S)
         self._incoming.close()
 
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
     def _serve(self) -> None:
         try:
-            self._loop.run_until_complete(self._session())
-        except (grpc.RpcError, LaunchError, OSError, TimeoutError) as err:
+            self._task = self._loop.create_task(self._session())
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            self.lost_because = "closed before the coordinator was reached"
+        except (grpc.RpcError, LaunchError, OSError, TimeoutError, asyncio.TimeoutError) as err:
             self.lost_because = self.lost_because or _describe(err)
         finally:
             self._incoming.put(None)
@@ -108,6 +120,7 @@ class GrpcLink:
                 raise LaunchError("the coordinator hung up before a greeting")
             seal = Seal(self._secret, nonce, greeting, is_host=False)
             await call.write(seal.close(pack(self._hello)))
+            self.is_connected = True
             sender = self._loop.create_task(self._send_all(call, seal))
             try:
                 await self._receive_all(call, seal, sender)

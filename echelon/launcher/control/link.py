@@ -1,4 +1,4 @@
-"""An agent's link to the coordinator, and the mailbox that brings other threads' news to the loop.
+"""An agent's link to the coordinator, and the mailbox by which other threads reach the loop.
 
 `LocalLink` is the coordinator's own node: no network, no thread. `client.GrpcLink` is every other
 node's. Both are owned by the agent's loop: it sends, watches `fileno()`, and takes what has come.
@@ -61,6 +61,10 @@ class Mailbox(Generic[_T]):
 class Link(Protocol):
     """An agent's end of the line to the coordinator."""
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the coordinator has been reached."""
+
     def send(self, event: Event) -> None:
         """Send an event; never blocks."""
 
@@ -80,6 +84,11 @@ class LocalLink:
     def __init__(self, deliver: Callable[[Event], None]) -> None:
         self._deliver = deliver
         self.commands: Mailbox[Command | None] = Mailbox()
+
+    @property
+    def is_connected(self) -> bool:
+        """True: it is this process."""
+        return True
 
     def send(self, event: Event) -> None:
         """Hand an event over."""

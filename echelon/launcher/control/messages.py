@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -43,13 +43,27 @@ class WorkerEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sights:
-    """What a node sees of each living rank: [rank, initialised, progress age in ms (-1: none),
-    pending age in ms (-1: none), number of ended operations, spans and steps (or of signs of
-    activity), whether it has a ring, number of dumps that torch wrote of itself].
+    """What a node sees of its living ranks.
+
+    `folded` stands for all ranks that record: [first rank, initialised, progress age in ms (-1:
+    none), oldest pending age in ms (-1: none), its rank, number of signs of progress so far, number
+    of dumps that torch wrote of itself]; [] if no rank records.
+    `ranks` has each other rank: [rank, initialised, progress age, pending age, number of signs of
+    activity, whether it has a ring, number of dumps].
     """
 
     attempt: int
+    folded: list[int]
     ranks: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unkillable:
+    """A worker that lives on after SIGKILL; `why`: the wait channel, or what the kernel refused."""
+
+    attempt: int
+    rank: int
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +153,7 @@ class WaysTried:
 
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
-    | CheckIn | Tock | WaysTried
+    | Unkillable | CheckIn | Tock | WaysTried
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
@@ -160,13 +174,24 @@ class Start:
     num_nodes: int
     master_addr: str
     master_port: int
+    stall_timeout_ms: int  # the host's setting holds on all nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Signal:
-    """Signal the workers that still run."""
+class Stop:
+    """Signal the workers that still run, and kill after the grace those that then still do.
+
+    Only the first one of an attempt counts. `urgent`: do not finish collecting an incident first.
+    """
 
     number: int
+    grace_ms: int
+    urgent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """Send SIGKILL to the workers that still run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +259,7 @@ class TryWays:
 
 
 Command = (
-    Start | Signal | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
+    Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
     | Tick | TryWays
 )  # fmt: skip
 
@@ -242,8 +267,8 @@ _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
-        CheckIn, Tock, WaysTried,
-        Start, Signal, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
+        CheckIn, Tock, WaysTried, Unkillable,
+        Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
     )
 }  # fmt: skip
 
@@ -263,11 +288,13 @@ def unpack(data: bytes) -> Event | Command:
     try:
         name, values = msgpack.unpackb(data, raw=False)
         kind = _KINDS[name]
+        # A newer version may have more fields: its greeting must be readable to be refused.
+        known = {f.name: values[f.name] for f in fields(kind) if f.name in values}
         for field in fields(kind):
-            _check(field.type, values.get(field.name, field.default))
-        message: Event | Command = kind(**values)
+            _check(field.type, known.get(field.name, field.default))
+        message: Event | Command = kind(**known)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as err:
-        raise LaunchError(f"a message that is none of ours: {err}") from err
+        raise LaunchError(f"malformed message: {err}") from err
     return message
 
 
@@ -280,7 +307,7 @@ def _check(annotation: object, value: object) -> None:
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1
     if not _fits(_PLAIN[name], value, depth):
-        raise TypeError(f"{value!r:.100} is no {annotation}")
+        raise TypeError(f"{value!r:.100} is not a {annotation}")
 
 
 def _fits(kind: type[Any], value: object, depth: int) -> bool:

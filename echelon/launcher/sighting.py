@@ -1,0 +1,122 @@
+"""What this node sees of its living ranks, for the stall rule.
+
+Ranks that record are folded into one row, so that a coordinator's work grows with the nodes and not
+with the ranks: the rule asks for the oldest pending operation, the latest progress, and whether
+anything moved. Ranks that record nothing are seen from outside, and each keeps its row: which of
+them wait for which others matters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from echelon.errors import DumpFormatError
+from echelon.launcher.activity import Activity
+from echelon.launcher.control import messages as m
+from echelon.launcher.harvest import Worker
+from echelon.recorder.read import LiveRing
+from echelon.recorder.watchdog import Sight
+
+
+class Sighting:
+    """Look at the workers of one attempt.
+
+    Args:
+        store_port: of the connections that do not count as activity.
+        num_printed: how many bytes a rank has printed.
+    """
+
+    def __init__(
+        self,
+        start: m.Start,
+        workers: Sequence[Worker],
+        num_printed: Callable[[int], int],
+    ) -> None:
+        self._attempt = start.attempt
+        self._store_port = start.master_port
+        self._quiet_s = start.stall_timeout_ms / 2e3
+        self._workers = workers
+        self._num_printed = num_printed
+        self._rings: dict[int, LiveRing] = {}
+        self._activities: dict[int, Activity] = {}  # of ranks without a ring
+        self._num_signs: dict[int, int] = {}
+        self._num_moves = 0
+
+    def look(self) -> m.Sights | None:
+        """Return what the living ranks show; None if there are none."""
+        now = time.monotonic_ns()
+        sights, rows, dumps = [], [], 0
+        for worker in self._workers:
+            if not worker.alive:
+                continue
+            own_dumps = _dumps_of(worker)
+            ring = self._ring(worker)
+            if ring is None:
+                rows.append([worker.rank, *self._from_outside(worker, now), own_dumps])
+            else:
+                sights.append(ring.sight(worker.rank))
+                dumps += own_dumps
+        if not sights and not rows:
+            return None
+        return m.Sights(attempt=self._attempt, folded=self._fold(sights, now, dumps), ranks=rows)
+
+    def rest(self) -> None:
+        """Forget what an incident's own questions made ranks do: that was no sign of life."""
+        for rank, activity in self._activities.items():
+            activity.rest(self._num_printed(rank), time.monotonic_ns())
+
+    def close(self) -> None:
+        """Unmap the rings."""
+        while self._rings:
+            self._rings.popitem()[1].close()
+
+    def _ring(self, worker: Worker) -> LiveRing | None:
+        ring = self._rings.get(worker.rank)
+        if ring is None:
+            try:
+                ring = self._rings[worker.rank] = LiveRing(worker.folder / "ring")
+            except DumpFormatError:
+                return None
+        return ring
+
+    def _fold(self, sights: Sequence[Sight], now: int, dumps: int) -> list[int]:
+        if not sights:
+            return []
+        for sight in sights:
+            before = self._num_signs.get(sight.rank, 0)
+            self._num_moves += max(0, sight.num_ended - before)
+            self._num_signs[sight.rank] = sight.num_ended
+        waiting = [sight for sight in sights if sight.pending_mono_ns]
+        oldest = min(waiting, key=lambda sight: sight.pending_mono_ns, default=None)
+        return [
+            self._workers[0].rank,
+            int(any(sight.initialised for sight in sights)),
+            _age_ms(now, max(sight.progress_mono_ns for sight in sights)),
+            -1 if oldest is None else _age_ms(now, oldest.pending_mono_ns),
+            -1 if oldest is None else oldest.rank,
+            self._num_moves,
+            dumps,
+        ]
+
+    def _from_outside(self, worker: Worker, now: int) -> list[int]:
+        """Look at a rank that has no ring: it has not opened one yet, or never will."""
+        activity = self._activities.get(worker.rank)
+        if activity is None:
+            activity = Activity(worker.pid, self._store_port, self._quiet_s, now)
+            self._activities[worker.rank] = activity
+        activity.look(self._num_printed(worker.rank), now)
+        age_ms = _age_ms(now, activity.last_mono_ns)
+        pending_ms = age_ms if activity.is_in_collective else -1
+        return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
+
+
+def _dumps_of(worker: Worker) -> int:
+    if worker.torch is None:
+        return 0
+    worker.torch.look()
+    return worker.torch.num_own
+
+
+def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:
+    return max(0, now_mono_ns - then_mono_ns) // 1_000_000 if then_mono_ns else -1

@@ -1,0 +1,138 @@
+"""The incidents whose analysis is under way, and what is shown when it is done.
+
+A verdict of a stall is shown as soon as it is known, that of a failure once its attempt has ended:
+only then are its victims known. Progress withdraws the verdict of a stall that it overtakes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.launcher.explain import Analysis, Explanation
+from echelon.launcher.output import Terminal
+from echelon.launcher.report import Incident
+from echelon.launcher.rundir import RunDirectory
+from echelon.launcher.story import Victims
+
+_POLL_S = 0.02
+
+
+@dataclass(slots=True)
+class _Open:
+    """An incident that is not explained yet.
+
+    Attributes:
+        nodes: where its verdict is shown.
+        is_due: it may be shown.
+    """
+
+    incident: Incident
+    nodes: Sequence[str]
+    analysis: Analysis | None
+    is_due: bool
+    explanation: Explanation | None = None
+
+
+class Verdicts:
+    """Analyses of one job.
+
+    Args:
+        show_others: shows a text on other nodes.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        terminal: Terminal,
+        show_others: Callable[[Sequence[str], str], None],
+    ) -> None:
+        self._directory = directory
+        self._terminal = terminal
+        self._show_others = show_others
+        self._next: Analysis | None = None
+        self._open: list[_Open] = []
+
+    @property
+    def num_open(self) -> int:
+        """How many incidents have no verdict yet."""
+        return len(self._open)
+
+    def expect(self) -> None:
+        """Start a process for an incident that is about to be collected."""
+        self.expect_none()
+        with contextlib.suppress(OSError):  # said when there is something to explain
+            self._next = Analysis()
+
+    def expect_none(self) -> None:
+        """End a process that has nothing to explain."""
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+
+    def begin(self, incident: Incident, nodes: Sequence[str], *, is_due: bool) -> None:
+        """Have an incident explained; it is shown on `nodes` once it is due."""
+        analysis, self._next = self._next, None
+        one = _Open(incident, list(nodes), analysis, is_due)
+        shown = self._directory.shown / "dump" / incident.folder.name
+        if analysis is None:
+            text = f"echelon: no analysis could be started: run fr-analyze {shown}\n"
+            one.explanation = Explanation(None, None, text)
+        else:
+            analysis.begin(incident.folder, shown, self._terminal.error_columns)
+        self._open.append(one)
+
+    def withdraw(self, incident: Incident) -> None:
+        """Show no verdict of a stall that progress has overtaken."""
+        if any(one.incident is incident for one in self._open):
+            incident.withdrawn = True
+
+    def release(self) -> None:
+        """Let all verdicts be shown: the attempt has ended."""
+        for one in self._open:
+            one.is_due = True
+
+    def deadline_s(self) -> float:
+        """Return when to call `poll` again."""
+        return time.monotonic() + _POLL_S if self._open else float("inf")
+
+    def poll(self) -> None:
+        """Show what is known and due."""
+        for one in list(self._open):
+            if one.explanation is None and one.analysis is not None:
+                one.explanation = one.analysis.poll()
+                if one.explanation is not None:
+                    one.analysis.close()
+            if one.explanation is not None and one.is_due:
+                self._open.remove(one)
+                self._show(one, one.explanation)
+
+    def close(self) -> None:
+        """End what still runs."""
+        self.expect_none()
+        while self._open:
+            analysis = self._open.pop().analysis
+            if analysis is not None:
+                analysis.close()
+
+    def _show(self, one: _Open, explanation: Explanation) -> None:
+        incident = one.incident
+        verdict: dict[str, Any] | None = explanation.verdict
+        victims = Victims.of(verdict, incident.ended)
+        incident.verdict = verdict
+        incident.root_cause = explanation.story
+        incident.victims = victims.to_json()
+        if incident.withdrawn:
+            folder = self._directory.shown / "dump" / incident.folder.name
+            self._terminal.say(f"the stall's verdict is withdrawn: ranks moved on; see {folder}")
+            return
+        line = victims.line()
+        text = explanation.text + (f"  {line}\n" if line else "")
+        if line:
+            with contextlib.suppress(OSError), (incident.folder / "verdict.txt").open("a") as file:
+                file.write(f"  {line}\n")
+        self._terminal.write_error(text)
+        self._show_others(one.nodes, text)
