@@ -46,7 +46,11 @@ def run(options: Options) -> int:
     Raises:
         LaunchError: it cannot be started.
     """
-    directory = RunDirectory(options.run_dir, options.rdzv_id)
+    meeting = options.rendezvous
+    is_host = meeting is None or meeting.is_host
+    directory = RunDirectory(
+        options.run_dir, options.rdzv_id, node="" if is_host else options.node_name
+    )
     _raise_descriptor_limit()
     terminal = Terminal(as_json=options.logs.as_json, fold=options.logs.fold)
     with contextlib.ExitStack() as stack:
@@ -54,8 +58,7 @@ def run(options: Options) -> int:
         signals = stack.enter_context(_caught_signals({*options.signals, *_PASSED_SIGNALS}))
         for note in options.notes:
             terminal.say(note)
-        meeting = options.rendezvous
-        if meeting is None or meeting.is_host:
+        if is_host:
             return _host(options, directory, guard, signals, terminal, stack)
         return _take_part(options, directory, guard, signals, terminal, stack)
 
@@ -146,8 +149,8 @@ def _take_part(
     assert meeting is not None
     secret = meeting.secret.decode("utf-8", "replace")
     job = {"rendezvous": meeting.address, "secret": secret}
-    if not directory.has_job(job):  # the host's own, on a file system that both share, says more
-        directory.write_job(job)
+    directory.write_job(job)
+    stack.callback(directory.remove_own_job)
     link = GrpcLink(
         meeting.address,
         meeting.secret,

@@ -278,11 +278,11 @@ class Coordinator:
         stall = world.look(time.monotonic_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
-            self._note_progress(world)
+            self._note_progress()
         if stall is not None:
             self._decide(world, decide.StallSeen(stall.reason))
 
-    def _note_progress(self, world: World) -> None:
+    def _note_progress(self) -> None:
         """A stall is over: of the incident being collected, or of the last one."""
         if self._collection is not None:
             self._collection.is_overtaken = True

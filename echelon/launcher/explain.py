@@ -6,8 +6,9 @@ and no restart waits for it. The child is started when an incident begins to be 
 it has imported what it needs by the time there is something to read.
 
     agent -> child   one line of JSON: {incident, shown, columns}
-    child -> agent   one JSON object: {verdict, story, text}; verdict.json and verdict.txt are
-                     written beside the black boxes
+    child -> agent   one JSON object: {report, story, text, file_text}
+
+verdict.json and verdict.txt appear beside the black boxes once the verdict has been shown.
 """
 
 from __future__ import annotations
@@ -38,9 +39,26 @@ _FILE_COLUMNS = 100
 class Explanation:
     """What became of an incident's analysis."""
 
-    verdict: dict[str, Any] | None  # the root finding, None if there is none
+    report: dict[str, Any] | None  # None: the analysis failed
     story: dict[str, Any] | None  # what the root cause said last
     text: str  # for the terminal
+    file_text: str = ""
+
+    @property
+    def verdict(self) -> dict[str, Any] | None:
+        """The root finding, None if there is none."""
+        found = (self.report or {}).get("verdict")
+        return found if isinstance(found, dict) else None
+
+    def keep(self, incident: Path, line: str = "") -> None:
+        """Write verdict.json and verdict.txt beside the black boxes; `line` is added to the text.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self.report is not None:
+            (incident / "verdict.txt").write_text(self.file_text + line)
+            write_json(incident / "verdict.json", self.report)
 
 
 class Analysis:
@@ -97,7 +115,7 @@ class Analysis:
             return self._failed(how)
         if "error" in answer:
             return self._failed(f"failed ({answer['error']})")
-        return Explanation(answer["verdict"], answer["story"], answer["text"])
+        return Explanation(**answer)
 
     def close(self) -> None:
         """End the child, if it has not ended."""
@@ -126,24 +144,25 @@ def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation
         analysis.begin(incident, shown, columns)
         while (explanation := analysis.poll()) is None:
             time.sleep(0.02)
-        return explanation
+    with contextlib.suppress(OSError):
+        explanation.keep(incident)
+    return explanation
 
 
 def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
-    """Analyse an incident, and write verdict.json and verdict.txt into it."""
+    """Analyse an incident; return the fields of its `Explanation`."""
     from echelon.analysis import analyze
     from echelon.launcher.story import root_cause_story
 
     report = analyze(incident)
     answer = report.to_json()
-    write_json(incident / "verdict.json", answer)
     story = root_cause_story(incident, answer["verdict"])
     said = "".join(f"{line}\n" for line in (story.lines() if story else []))
-    (incident / "verdict.txt").write_text(said + _rendered(report, _FILE_COLUMNS, colour=False))
     return {
-        "verdict": answer["verdict"],
+        "report": answer,
         "story": None if story is None else story.to_json(),
         "text": said + _rendered(report, columns or _UNFOLDED_COLUMNS, colour=columns is not None),
+        "file_text": said + _rendered(report, _FILE_COLUMNS, colour=False),
     }
 
 

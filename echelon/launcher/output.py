@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from echelon.launcher.fold import Fold
@@ -24,6 +23,7 @@ _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut into several, so that memory stays bounded
 _ERASE = b"\r\x1b[2K"
 _SLOW_S = 1.0
+_UNKNOWN_COLUMNS = 80  # of a terminal that says 0
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
@@ -36,8 +36,8 @@ class Terminal:
     """
 
     def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
-        self._streams: dict[int, BinaryIO] = {1: sys.stdout.buffer, 2: sys.stderr.buffer}
-        self._lost: set[int] = set()  # streams that take nothing any more
+        # Written to without a buffer: what a full disk has refused must not come back at the end.
+        self._fds = {1: sys.stdout.fileno(), 2: sys.stderr.fileno()}
         self._live = b""
         self._as_json = as_json
         self._folds = {1: Fold(), 2: Fold()} if fold and not as_json else {}
@@ -100,38 +100,25 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        if stream in self._lost or not data:
-            return
-        out = self._streams[stream]
-        try:
-            out.write(data)
-            out.flush()
-        except BlockingIOError:  # a terminal that was left non-blocking
-            self._write_slowly(stream, data)
-        except (OSError, ValueError) as err:
-            self._lose(stream, err)
-
-    def _write_slowly(self, stream: int, data: bytes) -> None:
-        """Write what did not fit at once, for a second at most: ranks wait meanwhile."""
+        """Write to a stream; a terminal that was left non-blocking may make that take a second."""
+        fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
-        fd = self._streams[stream].fileno()
-        self._streams[stream] = _Unbuffered(fd)  # type: ignore[assignment]
-        while data and time.monotonic() < deadline_s:
+        while fd is not None and data:
             try:
                 data = data[os.write(fd, data) :]
             except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    return
                 select.select([], [fd], [], 0.1)
             except OSError as err:
                 self._lose(stream, err)
                 return
 
-    def _lose(self, stream: int, err: Exception) -> None:
+    def _lose(self, stream: int, err: OSError) -> None:
         """Give a stream up, and report it on the other one, unless a reader just went away."""
-        self._lost.add(stream)
-        self._streams[stream] = Path(os.devnull).open("wb")  # noqa: SIM115 -- to the end
+        del self._fds[stream]
         if not isinstance(err, BrokenPipeError):
-            why = err.strerror if isinstance(err, OSError) else err
-            text = f"echelon: cannot write to {_NAMES[stream]} ({why}); the job goes on\n"
+            text = f"echelon: cannot write to {_NAMES[stream]} ({err.strerror}); the job goes on\n"
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
@@ -287,27 +274,9 @@ def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-class _Unbuffered:
-    """A descriptor without a buffer, for a stream whose buffer has been given up."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def write(self, data: bytes) -> int:
-        sent = os.write(self._fd, data)
-        if sent < len(data):
-            raise BlockingIOError
-        return sent
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
 def _columns(stream: TextIO) -> int | None:
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
+        size = os.get_terminal_size(stream.fileno()) if stream.isatty() else None
     except (OSError, ValueError):
         return None
+    return None if size is None else size.columns or _UNKNOWN_COLUMNS

@@ -74,9 +74,10 @@ class Roster:
     def join(self, node: Node, now_s: float) -> str:
         """Take a node in; return why it is refused, "" if it is not."""
         if len(self._nodes) >= self._max + self._spares:
-            return f"{self._max} nodes and {self._spares} spares are there already"
+            nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
+            return f"the job already has {nodes} and {spares}"
         if node.node_rank >= 0 and any(n.node_rank == node.node_rank for n in self.nodes):
-            return f"--node-rank {node.node_rank} is taken"
+            return f"another node already has --node-rank {node.node_rank}"
         self._nodes[node.name] = node
         self._latest_join_s = now_s
         if self._enough_since_s is None and len(self._nodes) >= self._min:
@@ -113,10 +114,10 @@ class Roster:
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Say how many came, and who."""
+        """Return a sentence: how many nodes connected, and which."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
-            f"{len(self._nodes)} of at least {self._min} nodes came within "
+            f"{len(self._nodes)} of {self._min} required nodes connected within "
             f"{self._join_timeout_s:g} s ({came})"
         )
 
@@ -126,3 +127,7 @@ class Roster:
             return self._enough_since_s + self._last_call
         latest = self._enough_since_s + LAST_CALL_S
         return min(latest, max(self._latest_join_s, self._enough_since_s) + _LAST_CALL_STEP_S)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

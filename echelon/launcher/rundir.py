@@ -1,23 +1,27 @@
 """The run directory: where everything of a job goes.
 
-    RUN/job.json                                 endpoint and secret, 0600
+    RUN/job.json                                 endpoint and secret, 0600; of the hosting node
+    RUN/job.<node>.json                          the same of another node, until the job ends
     RUN/report.json                              how the job ended, written last
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
     RUN/dump/latest -> incident_<k>              the newest complete one
 
-A directory that is there already is used again: attempts and incidents take the next free number
-and nothing is overwritten. An incident is collected under a hidden name and renamed when complete.
+An existing directory is used again: attempts and incidents take the next free number and nothing
+is overwritten. An incident is collected under a hidden name and renamed when complete. Several
+nodes may share the directory: a file is written under a name of its own and moved into place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
 import secrets
+import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +34,15 @@ _INCIDENT = re.compile(r"\.?incident_(\d+)(\.partial)?")
 class RunDirectory:
     """Paths of one job.
 
+    Args:
+        node: this node's name; "" on the hosting node.
+
     Raises:
         LaunchError: the directory cannot be made or written.
     """
 
-    def __init__(self, path: Path | None, job_id: str) -> None:
+    def __init__(self, path: Path | None, job_id: str, node: str = "") -> None:
+        self._node = node
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path("runs") / f"{stamp}-{job_id or secrets.token_hex(3)}"
@@ -49,8 +57,14 @@ class RunDirectory:
 
     @property
     def job_file(self) -> Path:
-        """The endpoint and the secret."""
-        return self.path / "job.json"
+        """This node's file with the endpoint and the secret."""
+        return self.path / (f"job.{self._node}.json" if self._node else "job.json")
+
+    def remove_own_job(self) -> None:
+        """Remove this node's file, unless it is the job's own."""
+        if self._node:
+            with contextlib.suppress(OSError):
+                self.job_file.unlink()
 
     def write_job(self, job: dict[str, Any]) -> None:
         """Write job.json.
@@ -62,14 +76,6 @@ class RunDirectory:
             write_json(self.job_file, job)
         except OSError as err:
             raise LaunchError(f"{self.job_file}: {err.strerror or err}") from err
-
-    def has_job(self, job: Mapping[str, str]) -> bool:
-        """Whether the job's file is there already and says at least this."""
-        try:
-            there = json.loads(self.job_file.read_text())
-        except (OSError, ValueError):
-            return False
-        return isinstance(there, dict) and job.items() <= there.items()
 
     @property
     def dump(self) -> Path:
@@ -105,19 +111,40 @@ class RunDirectory:
         return folder
 
     def open_incident(self) -> tuple[int, Path]:
-        """Return the next incident's number and the hidden folder to collect it in."""
+        """Return the next incident's number and the hidden folder to collect it in.
+
+        Raises:
+            OSError: it cannot be made.
+        """
         self.dump.mkdir(mode=0o700, exist_ok=True)
         number = _next_number(self.dump.iterdir(), _INCIDENT)
-        folder = self.dump / f".incident_{number}.partial"
-        folder.mkdir(mode=0o700)
-        return number, folder
+        while True:
+            folder = self.dump / f".incident_{number}.partial"
+            try:
+                folder.mkdir(mode=0o700)
+            except FileExistsError:  # another node's, in this moment
+                number += 1
+                continue
+            return number, folder
 
     def complete_incident(self, number: int, folder: Path) -> Path:
-        """Show a collected incident under its name, and point `latest` to it."""
-        final = self.dump / f"incident_{number}"
-        folder.rename(final)
-        link = self.dump / ".latest.new"
-        link.unlink(missing_ok=True)
+        """Show a collected incident under its number, or the next free one.
+
+        `latest` points to it afterwards.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        while True:
+            final = self.dump / f"incident_{number}"
+            try:
+                folder.rename(final)
+                break
+            except OSError as err:
+                if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                number += 1  # a node that shares the directory was faster
+        link = self.dump / f".latest.{_unique()}"
         link.symlink_to(final.name)
         link.rename(self.dump / "latest")
         return final
@@ -129,8 +156,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     Raises:
         OSError: it cannot be written; nothing is left of it.
     """
-    part = path.with_name(f".{path.name}.part")
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    part = path.with_name(f".{path.name}.{_unique()}.part")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "w") as file:
             json.dump(value, file, indent=1)
@@ -139,6 +166,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def _unique() -> str:
+    """Return a name that no other process on any host uses."""
+    return f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
 
 
 def _next_number(paths: Any, pattern: re.Pattern[str]) -> int:

@@ -116,7 +116,7 @@ def _run_with(endpoint: str) -> tuple[Path | None, dict[str, str]]:
     """Return the newest run below runs/ whose job has this endpoint, and what its job.json says."""
     found: tuple[Path | None, dict[str, str]] = (None, {})
     newest_s = 0.0
-    for job_file in _RUNS.glob("*/job.json"):
+    for job_file in _RUNS.glob("*/job*.json"):
         with contextlib.suppress(OSError, ValueError):
             job = json.loads(job_file.read_text())
             begun_s = job_file.stat().st_mtime

@@ -59,8 +59,8 @@ class RankStatus:
 
 def newest_run(folder: Path) -> Path | None:
     """Return the run directory that was begun last."""
-    runs = [path.parent for path in folder.glob("*/job.json")]
-    return max(runs, key=lambda path: (path / "job.json").stat().st_mtime, default=None)
+    runs = sorted(folder.glob("*/job*.json"), key=lambda path: path.stat().st_mtime)
+    return runs[-1].parent if runs else None
 
 
 def ring_paths(run_dir: Path) -> dict[int, Path]:

@@ -125,14 +125,13 @@ class Verdicts:
         incident.verdict = verdict
         incident.root_cause = explanation.story
         incident.victims = victims.to_json()
+        line = victims.line()
+        line = f"  {line}\n" if line else ""
         if incident.withdrawn:
             folder = self._directory.shown / "dump" / incident.folder.name
             self._terminal.say(f"the stall's verdict is withdrawn: ranks moved on; see {folder}")
-            return
-        line = victims.line()
-        text = explanation.text + (f"  {line}\n" if line else "")
-        if line:
-            with contextlib.suppress(OSError), (incident.folder / "verdict.txt").open("a") as file:
-                file.write(f"  {line}\n")
-        self._terminal.write_error(text)
-        self._show_others(one.nodes, text)
+        else:
+            self._terminal.write_error(explanation.text + line)
+            self._show_others(one.nodes, explanation.text + line)
+        with contextlib.suppress(OSError):  # a full disk
+            explanation.keep(incident.folder, line)

@@ -35,6 +35,7 @@ class Cluster:
             self.script.write_text(textwrap.dedent(script))
         self.endpoint = endpoint or f"127.0.0.1:{free_port()}"
         self.nodes: list[Node] = []
+        self.run_dir: Path | None = None  # None: one for each node
 
     def start(
         self,
@@ -49,7 +50,7 @@ class Cluster:
         place = [] if rank is None else ["--node-rank", str(rank)]
         meeting = ["--rdzv-endpoint", self.endpoint, "--nproc-per-node", str(nproc)]
         node = Node(
-            self.folder / f"node_{len(self.nodes)}",
+            self.run_dir or self.folder / f"node_{len(self.nodes)}",
             [*meeting, *place, *options, str(self.script), *self.args],
             before=before,
             environ={

@@ -6,7 +6,6 @@ import pytest
 
 from echelon.launcher.endpoint import read_secret
 from echelon.launcher.options import parse
-from echelon.launcher.rundir import RunDirectory, write_json
 
 _ENVIRON = {"ECHELON_SECRET": "x" * 16}
 
@@ -37,24 +36,3 @@ def test_a_name_that_does_not_exist_yet_stops_only_who_must_know_its_place_by_it
     with pytest.raises(SystemExit):
         _meeting(*endpoint)
     assert "cannot resolve 'pod-0.service.invalid'" in capsys.readouterr().err
-
-
-def test_a_node_does_not_overwrite_the_hosts_job_file_in_a_shared_directory(tmp_path):
-    directory = RunDirectory(tmp_path, "job")
-    own = {"rendezvous": "a:1", "secret": "x"}
-    assert not directory.has_job(own)
-    write_json(directory.job_file, {**own, "endpoint": "a:2", "job_id": "job"})
-    assert directory.has_job(own)
-    assert not directory.has_job({**own, "secret": "of another job"})
-    directory.job_file.write_text("garbage")
-    assert not directory.has_job(own)
-
-
-def test_a_secret_that_can_be_guessed_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="ECHELON_SECRET: a secret of 6 bytes, at least 16"):
-        read_secret(None, {"ECHELON_SECRET": "s3cret"})
-    short = tmp_path / "secret"
-    short.write_text("s3cret\n")
-    short.chmod(0o600)
-    with pytest.raises(ValueError, match="at least 16 are needed"):
-        read_secret(short, {})

@@ -101,41 +101,41 @@ def _culprits(node: Node) -> list[tuple[str, list[int], bool]]:
 
 
 def test_hosts_are_cut_off_killed_and_frozen_and_training_goes_on(train):
-    job = train(300)
+    job = train(80)
     elastic = ("--nnodes", "1:3", "--rdzv-conf", "last_call_timeout=60")
     nodes = job.start_all(*elastic)
     first = nodes[0]
 
     job.hosts[2].cut()
-    first.wait_for("is lost (silent for")
+    first.wait_for("(no heartbeat for")
     assert nodes[2].end() == 1, job.cluster.told()
     job.wait_until_trained(first, 2)
 
     job.hosts[2].heal()
     nodes.append(job.start(2, *elastic))
-    first.wait_for("it joins at the next start")
+    first.wait_for("it will join at the next restart")
     for pid in job.cluster.marked(1):
         os.kill(pid, signal.SIGKILL)
-    first.wait_for("is lost", 2)
+    first.wait_for("lost node", 2)
     job.wait_until_trained(first, 3)
 
     nodes.append(job.start(1, *elastic))
-    first.wait_for("it joins at the next start", 2)
+    first.wait_for("it will join at the next restart", 2)
     nodes[3].process.send_signal(signal.SIGSTOP)
-    first.wait_for("is lost (silent for", 2)
+    first.wait_for("(no heartbeat for", 2)
     job.wait_until_trained(first, 4)
     nodes[3].process.send_signal(signal.SIGCONT)
 
     codes = [node.end() for node in nodes]
     assert codes == [0, -signal.SIGKILL, 1, 1, 0], job.cluster.told()
-    assert job.steps()[-300:] == list(range(1, 301))
+    assert job.steps()[-80:] == list(range(1, 81))
     assert _culprits(first) == [
         ("dead_process", [4, 5], True),
         ("dead_process", [2, 3], True),
         ("dead_process", [2, 3], True),
     ]
     for lost in (nodes[2], nodes[3]):
-        assert any("coordinator node lost" in line for line in lost.lines), lost.lines
+        assert any("lost the coordinator node" in line for line in lost.lines), lost.lines
     assert (nodes[2].run_dir / "dump/latest/rank_5").exists(), "it keeps a story of its own"
     assert job.left() == []
 
@@ -148,6 +148,7 @@ def _ends_well(job: _Training, nodes: list[Node]) -> None:
 
 
 @needs_wire
+@pytest.mark.slow
 def test_training_goes_on_over_a_slow_link_and_one_that_loses_packets(train):
     job = train(20, wired=(1, 2))
     nodes = job.start_all("--nnodes", "3")

@@ -70,7 +70,7 @@ def test_a_spare_waits_and_replaces_a_lost_node():
     roster = _roster(2, 2, spares=1)
     for name in ("a", "b", "c"):
         assert roster.join(_node(name, is_host=name == "a"), 1.0) == ""
-    assert "2 nodes and 1 spares are there already" in roster.join(_node("d"), 1.0)
+    assert "the job already has 2 nodes and 1 spare" in roster.join(_node("d"), 1.0)
     assert _names(roster.world(1.0)) == ["a", "b"]
     roster.leave("b")
     roster.open(5.0)
@@ -89,7 +89,7 @@ def test_ranks_follow_node_rank_then_host_then_natural_order():
 def test_a_node_rank_is_nobodys_twice():
     roster = _roster(2, 2)
     roster.join(_node("a", rank=1), 1.0)
-    assert roster.join(_node("b", rank=1), 1.0) == "--node-rank 1 is taken"
+    assert roster.join(_node("b", rank=1), 1.0) == "another node already has --node-rank 1"
 
 
 def test_too_few_in_time_is_a_failure_that_names_who_came():
@@ -97,4 +97,4 @@ def test_too_few_in_time_is_a_failure_that_names_who_came():
     roster.join(_node("a", host="one"), 1.0)
     assert not roster.has_failed(99.0)
     assert roster.has_failed(100.0)
-    assert roster.shortage() == "1 of at least 3 nodes came within 100 s (one)"
+    assert roster.shortage() == "1 of 3 required nodes connected within 100 s (one)"

@@ -104,6 +104,7 @@ def test_ranks_that_save_for_three_seconds_have_saved(cluster, tmp_path, number,
     assert _saved(tmp_path) == [f"saved_0_{rank}" for rank in range(4)], job.told()
 
 
+@pytest.mark.slow
 def test_the_shutdown_timeout_ends_the_patience(cluster, tmp_path):
     job = cluster("60")
     nodes = _started(job, 2, "--nnodes", "2", "--shutdown-timeout", "0.5")
@@ -145,7 +146,9 @@ def test_one_node_of_an_elastic_job_leaves_with_time_to_save_and_the_rest_goes_o
     assert report["incidents"] == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_launcher_that_still_dials_ends_at_once(cluster, number):
     job = cluster("0")
     node = job.start("--nnodes", "2", rank=1)
@@ -154,6 +157,7 @@ def test_a_launcher_that_still_dials_ends_at_once(cluster, number):
     assert node.end() == 128 + number, job.told()
 
 
+@pytest.mark.slow
 def test_a_node_that_waits_for_others_leaves_and_the_host_goes_on_waiting(cluster):
     job = cluster("0")
     host = job.start("--nnodes", "3", rank=0)
@@ -177,6 +181,7 @@ def test_a_stop_during_an_incident_does_not_wait_for_it(cluster, tmp_path):
     assert _saved(tmp_path) == ["saved_0_1"], job.told()
 
 
+@pytest.mark.slow
 def test_a_stop_during_a_restart_ends_the_job(cluster, tmp_path):
     job = cluster("0.2", "fail")
     nodes = _started(job, 2, "--nnodes", "2", "--max-restarts", "100")

@@ -109,7 +109,7 @@ def test_victims_are_one_line():
     ended[3].code = 0
     victims = Victims.of({"culprit_ranks": [1]}, ended)
     assert victims.line() == (
-        "its victims: ranks 0 and 2 failed after it, rank 4 was stopped by the launcher"
+        "failed after it: ranks 0 and 2; also stopped by the launcher: rank 4"
     )
     assert Victims.of({"culprit_ranks": []}, ended).line() == ""
     assert Victims.of(None, ended).line() == ""

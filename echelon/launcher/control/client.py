@@ -137,7 +137,9 @@ class GrpcLink:
         state = channel.get_state(try_to_connect=True)
         while state != grpc.ChannelConnectivity.READY:
             if time.monotonic() > self._deadline_s:
-                raise LaunchError(f"nobody answers at {self._endpoint}{self._perhaps}")
+                raise LaunchError(
+                    f"could not reach the coordinator at {self._endpoint}{self._perhaps}"
+                )
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(channel.wait_for_state_change(state), _DIAL_S)
             state = channel.get_state(try_to_connect=True)
@@ -161,7 +163,7 @@ class GrpcLink:
             try:
                 frame = await asyncio.wait_for(call.read(), self._lost_after_s)
             except asyncio.TimeoutError:
-                raise LaunchError(f"silent for {self._lost_after_s:g} s") from None
+                raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
             if not isinstance(frame, bytes):
                 return  # end of the stream: hung up on either side
             body = seal.open(frame)

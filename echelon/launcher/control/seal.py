@@ -60,7 +60,7 @@ class Seal:
         body = frame[_COUNTER.size + _MAC_BYTES :]
         right = hmac.new(self._theirs, counter + body, hashlib.sha256).digest()
         if not hmac.compare_digest(mac, right):
-            raise LaunchError("the peer does not know this job's secret")
+            raise LaunchError("authentication failed: the secret does not match")
         if counter != _COUNTER.pack(self._received):
             raise LaunchError("a frame was lost or replayed")
         self._received += 1

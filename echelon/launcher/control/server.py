@@ -140,14 +140,14 @@ class ControlServer:
         try:
             nonce = await asyncio.wait_for(anext(frames), _GREETING_S)
             if len(nonce) != NONCE_BYTES:
-                raise LaunchError("no greeting of ours")
+                raise LaunchError("unexpected handshake")
             mine = new_nonce()
             seal = Seal(self._secret, nonce, mine, is_host=True)
             await context.write(mine)
             hello = unpack(seal.open(await asyncio.wait_for(anext(frames), _GREETING_S)))
             name = self._name_of(hello)
         except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no greeting in time")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no handshake in time")
         else:
             if isinstance(hello, Hello | CheckIn):
                 hello = replace(hello, address=_address(context.peer()))
@@ -165,7 +165,7 @@ class ControlServer:
         elif isinstance(hello, Ask | CheckIn):
             name = f"visitor-{secrets.token_hex(8)}"
         else:
-            raise LaunchError("no greeting of ours")
+            raise LaunchError("unexpected handshake")
         self._sessions[name] = asyncio.Queue()
         return name
 
@@ -178,7 +178,7 @@ class ControlServer:
     ) -> None:
         sender = self._loop.create_task(self._send_all(self._sessions[name], seal, context))
         receiver = self._loop.create_task(self._receive_all(name, seal, frames))
-        why = "hung up"
+        why = "connection closed"
         try:
             done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -212,7 +212,7 @@ class ControlServer:
             try:
                 frame = await asyncio.wait_for(anext(frames), self._lost_after_s)
             except asyncio.TimeoutError:
-                raise LaunchError(f"silent for {self._lost_after_s:g} s") from None
+                raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
             except StopAsyncIteration:
                 return
             body = seal.open(frame)
