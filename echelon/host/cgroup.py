@@ -88,7 +88,11 @@ def _folders(pid: int, denied: list[str]) -> Iterator[tuple[str, str]]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
-            yield "", _CGROUPS + path.rstrip("/")
+            group = path.rstrip("/")
+            while group:  # a group without controllers is limited by those above it
+                yield "", _CGROUPS + group
+                group = group.rpartition("/")[0]
+            yield "", _CGROUPS
         for controller in {"cpu", "memory"} & set(controllers.split(",")):
             yield controller, f"{_CGROUPS}/{controller}{path.rstrip('/')}"
 

@@ -24,6 +24,7 @@ from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills, sample
 from echelon.launcher import environment
 from echelon.launcher.binding import bind, describe
+from echelon.launcher.containment import Containment
 from echelon.launcher.control import messages as m
 from echelon.launcher.harvest import Occasion, Steps, Worker, harvest, harvest_steps
 from echelon.launcher.options import Options
@@ -77,6 +78,7 @@ class NodeAgent:
         self._stop_after_harvest: m.Stop | None = None
         self._is_urgent = False
         self._denied: list[int] = []
+        self._containment = Containment()
         self._workers: list[Worker] = []
         self._start: m.Start | None = None
         self._num_ended = 0
@@ -162,6 +164,7 @@ class NodeAgent:
                 env,
                 str(Path.cwd()),
                 self._processors[local_rank],
+                group=self._containment.group(f"rank_{rank}_attempt_{attempt.number}"),
                 has_stdin=rank == self._options.stdin_rank,
             )
             source = Source(rank, command.node_rank, command.num_nodes > 1)
@@ -333,6 +336,7 @@ class NodeAgent:
         self._close_rings()
         self._bring_rings_home()
         self._memory.close()
+        self._containment.close()
 
     # ---- what is seen ----
 

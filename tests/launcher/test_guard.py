@@ -1,0 +1,208 @@
+"""The guard: many workers, workers that cannot be started or killed, and others' signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echelon.launcher import guard as guard_module
+from echelon.launcher.containment import Containment
+from echelon.launcher.guard import Guard, descendants
+from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
+
+pytestmark = pytest.mark.ranks
+_WAIT_S = 60.0
+_ENV = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers()
+    yield made
+    made.close()
+
+
+class _Run:
+    """Workers' output and events, until what is asked for has arrived."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.pipes: list[int] = []
+        self.events: list[object] = []
+
+    def spawn(self, index: int, *argv: str, **options) -> None:
+        out, err = self.workers.spawn(index, argv, _ENV, "/", **options)
+        os.close(err)
+        self.pipes.append(out)
+
+    def wait_for(self, kind: type, count: int = 1) -> list:
+        deadline = time.monotonic() + _WAIT_S
+        while len(found := [e for e in self.events if isinstance(e, kind)]) < count:
+            ready, _, _ = select.select([self.workers.fileno()], [], [], 1.0)
+            if ready:
+                self.events += self.workers.events()
+            assert time.monotonic() < deadline, self.events
+        return found
+
+    def output(self, index: int) -> str:
+        with os.fdopen(self.pipes[index], "rb") as pipe:
+            return pipe.read().decode()
+
+    def line(self, index: int) -> str:
+        data = b""
+        while not data.endswith(b"\n"):
+            data += os.read(self.pipes[index], 1)
+        return data.decode().strip()
+
+
+@pytest.fixture
+def run(workers: Workers) -> Iterator[_Run]:
+    made = _Run(workers)
+    yield made
+    for pipe in made.pipes:
+        try:
+            os.close(pipe)
+        except OSError:
+            continue
+
+
+def test_hundreds_of_workers_start_before_any_answer_is_read(run):
+    for index in range(300):
+        run.spawn(index, "true")
+    ends = run.wait_for(Exited, 300)
+    assert {end.index for end in ends} == set(range(300))
+    assert {end.code for end in ends} == {0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("/no/such/program", "--key=s3cret"), "cannot start /no/such/program: No such file"),
+        (("true", "a\0b"), "cannot start true: embedded null byte"),
+    ],
+    ids=["no such program", "NUL"],
+)
+def test_a_program_that_cannot_start_is_named_without_its_arguments(run, argv, words):
+    run.spawn(0, *argv)
+    (failed,) = run.wait_for(Failed)
+    assert words in failed.error
+    assert "s3cret" not in failed.error
+
+
+def test_no_ignorable_signal_ends_the_guard(run):
+    run.spawn(0, "sleep", "60")
+    run.wait_for(Started)
+    guard = run.workers._guard.pid
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGTERM, signal.SIGTSTP):
+        os.kill(guard, number)
+    run.workers.signal(0, signal.SIGTERM)
+    assert run.wait_for(Exited)[0].code == -signal.SIGTERM
+
+
+def test_a_users_signal_goes_to_the_worker_and_not_to_its_children(run):
+    run.spawn(0, "sh", "-c", "trap 'exit 7' USR1; sleep 60 & echo up; while :; do wait; done")
+    assert run.line(0) == "up"
+    run.workers.signal(0, signal.SIGUSR1, alone=True)
+    assert run.wait_for(Exited)[0].code == 7
+    run.workers.sweep(signal.SIGKILL)
+    assert run.wait_for(Swept)[0].count == 1, "the child has lived on"
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_what_nohup_ignores_stays_ignored_in_the_workers(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    workers = Workers()
+    run = _Run(workers)
+    try:
+        run.spawn(0, "grep", "SigIgn", "/proc/self/status")
+        mask = int(run.output(0).split()[1], 16)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        workers.close()
+    assert bool(mask >> (signal.SIGHUP - 1) & 1) == ignored
+    assert mask & ~(1 << (signal.SIGHUP - 1)) == 0, "nothing else is ignored"
+
+
+def test_a_worker_may_read_the_launchers_input(run, monkeypatch):
+    read_end, write_end = os.pipe()
+    saved = os.dup(0)
+    os.dup2(read_end, 0)
+    try:
+        run.spawn(0, "cat", has_stdin=True)
+        run.spawn(1, "cat")
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(read_end)
+    os.write(write_end, b"hello\n")
+    os.close(write_end)
+    assert (run.output(0), run.output(1)) == ("hello\n", "")
+
+
+def test_workers_have_groups_where_they_can(run):
+    containment = Containment()
+    if containment.folder is None:
+        pytest.skip("no cgroup of version 2 is delegated here")
+    group = containment.group("rank_0")
+    run.spawn(0, "sh", "-c", "sleep 60 & echo up; wait", group=group)
+    assert run.line(0) == "up"
+    assert len(Path(group, "cgroup.procs").read_text().split()) == 2
+    run.workers.signal(0, signal.SIGKILL, alone=True)
+    run.wait_for(Exited)
+    for count in range(1, 100):
+        run.workers.sweep(signal.SIGKILL)
+        if run.wait_for(Swept, count)[-1].count == 0:
+            break
+    assert not Path(group).exists()
+    containment.close()
+
+
+# ---- without processes ----
+
+
+@pytest.fixture
+def inside() -> Iterator[tuple[Guard, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    guard = Guard(theirs, lambda *_: 0, frozenset())
+    yield guard, ours
+    ours.close()
+    theirs.close()
+    os.close(guard._wake_read)
+    os.close(guard._wake_write)
+
+
+def test_a_fork_that_fails_is_reported(inside, monkeypatch):
+    guard, ours = inside
+    monkeypatch.setattr(os, "fork", lambda: (_ for _ in ()).throw(BlockingIOError(11, "no more")))
+    guard._descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+    guard._obey({"do": "spawn", "index": 5, "argv": ["x"], "group": "", "env": {}})
+    assert b"cannot start a process: no more" in ours.recv(4096)
+
+
+def test_a_stray_that_may_not_be_killed_is_reported_and_ends_nothing(inside, monkeypatch):
+    guard, _ = inside
+    monkeypatch.setattr(guard_module, "descendants", lambda _: [4321])
+    monkeypatch.setattr(guard_module, "_is_below", lambda *_: True)
+    monkeypatch.setattr(os, "pidfd_open", lambda _: os.open(os.devnull, os.O_RDONLY))
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    assert guard._sweep(signal.SIGKILL) == (1, [4321])
+    guard._kill_everything()
+
+
+def test_without_proc_there_are_no_descendants_and_no_error(monkeypatch):
+    def refuse(_: str) -> list[str]:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert descendants(1) == []
