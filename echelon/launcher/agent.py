@@ -74,7 +74,7 @@ def _host(
     """Host the job: coordinator, store, and this node's workers."""
     meeting = options.rendezvous
     report = Report(job_id=options.rdzv_id or secrets.token_hex(4), world_size=0)
-    secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode("utf-8", "replace")
+    secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode()
     bind = _LOOPBACK if meeting is None else meeting.bind
     host = _LOOPBACK if meeting is None else meeting.host
     store = stack.enter_context(contextlib.closing(StoreProcess(bind, host, secret)))
@@ -147,7 +147,7 @@ def _take_part(
 
     meeting = options.rendezvous
     assert meeting is not None
-    secret = meeting.secret.decode("utf-8", "replace")
+    secret = meeting.secret.decode()
     job = {"rendezvous": meeting.address, "secret": secret}
     directory.write_job(job)
     stack.callback(directory.remove_own_job)

@@ -43,10 +43,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
         usage="echelon run [options] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )
-    try:
-        default = Defaults(environ)
-    except ValueError as err:
-        parser.error(str(err))
+    default = Defaults(environ)
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     _add_job_options(parser.add_argument_group("the job"), default)
     _add_placement_options(parser.add_argument_group("placement"), default)
@@ -54,7 +51,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     _add_watch_options(parser.add_argument_group("watching"), default)
     _add_log_options(parser.add_argument_group("output"), default)
     _add_program_options(parser.add_argument_group("the program"), default)
-    add_ignored(parser.add_argument_group("accepted for torchrun's sake"), default)
+    add_ignored(parser.add_argument_group("accepted for torchrun compatibility"), default)
     return parser
 
 
@@ -66,7 +63,7 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         metavar="N",
         help="workers to start: a number, auto, cpu (one per usable core), gpu or xpu (default 1)",
     )
-    default.flag(job, "--standalone", help="one node, whatever else is said (the default)")
+    default.flag(job, "--standalone", help="run on this node only; ignore multi-node options")
     job.add_argument(
         "--max-restarts",
         type=not_negative,
@@ -141,7 +138,7 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
         default=default("rdzv_conf", ""),
         metavar="K=V,...",
         help="is_host=true|false, join_timeout=S (default 600), last_call_timeout=S, "
-        "lost_after=S (silence after which a node is lost, default 2.5)",
+        "lost_after=S (silence after which a node is lost, default 15; the host's counts)",
     )
     nodes.add_argument(
         "--rdzv-secret-file",
@@ -190,7 +187,7 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
         type=not_negative,
         default=default("spares", "0"),
         metavar="N",
-        help="nodes beyond MAX that may wait to replace a lost one (default 0)",
+        help="standby nodes beyond MAX that replace lost ones (default 0)",
     )
 
 
@@ -200,7 +197,7 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
         type=seconds,
         default=default("stall_timeout", "60"),
         metavar="S",
-        help="an operation pending or silence for so long is a stall (default 60)",
+        help="report a stall after S seconds without progress (default 60)",
     )
     watch.add_argument(
         "--on-stall",
@@ -240,7 +237,7 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: Defaults) -> None:
         type=streams,
         default=default("tee", ""),
         metavar="S",
-        help="show redirected streams all the same (same form)",
+        help="also show redirected streams (same syntax as -r)",
     )
     logs.add_argument(
         "--local-ranks-filter",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 JOIN_TIMEOUT_S = 600.0
-LOST_AFTER_S = 2.5
+LOST_AFTER_S = 15.0
 _MIN_LOST_AFTER_S = 1.0
 _TORCHRUNS = frozenset(
     {
@@ -76,5 +76,5 @@ def _seconds(name: str, value: str | float, least: float = 1e-3) -> float:
     except ValueError:
         number = -1.0
     if not least <= number < float("inf"):
-        raise ValueError(f"--rdzv-conf {name}={value}: must be a number of seconds from {least:g}")
+        raise ValueError(f"--rdzv-conf {name}={value}: must be at least {least:g} s")
     return number

@@ -20,6 +20,7 @@ from echelon.launcher.conf import Conf
 from echelon.store.trust import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 29400
+MIN_SECRET_BYTES = 16  # a shorter one could be guessed from a handshake that was overheard
 _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -139,27 +140,28 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
         secret = environ.get("ECHELON_SECRET", "").encode()
         if not secret:
             raise ValueError(
-                "several nodes need a secret that only they know: --rdzv-secret-file FILE "
+                "multi-node jobs need a shared secret: --rdzv-secret-file FILE "
                 "(mode 0600), or ECHELON_SECRET, the same on all nodes"
             )
-        return _long_enough(secret, "ECHELON_SECRET")
+        return _checked(secret, "ECHELON_SECRET")
     try:
         status = path.stat()
         secret = path.read_bytes().strip()
     except OSError as err:
         raise ValueError(f"--rdzv-secret-file {path}: {err.strerror}") from None
     if stat.S_IMODE(status.st_mode) & 0o077 and status.st_uid == os.getuid():
-        raise ValueError(f"--rdzv-secret-file {path}: others can read it; chmod 600 it")
-    if not secret:
-        raise ValueError(f"--rdzv-secret-file {path}: it is empty")
-    return _long_enough(secret, f"--rdzv-secret-file {path}")
+        raise ValueError(f"--rdzv-secret-file {path}: readable by others; run chmod 600")
+    return _checked(secret, f"--rdzv-secret-file {path}")
 
 
-def _long_enough(secret: bytes, source: str) -> bytes:
-    """Return a secret that the store accepts, and that cannot be guessed."""
-    if len(secret) < MIN_SECRET_BYTES:
+def _checked(secret: bytes, source: str) -> bytes:
+    try:
+        text = secret.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if len(secret) < MIN_SECRET_BYTES or not text.isprintable():
         raise ValueError(
-            f"{source}: a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed "
-            "(random ones: openssl rand -hex 32)"
+            f"{source}: a secret is text of at least {MIN_SECRET_BYTES} characters: "
+            "openssl rand -hex 16"
         )
     return secret

@@ -33,12 +33,16 @@ class Fold:
     def add(self, rank: int, line: bytes, now_s: float) -> list[bytes]:
         """Take a line in; return lines that must go out first."""
         held = self._held.get(line)
-        if held is not None and rank not in held.ranks:
+        if held is not None and rank not in held.ranks and not self._has_later(rank, held):
             held.ranks.append(rank)
             return []
         out = self._release(rank)
         self._held[line] = _Held(line, [rank], now_s + HOLD_S)
         return out
+
+    def _has_later(self, rank: int, held: _Held) -> bool:
+        """Whether a rank printed something after this line was held, which must stay after it."""
+        return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
         """Return the lines whose time has come."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from echelon.launcher import scheduler
 from echelon.launcher.arguments import Parser, make_parser
 from echelon.launcher.conf import Conf, read_conf
 from echelon.launcher.endpoint import Rendezvous, rendezvous
@@ -69,6 +70,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         tls = tls_files(args, meeting)
     except ValueError as err:
         parser.error(str(err))
+    misused = scheduler.misuse(environ)
+    if misused and meeting is not None:
+        parser.error(misused)
     return Options(
         program=_program(parser, args, program),
         nproc_per_node=args.nproc_per_node,
@@ -101,8 +105,24 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         virtual_local_rank=args.virtual_local_rank,
         recorder_size=args.recorder_size,
         stdin_rank=args.stdin_rank,
-        notes=(*notes_on_ignored(args), *conf.notes),
+        notes=(*notes_on_ignored(args), *conf.notes, *_without_effect(args, meeting)),
     )
+
+
+def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
+    """Return a line for each option that changes nothing on a single node."""
+    if meeting is not None:
+        return []
+    given = {
+        "--master-port": args.master_port,
+        "--bind": args.bind,
+        "--spares": args.spares,
+        "--rdzv-cert": args.rdzv_cert,
+        "--rdzv-key": args.rdzv_key,
+        "--rdzv-ca": args.rdzv_ca,
+        "--rdzv-secret-file": args.rdzv_secret_file,
+    }
+    return [f"{name} has no effect on a single node" for name, value in given.items() if value]
 
 
 _FLAGS = frozenset(

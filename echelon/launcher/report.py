@@ -12,6 +12,7 @@ from echelon.launcher.rundir import write_json
 
 EXIT_USAGE = 2
 EXIT_STALL = 3
+_TIMED_OUT = 124
 
 
 @dataclass(slots=True)
@@ -88,7 +89,8 @@ def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
     """Return the exit code of a job whose workers failed: the root cause's own.
 
     128 + signal for one killed by a signal; 1 for a root cause that exited 0, still hung, or went
-    with its node; the first failure's where the verdict names nobody.
+    with its node, and in place of 124, which means to schedulers that a time limit ended the job;
+    the first failure's where the verdict names no rank.
     """
     by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]
@@ -100,6 +102,6 @@ def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
 
 
 def _as_shell(code: int | None) -> int:
-    if code is None:
+    if code is None or code == _TIMED_OUT:
         return 1
     return code if code >= 0 else 128 - code

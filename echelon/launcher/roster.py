@@ -6,7 +6,8 @@ for two nodes started together to differ, and at most 3 s unless the user says o
 come later, or beyond `max_nodes`, wait for the next world; at most `spares` of them.
 
 Ranks follow the order of nodes: a node's own `--node-rank` first, then the coordinator's node, then
-host names in natural order. The same nodes get the same ranks again.
+host names in natural order. From then on nodes keep their places: a node of the last world is
+chosen before any other, and one that joins takes the place of one that was lost.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Roster:
         self._join_timeout_s = join_timeout_s
         self._last_call = last_call_s
         self._nodes: dict[str, Node] = {}
-        self._former: frozenset[str] = frozenset()
+        self._former: tuple[str, ...] = ()  # names of the last world, by place
+        self._awaited: frozenset[str] = frozenset()  # those of it that have not left since
         self._opened_s = 0.0
         self._enough_since_s: float | None = None
         self._latest_join_s = 0.0
@@ -87,7 +89,7 @@ class Roster:
     def leave(self, name: str) -> None:
         """Take a node out."""
         self._nodes.pop(name, None)
-        self._former -= {name}  # it may come back, but nobody waits for it
+        self._awaited -= {name}  # it may connect again, but no world waits for it
         if len(self._nodes) < self._min:
             self._enough_since_s = None
 
@@ -96,12 +98,30 @@ class Roster:
         if len(self._nodes) < self._min:
             return None
         full = len(self._nodes) >= self._max
-        back = bool(self._former) and self._former <= self._nodes.keys()
+        back = bool(self._awaited) and self._awaited <= self._nodes.keys()
         if not full and not back and now_s < self._last_call_s():
             return None
-        chosen = sorted(self._nodes.values(), key=lambda node: node.order)[: self._max]
-        self._former = frozenset(node.name for node in chosen)
+        chosen = self._placed()
+        self._former = tuple(node.name for node in chosen)
+        self._awaited = frozenset(self._former)
         return chosen
+
+    def _placed(self) -> list[Node]:
+        """Choose the nodes, in rank order."""
+        others = sorted(
+            (node for node in self._nodes.values() if node.name not in self._former),
+            key=lambda node: node.order,
+        )
+        kept = [self._nodes.get(name) for name in self._former]
+        vacant = [place for place, node in enumerate(kept) if node is None]
+        for place, node in zip(vacant, others, strict=False):
+            kept[place] = node
+        placed = [node for node in kept if node is not None] + others[len(vacant) :]
+        if not self._former or any(node.node_rank >= 0 for node in placed):
+            placed.sort(key=lambda node: (node.name not in self._former, *node.order))
+            chosen = placed[: self._max]
+            return sorted(chosen, key=lambda node: node.order)
+        return placed[: self._max]
 
     def deadline_s(self) -> float:
         """Return when to look again, at the latest."""

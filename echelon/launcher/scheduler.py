@@ -6,8 +6,8 @@ Kubernetes an Indexed Job's JOB_COMPLETION_INDEX is this node's place; `PET_*`, 
            operators set, are the launcher's own variables anyway
 MPI        `mpirun --map-by ppr:1:node echelon run ...`: nodes and this node's place
 
-Options and `PET_*` variables win over all of this. One launcher a node is needed: a scheduler that
-starts one per rank is told so in one line.
+Options and `PET_*` variables win over all of this. One launcher per node is needed: a job of
+several nodes whose scheduler started one launcher per rank is refused in one line.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ _NUM_PORTS = 20000
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return values by option name (`nnodes`, `node_rank`, ...), {} where no scheduler is seen.
-
-    Raises:
-        ValueError: the scheduler started several launchers on this node.
-    """
+    """Return values by option name (`nnodes`, `node_rank`, ...), {} where no scheduler is seen."""
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:
-        return _mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI")
+        return _mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        return _mpi(environ, "PMI_RANK", "PMI_SIZE", "mpirun")
+        return _mpi(environ, "PMI_RANK", "PMI_SIZE")
     if "JOB_COMPLETION_INDEX" in environ:
         return {"node_rank": environ["JOB_COMPLETION_INDEX"]}
     return {}
@@ -38,21 +34,16 @@ def defaults(environ: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(nodelist: str) -> str:
     """Return the first host of Slurm's compressed list: `gpu[003-007,12],big1` -> `gpu003`."""
-    match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist)
-    assert match is not None
-    prefix, inside, suffix = match.groups()
-    if inside is None:
-        return prefix
-    return prefix + re.split(r"[,-]", inside)[0] + suffix
+    first = ""
+    for text, inside, comma in re.findall(r"([^\[,]*)(?:\[([^\]]*)\])?(,?)", nodelist):
+        first += text + re.split(r"[,-]", inside)[0]
+        if comma:
+            break
+    return first
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     num_nodes = environ.get("SLURM_NNODES", environ.get("SLURM_JOB_NUM_NODES", "1"))
-    if environ.get("SLURM_NTASKS", num_nodes) != num_nodes:
-        raise ValueError(
-            f"Slurm started {environ['SLURM_NTASKS']} launchers on {num_nodes} nodes; one a node "
-            "is needed: srun --ntasks-per-node=1 echelon run ..."
-        )
     found = {"nnodes": num_nodes, "rdzv_id": environ["SLURM_JOB_ID"]}
     if num_nodes != "1":
         found["node_rank"] = environ.get("SLURM_NODEID", environ["SLURM_PROCID"])
@@ -66,10 +57,25 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _mpi(environ: Mapping[str, str], rank: str, size: str, name: str) -> dict[str, str]:
+def misuse(environ: Mapping[str, str]) -> str:
+    """Return why several launchers run on this node, "" if one does.
+
+    Only a step's own variables prove it: a batch script has SLURM_NTASKS and SLURM_PROCID too.
+    """
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")
+    several = re.match(r"\d+", per_node)
+    if environ.get("SLURM_LOCALID", "0") != "0" or (several and int(several[0]) > 1):
+        what = f"{tasks} launchers on {nodes} node{'' if nodes == '1' else 's'}"
+        counted = what if tasks and nodes else "several launchers on this node"
+        return f"Slurm started {counted}; start one per node: `srun --ntasks-per-node=1 ...`"
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1":
-        raise ValueError(
-            f"{name} started several launchers on this node; one a node is needed: "
-            "mpirun --map-by ppr:1:node echelon run ..."
+        return (
+            "mpirun started several launchers on this node; start one per node: "
+            "`mpirun --map-by ppr:1:node ...`"
         )
+    return ""
+
+
+def _mpi(environ: Mapping[str, str], rank: str, size: str) -> dict[str, str]:
     return {"nnodes": environ[size], "node_rank": environ[rank]}

@@ -28,7 +28,9 @@ def num_workers(text: str) -> int:
     try:
         number = counts[text]() if text in counts else int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, auto, cpu, gpu or xpu") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number, auto, cpu, gpu or xpu"
+        ) from None
     if text in counts and not number:
         makers = {"gpu": "NVIDIA", "xpu": "Intel"}
         raise argparse.ArgumentTypeError(f"{text}: no {makers[text]} GPU on this machine")
@@ -44,7 +46,7 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
         try:
             number = signal.Signals[name]
         except KeyError:
-            raise argparse.ArgumentTypeError(f"{name!r} is no signal's name") from None
+            raise argparse.ArgumentTypeError(f"{name!r} is not the name of a signal") from None
         if number in _NOT_CATCHABLE:
             raise argparse.ArgumentTypeError(f"{name} cannot be handled")
         found.append(number)
@@ -56,9 +58,9 @@ def not_negative(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is below 0")
+        raise argparse.ArgumentTypeError(f"{number} is negative")
     return number
 
 
@@ -67,9 +69,9 @@ def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text}: must be greater than 0")
     return value
 
 
@@ -113,4 +115,4 @@ def whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

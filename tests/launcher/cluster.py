@@ -42,7 +42,7 @@ class Cluster:
         *options: str,
         rank: int | None = None,
         nproc: int = 2,
-        secret: str = "s3cret of sixteen",
+        secret: str = "a-secret-of-the-tests",
         before: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Node:

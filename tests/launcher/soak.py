@@ -53,7 +53,7 @@ def _start(node: int, folder: Path, endpoint: str) -> subprocess.Popen[bytes]:
             "--rdzv-conf", "join_timeout=60",
             str(rank), str(folder), sys.argv[2], sys.argv[3], *sys.argv[5:],
         ],
-        env={**os.environ, "ECHELON_SECRET": "soak" * 4},
+        env={**os.environ, "ECHELON_SECRET": "a-secret-of-the-tests"},
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
 

@@ -149,7 +149,7 @@ def test_the_pods_of_kubernetes(tmp_path, place):
     environ |= {
         "PET_NPROC_PER_NODE": "2",
         "PET_RDZV_ENDPOINT": f"localhost:{free_port()}",
-        "ECHELON_SECRET": "from the cluster",
+        "ECHELON_SECRET": "from-the-cluster-itself",
     }
     pods = [_pod(place, words, environ, index) for index in range(2)]
     outs = [pod.communicate(timeout=_LIMIT_S) for pod in pods]

@@ -75,7 +75,7 @@ def _doctor(*argv: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*before, sys.executable, "-m", "echelon", "doctor", *argv],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "ECHELON_SECRET": "s3cret of sixteen"},
+        env={**os.environ, "ECHELON_SECRET": "a-secret-of-the-tests"},
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 from echelon.launcher.endpoint import read_secret
 from echelon.launcher.options import parse
 
-_ENVIRON = {"ECHELON_SECRET": "x" * 16}
+_ENVIRON = {"ECHELON_SECRET": "a-secret-of-the-tests"}
 
 
 def _meeting(*options: str):

@@ -48,7 +48,7 @@ def start(tmp_path):
                     tmp_path / f"node_{index}",
                     [*meeting, *options, str(script), arg],
                     before=host.command(),
-                    environ={"ECHELON_SECRET": "s3cret of sixteen"},
+                    environ={"ECHELON_SECRET": "a-secret-of-the-tests"},
                 )
             )
         return list(nodes)
@@ -74,7 +74,9 @@ def test_two_hosts_train_together(start):
 def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):
     pytest.importorskip("torch")
     with hosts(2) as made:
-        nodes = start(made, "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60", arg="hold")
+        nodes = start(
+            made, "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60,lost_after=2", arg="hold"
+        )
         for node in nodes:
             node.wait_for("holding", 2)
         made[1].cut()

@@ -71,3 +71,11 @@ def test_lines_of_a_rank_keep_their_order():
     assert fold.add(0, b"two", 1.02) == [b"0-1| one\n"]
     assert fold.add(0, b"two", 1.03) == [b"0| two\n"], "a repeated line is two lines"
     assert fold.flush() == [b"0| two\n"]
+
+
+def test_a_line_that_another_rank_prints_first_does_not_overtake():
+    fold = Fold()
+    fold.add(0, b"A", 1.0)
+    fold.add(1, b"B", 1.05)
+    out = fold.add(1, b"A", 1.1) + fold.flush()
+    assert [line for line in out if line.startswith((b"1|", b"0-1|"))] == [b"1| B\n", b"1| A\n"]

@@ -15,7 +15,10 @@ from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 
-_WAIT_FOR_ALL = ("--rdzv-conf", "last_call_timeout=60")  # however slow the machine is now
+_WAIT_FOR_ALL = (
+    "--rdzv-conf",
+    "last_call_timeout=60,lost_after=2",
+)  # however slow the machine is now
 
 # Every rank tells its place, and the ranks of a restarted job end at once.
 _SCRIPT = """
@@ -179,7 +182,7 @@ def test_nobody_to_join_is_one_line(cluster):
 def test_a_stranger_with_another_secret_is_kept_out(cluster):
     job = cluster("end", "-")
     first = job.start("--nnodes", "2", rank=0)
-    stranger = job.start("--nnodes", "2", rank=1, secret="guess")
+    stranger = job.start("--nnodes", "2", rank=1, secret="a-guess-of-a-stranger")
     assert stranger.end() == 1
     assert any("the secret does not match" in line for line in stranger.lines), stranger.lines
     second = job.start("--nnodes", "2", rank=1)

@@ -77,6 +77,19 @@ def test_a_spare_waits_and_replaces_a_lost_node():
     assert _names(roster.world(5.0)) == ["a", "c"]
 
 
+def test_a_spare_displaces_no_healthy_node():
+    roster = _roster(2, 2, spares=1)
+    for name in ("b", "c"):
+        roster.join(_node(name), 1.0)
+    assert _names(roster.world(1.0)) == ["b", "c"]
+    roster.join(_node("a"), 2.0)
+    roster.open(3.0)
+    assert _names(roster.world(3.0)) == ["b", "c"]
+    roster.leave("b")
+    roster.open(5.0)
+    assert _names(roster.world(5.0)) == ["a", "c"], "the spare takes the lost node's place"
+
+
 def test_ranks_follow_node_rank_then_host_then_natural_order():
     roster = _roster(4, 4)
     roster.join(_node("x", host="gpu10"), 1.0)

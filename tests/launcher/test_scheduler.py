@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.launcher.options import parse
-from echelon.launcher.scheduler import defaults, first_host
+from echelon.launcher.scheduler import defaults, first_host, misuse
 
 _SLURM = {
     "SLURM_JOB_ID": "123456",
@@ -25,6 +25,7 @@ _SLURM = {
         ("gpu1", "gpu1"),
         ("a,b", "a"),
         ("rack1-n[07,09]-ib", "rack1-n07-ib"),
+        ("rack[0-63]_blade[3-41],x", "rack0_blade3"),
     ],
 )
 def test_first_host_of_a_node_list(nodelist, host):
@@ -42,13 +43,27 @@ def test_slurm_tells_nodes_place_endpoint_and_name():
 
 
 def test_slurm_with_a_task_a_rank_is_one_clear_line(capsys):
-    environ = {**_SLURM, "SLURM_NTASKS": "32"}
+    environ = {
+        **_SLURM,
+        "SLURM_STEP_NUM_TASKS": "32",
+        "SLURM_STEP_NUM_NODES": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "8(x4)",
+        "ECHELON_SECRET": "x" * 16,
+    }
     with pytest.raises(SystemExit) as exit_info:
         parse(["--no-python", "true"], environ)
     assert exit_info.value.code == 2
     text = capsys.readouterr().err
     assert "srun --ntasks-per-node=1" in text
     assert text.count("\n") == 1
+
+
+def test_a_batch_script_of_many_tasks_is_no_step_of_many_launchers():
+    environ = {**_SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "1"}
+    assert parse(["--no-python", "true"], environ).rendezvous is None
+    step = {**environ, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NNODES": "4"}
+    assert parse(["--standalone", "--no-python", "true"], step).rendezvous is None
 
 
 def test_one_slurm_node_needs_no_endpoint_and_no_secret():
@@ -64,7 +79,11 @@ def test_an_option_and_pet_win_over_the_scheduler():
 
 
 def test_an_indexed_job_of_kubernetes_knows_its_place():
-    environ = {"JOB_COMPLETION_INDEX": "3", "PET_NNODES": "4", "ECHELON_SECRET": "x" * 16}
+    environ = {
+        "JOB_COMPLETION_INDEX": "3",
+        "PET_NNODES": "4",
+        "ECHELON_SECRET": "a-secret-of-the-tests",
+    }
     options = parse(["--rdzv-endpoint", "127.0.0.1:1", "--no-python", "true"], environ)
     assert (options.node_rank, options.rendezvous.is_host) == (3, False)
 
@@ -72,5 +91,5 @@ def test_an_indexed_job_of_kubernetes_knows_its_place():
 def test_mpi_tells_nodes_and_place():
     environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
     assert defaults(environ) == {"nnodes": "2", "node_rank": "1"}
-    with pytest.raises(ValueError, match="ppr:1:node"):
-        defaults({**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"})
+    assert misuse(environ) == ""
+    assert "ppr:1:node" in misuse({**environ, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"})

@@ -150,7 +150,7 @@ def test_a_program_on_two_hosts_meets_at_our_store(script, tmp_path):
                 tmp_path / host.name,
                 [*meeting, "--node-rank", str(rank), script, "-"],
                 before=host.command(),
-                environ={"ECHELON_SECRET": "s3cret of sixteen", "GLOO_SOCKET_IFNAME": "eth0"},
+                environ={"ECHELON_SECRET": "a-secret-of-the-tests", "GLOO_SOCKET_IFNAME": "eth0"},
             )
             for rank, host in enumerate(made)
         ]

@@ -61,7 +61,7 @@ def test_all_nodes_ranks_are_shown_to_who_knows_the_secret(cluster, tmp_path):
     second = job.start("--nnodes", "2", rank=1, nproc=1)
     for node in (first, second):
         node.wait_for("waiting")
-    shown = run_echelon("status", job.endpoint, env=_environ("s3cret of sixteen"))
+    shown = run_echelon("status", job.endpoint, env=_environ("a-secret-of-the-tests"))
     assert shown.returncode == 0, shown.stderr
     title, _, *rows = [line.split() for line in shown.stdout.splitlines() if line.strip()]
     assert f"{job.endpoint}:" in title
@@ -69,7 +69,7 @@ def test_all_nodes_ranks_are_shown_to_who_knows_the_secret(cluster, tmp_path):
         ("0", ["data_wait", "all_reduce", "4"], "4"),
         ("1", ["data_wait", "all_reduce", "4"], "4"),
     ]
-    stranger = run_echelon("status", job.endpoint, env=_environ("guess"))
+    stranger = run_echelon("status", job.endpoint, env=_environ("a-guess-of-a-stranger"))
     assert (stranger.returncode, stranger.stdout) == (1, "")
     assert "the secret does not match" in stranger.stderr
     runs = tmp_path / "home/runs/one"
@@ -85,12 +85,12 @@ def test_a_job_that_gathers_says_who_it_waits_for(cluster):
     job = cluster(_SIMPLE)
     node = job.start("--nnodes", "2", rank=0)
     node.wait_for("ranks on each of 2 nodes")
-    shown = run_echelon("status", job.endpoint, env=_environ("s3cret"))
+    shown = run_echelon("status", job.endpoint, env=_environ("a-secret-of-the-tests"))
     assert "waiting for nodes: 1 of 2 connected" in " ".join(shown.stdout.split()), shown.stderr
 
 
 def test_nobody_there_is_one_line(cluster):
-    shown = run_echelon("status", "127.0.0.1:9", env=_environ("s3cret of sixteen"))
+    shown = run_echelon("status", "127.0.0.1:9", env=_environ("a-secret-of-the-tests"))
     assert (shown.returncode, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
     assert "could not reach the coordinator at 127.0.0.1:9" in shown.stderr
 
@@ -140,7 +140,7 @@ def test_nodes_speak_tls_with_certificates(cluster, certificates):
     assert any("or TLS fails" in line for line in mistaken.lines), mistaken.lines
     second = job.start("--nnodes", "2", *tls, rank=1, nproc=1)
     second.wait_for("waiting")
-    shown = run_echelon("status", job.endpoint, *tls, env=_environ("s3cret of sixteen"))
+    shown = run_echelon("status", job.endpoint, *tls, env=_environ("a-secret-of-the-tests"))
     assert shown.returncode == 0, shown.stderr
     assert "not recording" in shown.stdout
     first.process.terminate()

@@ -1,8 +1,9 @@
-"""A node's link to a coordinator elsewhere: one gRPC stream, served by one thread.
+"""A node's link to a coordinator elsewhere: one session over gRPC streams, served by one thread.
 
-The thread dials until the deadline, greets, and then passes frames both ways; every half second
-it sends an empty frame, and it takes silence for loss: a link that is cut without a word is noticed
-as one that is closed, a little later.
+The thread dials until the deadline, greets, and then passes frames both ways; every half second it
+sends an empty frame. A stream that ends, or is silent for a third of the time that counts as a
+loss, is dialled again: the session goes on where it was. The coordinator is lost once its host
+refuses a connection, or once nothing was heard for the whole of that time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ import time
 from echelon.errors import LaunchError
 from echelon.launcher.conf import LOST_AFTER_S
 from echelon.launcher.control.link import Mailbox
-from echelon.launcher.control.messages import MAX_MESSAGE_BYTES, Command, Event, pack, unpack
+from echelon.launcher.control.messages import (
+    MAX_MESSAGE_BYTES,
+    Command,
+    Event,
+    Hello,
+    Over,
+    Resume,
+    Welcome,
+    pack,
+    unpack,
+)
 from echelon.launcher.control.quiet import grpc
 from echelon.launcher.control.seal import Seal, new_nonce
+from echelon.launcher.control.session import Session
 from echelon.launcher.tls import TlsFiles
 
 METHOD = "/echelon.Control/Session"
@@ -34,6 +46,9 @@ OPTIONS = (
 )
 _DIAL_S = 0.25
 _CLOSE_S = 3.0
+_PROBE_S = 2.0
+_TRIES = 3  # connections in the time that counts as a loss
+_REFUSED = "connection refused"
 
 
 class GrpcLink:
@@ -41,7 +56,12 @@ class GrpcLink:
 
     Args:
         tls: None for plain connections.
-        lost_after_s: silence that counts as a loss.
+        lost_after_s: silence that counts as a loss, until the host says what does.
+
+    Attributes:
+        is_connected: the coordinator has been reached.
+        lost_because: why the link has ended.
+        last_error: what the latest attempt to connect came to.
     """
 
     def __init__(
@@ -55,6 +75,7 @@ class GrpcLink:
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         self.lost_because = ""
+        self.last_error = ""
         self.is_connected = False
         self._tls = tls
         self._lost_after_s = lost_after_s
@@ -63,16 +84,20 @@ class GrpcLink:
         self._hello = hello
         self._deadline_s = time.monotonic() + join_timeout_s
         self._incoming: Mailbox[Command | None] = Mailbox()
+        self._state = Session()
+        self._token = ""
+        self._heard_s = 0.0
+        self._is_over = self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
-        self._outgoing: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._wake = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="echelon-link", daemon=True)
         self._thread.start()
 
     def send(self, event: Event) -> None:
         """Send an event; never blocks."""
         with contextlib.suppress(RuntimeError):  # the link has ended: its `None` says so
-            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._put, pack(event))
 
     def fileno(self) -> int:
         """Readable when commands may have come."""
@@ -85,15 +110,18 @@ class GrpcLink:
     def close(self) -> None:
         """Hang up; waits at most 3 s for what was sent to leave."""
         with contextlib.suppress(RuntimeError):
-            if self.is_connected:
-                self._loop.call_soon_threadsafe(self._outgoing.put_nowait, None)
-            else:
-                self._loop.call_soon_threadsafe(self._cancel)
+            self._loop.call_soon_threadsafe(self._begin_closing)
         self._thread.join(_CLOSE_S)
         self._incoming.close()
 
-    def _cancel(self) -> None:
-        if self._task is not None:
+    def _put(self, message: bytes) -> None:
+        self._state.put(message)
+        self._wake.set()
+
+    def _begin_closing(self) -> None:
+        self._is_closing = True
+        self._wake.set()
+        if not self.is_connected and self._task is not None:
             self._task.cancel()
 
     def _serve(self) -> None:
@@ -101,7 +129,7 @@ class GrpcLink:
             self._task = self._loop.create_task(self._session())
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
-            self.lost_because = "closed before the coordinator was reached"
+            self.lost_because = "the link was closed"
         except (grpc.RpcError, LaunchError, OSError, TimeoutError, asyncio.TimeoutError) as err:
             self.lost_because = self.lost_because or _describe(err)
         finally:
@@ -110,24 +138,67 @@ class GrpcLink:
             self._loop.close()
 
     async def _session(self) -> None:
-        async with _channel(self._endpoint, self._tls) as channel:
-            await self._dial(channel)
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
-            nonce = new_nonce()
-            await call.write(nonce)
-            greeting = await asyncio.wait_for(call.read(), _GREETING_S)
-            if not isinstance(greeting, bytes):
-                raise LaunchError("the coordinator hung up before a greeting")
-            seal = Seal(self._secret, nonce, greeting, is_host=False)
-            await call.write(seal.close(pack(self._hello)))
-            self.is_connected = True
+        """Connect, and connect again, until the session is over.
+
+        Raises:
+            LaunchError: the coordinator is lost.
+        """
+        while True:
+            try:
+                async with _channel(self._endpoint, self._tls) as channel:
+                    await self._dial(channel)
+                    await self._connection(channel)
+            except (grpc.RpcError, asyncio.TimeoutError, OSError) as err:
+                if not self.is_connected:
+                    raise
+                self.last_error = _describe(err)
+            if self._is_over or self._is_closing:
+                return
+            if not isinstance(self._hello, Hello):
+                raise LaunchError(self.last_error or "connection closed")
+            # Connected once, and the stream broke: the next one takes the session up.
+            self._deadline_s = self._heard_s + self._lost_after_s
+
+    async def _connection(self, channel: grpc.aio.Channel) -> None:
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
+        try:
+            seal = await self._greet(call)
             sender = self._loop.create_task(self._send_all(call, seal))
             try:
                 await self._receive_all(call, seal, sender)
             finally:
                 sender.cancel()
-                call.cancel()
                 await asyncio.wait({sender})
+        finally:
+            call.cancel()
+
+    async def _greet(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> Seal:
+        nonce = new_nonce()
+        await call.write(nonce)
+        seal = Seal(self._secret, nonce, await self._read(call), is_host=False)
+        greeting: Event = self._hello
+        if self._token and isinstance(self._hello, Hello):
+            received = self._state.received
+            greeting = Resume(node=self._hello.node, token=self._token, received=received)
+        await call.write(seal.close(pack(greeting)))
+        welcome = unpack(seal.open(await self._read(call)))
+        if not isinstance(welcome, Welcome):
+            raise LaunchError("unexpected handshake")
+        self._token = welcome.token
+        self._lost_after_s = welcome.lost_after_ms / 1e3
+        self._state.resume(welcome.received)
+        self._heard_s = time.monotonic()
+        self.is_connected = True
+        return seal
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> bytes:
+        frame = await asyncio.wait_for(call.read(), _GREETING_S)
+        if not isinstance(frame, bytes):
+            status = await call.code()
+            if status == grpc.StatusCode.UNAUTHENTICATED:
+                raise LaunchError(await call.details())
+            raise OSError("connection closed during the handshake")
+        return frame
 
     @property
     def _perhaps(self) -> str:
@@ -136,41 +207,67 @@ class GrpcLink:
     async def _dial(self, channel: grpc.aio.Channel) -> None:
         state = channel.get_state(try_to_connect=True)
         while state != grpc.ChannelConnectivity.READY:
+            if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                self.last_error = await _why_not(self._endpoint) or self.last_error
+                if self.is_connected and self.last_error == _REFUSED:
+                    raise LaunchError("connection closed, and refused since")
             if time.monotonic() > self._deadline_s:
-                raise LaunchError(
-                    f"could not reach the coordinator at {self._endpoint}{self._perhaps}"
-                )
+                if self.is_connected:
+                    raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
+                tried = f"could not reach the coordinator at {self._endpoint} in time"
+                why = f" (last error: {self.last_error})" if self.last_error else ""
+                raise LaunchError(f"{tried}{why}{self._perhaps}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(channel.wait_for_state_change(state), _DIAL_S)
             state = channel.get_state(try_to_connect=True)
 
     async def _send_all(self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal) -> None:
         while True:
-            try:
-                event = await asyncio.wait_for(self._outgoing.get(), HEARTBEAT_S)
-            except asyncio.TimeoutError:
-                await call.write(seal.close(b""))
-                continue
-            if event is None:
+            self._wake.clear()
+            while (frame := self._state.frame()) is not None:
+                await call.write(seal.close(frame))
+            if self._is_closing and self._state.is_idle:
                 await call.done_writing()
                 return
-            await call.write(seal.close(pack(event)))
+            if self._state.owes_acknowledgement:
+                await call.write(seal.close(self._state.beat()))
+            try:
+                await asyncio.wait_for(self._wake.wait(), HEARTBEAT_S)
+            except asyncio.TimeoutError:
+                await call.write(seal.close(self._state.beat()))
 
     async def _receive_all(
         self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal, sender: asyncio.Task[None]
     ) -> None:
         while True:
-            try:
-                frame = await asyncio.wait_for(call.read(), self._lost_after_s)
-            except asyncio.TimeoutError:
-                raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
+            frame = await asyncio.wait_for(call.read(), self._lost_after_s / _TRIES)
             if not isinstance(frame, bytes):
-                return  # end of the stream: hung up on either side
-            body = seal.open(frame)
-            if body:
-                self._incoming.put(unpack(body))  # type: ignore[arg-type]
+                return  # end of the stream
+            self._heard_s = time.monotonic()
+            message = self._state.take(seal.open(frame))
+            if message is not None:
+                command = unpack(message)
+                self._is_over = self._is_over or isinstance(command, Over)
+                self._incoming.put(command)  # type: ignore[arg-type]
+            self._wake.set()  # an acknowledgement may have made room
             if sender.done() and sender.exception() is not None:
-                raise LaunchError(f"cannot send: {sender.exception()}")
+                raise OSError(f"cannot send: {sender.exception()}")
+
+
+async def _why_not(endpoint: str) -> str:
+    """Return why no connection can be made, "" if one can: gRPC does not say."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        opening = asyncio.open_connection(host.strip("[]"), int(port))
+        _, writer = await asyncio.wait_for(opening, _PROBE_S)
+    except ConnectionRefusedError:
+        return _REFUSED
+    except asyncio.TimeoutError:
+        return "no answer"
+    except OSError as err:
+        return str(err.strerror or err).lower()
+    writer.close()
+    return ""
 
 
 def _channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:

@@ -30,6 +30,11 @@ class Mailbox(Generic[_T]):
         """Readable when something may have come."""
         return self._read_end
 
+    @property
+    def num_waiting(self) -> int:
+        """How many items have not been taken."""
+        return len(self._items)
+
     def put(self, item: _T) -> None:
         """Add an item; after `close` it is dropped."""
         with self._lock:

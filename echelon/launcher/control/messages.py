@@ -33,6 +33,15 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """A node that was admitted is connected again; `received`: the number of the last message."""
+
+    node: str
+    token: str
+    received: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnded:
     """A worker has ended; `code` as in `subprocess`."""
 
@@ -153,10 +162,19 @@ class WaysTried:
 
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
-    | Unkillable | CheckIn | Tock | WaysTried
+    | Unkillable | Resume | CheckIn | Tock | WaysTried
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Welcome:
+    """The answer to a greeting, before any other message; the host's settings hold on all nodes."""
+
+    token: str  # proves, at the next connection, whose session it is
+    received: int
+    lost_after_ms: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,14 +278,14 @@ class TryWays:
 
 Command = (
     Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
-    | Tick | TryWays
+    | Tick | TryWays | Welcome
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
-        CheckIn, Tock, WaysTried, Unkillable,
+        CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
     )
 }  # fmt: skip

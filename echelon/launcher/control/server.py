@@ -1,9 +1,9 @@
 """The coordinator's end of all links: a gRPC server on a thread of its own.
 
-One stream a node, and one a visitor, who only asks. A node that hangs up has left at once; one that
-is silent for a while is lost.
-Nobody is heard before it has proved, frame by frame, that it knows the job's secret; a peer that
-has not within a few seconds is hung up on.
+One stream per node, and one per status client. A node that hangs up has left at once; one whose
+stream breaks has a moment to connect again, and then its session goes on; one that is silent for
+long is lost. A peer has to prove, frame by frame, that it knows the job's secret; one that does not
+within a few seconds is disconnected. Nodes that send more than the coordinator takes wait for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
 import secrets
 import socket
 import threading
@@ -30,16 +31,23 @@ from echelon.launcher.control.messages import (
     Event,
     Hello,
     Left,
+    Resume,
+    Welcome,
     pack,
     unpack,
 )
 from echelon.launcher.control.quiet import grpc
 from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
+from echelon.launcher.control.session import Session
 from echelon.launcher.tls import TlsFiles
 
 _GREETING_S = 5.0
-_CLOSE_S = 3.0
+_CLOSE_S = 10.0
+_DRAIN_S = 5.0  # for the last messages to many nodes
 _GRACE_S = 0.5
+_RESUME_S = 1.5  # for a node whose stream broke; one that was killed does not connect again
+_MAX_WAITING = 256  # messages, of which dumps have up to 1 MiB
+_BEHIND_S = 0.01
 
 
 class ControlServer:
@@ -68,7 +76,7 @@ class ControlServer:
         self._secret = secret
         self._events = events
         self._loop = asyncio.new_event_loop()
-        self._sessions: dict[str, asyncio.Queue[Command | None]] = {}
+        self._members: dict[str, _Member] = {}
         self._problems: list[Exception] = []
         self._stop = asyncio.Event()
         started = threading.Event()
@@ -93,15 +101,20 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def close(self) -> None:
-        """End all sessions; waits at most 3 s for what was sent to leave."""
+        """End all sessions; waits at most 10 s for what was sent to leave."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_S)
 
     def _put(self, node: str, command: Command | None) -> None:
-        queue = self._sessions.get(node)
-        if queue is not None:
-            queue.put_nowait(command)
+        member = self._members.get(node)
+        if member is None:
+            return
+        if command is None:
+            member.is_ending = True
+        else:
+            member.state.put(pack(command))
+        member.wake.set()
 
     def _serve(self, address: str, started: threading.Event) -> None:
         try:
@@ -130,8 +143,12 @@ class ControlServer:
         await server.start()
         started.set()
         await self._stop.wait()
-        for queue in self._sessions.values():
-            queue.put_nowait(None)
+        for member in self._members.values():
+            member.is_ending = True
+            member.wake.set()
+        deadline_s = self._loop.time() + _DRAIN_S
+        while self._members and self._loop.time() < deadline_s:
+            await asyncio.sleep(0.02)
         await server.stop(_GRACE_S)
 
     async def _session(
@@ -145,79 +162,134 @@ class ControlServer:
             seal = Seal(self._secret, nonce, mine, is_host=True)
             await context.write(mine)
             hello = unpack(seal.open(await asyncio.wait_for(anext(frames), _GREETING_S)))
-            name = self._name_of(hello)
+            member = self._member_of(hello)
         except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no handshake in time")
         else:
-            if isinstance(hello, Hello | CheckIn):
-                hello = replace(hello, address=_address(context.peer()))
-            self._events.put((name, hello))  # type: ignore[arg-type]
-            await self._serve_member(name, seal, frames, context)
+            received = member.state.received
+            lost_after_ms = int(self._lost_after_s * 1000)
+            welcome = Welcome(token=member.token, received=received, lost_after_ms=lost_after_ms)
+            await context.write(seal.close(pack(welcome)))
+            if isinstance(hello, Resume):
+                member.state.resume(hello.received)
+            else:
+                if isinstance(hello, Hello | CheckIn):
+                    hello = replace(hello, address=_address(context.peer()))
+                self._events.put((member.name, hello))  # type: ignore[arg-type]
+            await self._serve_member(member, seal, frames, context)
 
-    def _name_of(self, hello: Event | Command) -> str:
-        """Return the name of a new session, by its first message.
+    def _member_of(self, hello: Event | Command) -> _Member:
+        """Return whose stream this is, by its first message.
 
         Raises:
-            LaunchError: nobody begins with that.
+            LaunchError: no session begins with that, or the one to go on with is over.
         """
-        if isinstance(hello, Hello) and hello.node not in self._sessions:
-            name = hello.node
+        if isinstance(hello, Resume):
+            member = self._members.get(hello.node)
+            if member is None or not hmac.compare_digest(member.token, hello.token):
+                raise LaunchError("this node counts as lost")
+            member.take_over()
+            return member
+        if isinstance(hello, Hello) and hello.node not in self._members:
+            member = _Member(hello.node, can_resume=True)
         elif isinstance(hello, Ask | CheckIn):
-            name = f"visitor-{secrets.token_hex(8)}"
+            member = _Member(f"visitor-{secrets.token_hex(8)}", can_resume=False)
         else:
             raise LaunchError("unexpected handshake")
-        self._sessions[name] = asyncio.Queue()
-        return name
+        self._members[member.name] = member
+        return member
 
     async def _serve_member(
         self,
-        name: str,
+        member: _Member,
         seal: Seal,
         frames: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        sender = self._loop.create_task(self._send_all(self._sessions[name], seal, context))
-        receiver = self._loop.create_task(self._receive_all(name, seal, frames))
-        why = "connection closed"
+        sender = self._loop.create_task(self._send_all(member, seal, context))
+        receiver = self._loop.create_task(self._receive_all(member, seal, frames))
+        member.tasks = (sender, receiver)
+        stream = member.stream
+        why, is_broken = "connection closed", True
         try:
             done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                error = task.exception()
+                error = None if task.cancelled() else task.exception()
+                # An end on purpose, silence, or a peer that breaks the protocol is final.
+                is_broken = task.cancelled() or (
+                    error is not None and not isinstance(error, LaunchError)
+                )
                 if error is not None:
                     why = str(error) or type(error).__name__
         finally:
             sender.cancel()
             receiver.cancel()
-            self._sessions.pop(name, None)
-            self._events.put((name, Left(reason=why)))
+            if stream == member.stream:  # no later one has taken over
+                if is_broken and member.can_resume and not member.is_ending:
+                    member.timer = self._loop.call_later(
+                        _RESUME_S, self._lose, member, "connection closed"
+                    )
+                else:
+                    self._lose(member, why)
+
+    def _lose(self, member: _Member, why: str) -> None:
+        if self._members.pop(member.name, None) is not None:
+            self._events.put((member.name, Left(reason=why)))
 
     async def _send_all(
-        self,
-        queue: asyncio.Queue[Command | None],
-        seal: Seal,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, member: _Member, seal: Seal, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
+        state = member.state
         while True:
-            try:
-                command = await asyncio.wait_for(queue.get(), HEARTBEAT_S)
-            except asyncio.TimeoutError:
-                await context.write(seal.close(b""))
-                continue
-            if command is None:
+            member.wake.clear()
+            while (frame := state.frame()) is not None:
+                await context.write(seal.close(frame))
+            if member.is_ending and state.is_idle:
                 return
-            await context.write(seal.close(pack(command)))
+            if state.owes_acknowledgement:
+                await context.write(seal.close(state.beat()))
+            try:
+                await asyncio.wait_for(member.wake.wait(), HEARTBEAT_S)
+            except asyncio.TimeoutError:
+                await context.write(seal.close(state.beat()))
 
-    async def _receive_all(self, node: str, seal: Seal, frames: AsyncIterator[bytes]) -> None:
+    async def _receive_all(self, member: _Member, seal: Seal, frames: AsyncIterator[bytes]) -> None:
         while True:
+            while self._events.num_waiting > _MAX_WAITING:  # the coordinator is behind
+                await asyncio.sleep(_BEHIND_S)
             try:
                 frame = await asyncio.wait_for(anext(frames), self._lost_after_s)
             except asyncio.TimeoutError:
                 raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
             except StopAsyncIteration:
                 return
-            body = seal.open(frame)
-            if body:
-                self._events.put((node, unpack(body)))  # type: ignore[arg-type]
+            message = member.state.take(seal.open(frame))
+            if message is not None:
+                self._events.put((member.name, unpack(message)))  # type: ignore[arg-type]
+            member.wake.set()  # room may have been made, or an acknowledgement be due
+
+
+class _Member:
+    """A node, or a status client, over all its connections."""
+
+    def __init__(self, name: str, *, can_resume: bool) -> None:
+        self.name = name
+        self.can_resume = can_resume
+        self.token = secrets.token_hex(16)
+        self.state = Session()
+        self.wake = asyncio.Event()
+        self.is_ending = False
+        self.stream = 0  # counts connections
+        self.tasks: tuple[asyncio.Task[None], ...] = ()
+        self.timer: asyncio.TimerHandle | None = None
+
+    def take_over(self) -> None:
+        """End the connection before this one."""
+        self.stream += 1
+        if self.timer is not None:
+            self.timer.cancel()
+        for task in self.tasks:
+            task.cancel()
 
 
 def _address(peer: str) -> str:

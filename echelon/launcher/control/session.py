@@ -1,0 +1,93 @@
+"""What outlives a connection between a node and the coordinator: pure, no socket, no clock.
+
+Messages are numbered, and kept until the other side has acknowledged them: where a connection
+broke, the next one continues, with nothing lost and nothing twice. How much may be on its way is
+bounded: a node that sends gigabytes of dumps waits for the coordinator.
+
+    frame: u64 number (0: none, only the acknowledgement), u64 number received last, message
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+
+from echelon.errors import LaunchError
+
+WINDOW_BYTES = 4 << 20
+_ACK_BYTES = WINDOW_BYTES // 4
+_HEADER = struct.Struct("<QQ")
+
+
+class Session:
+    """One side of one session."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, bytes]] = deque()  # not acknowledged yet
+        self._num_sent = 0  # of these, on the present connection
+        self._sent_bytes = 0
+        self._last = 0
+        self._unacknowledged_bytes = 0  # received, and not acknowledged
+        self.received = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything was sent."""
+        return self._num_sent == len(self._kept)
+
+    @property
+    def owes_acknowledgement(self) -> bool:
+        """Whether the other side may be waiting for one."""
+        return self._unacknowledged_bytes >= _ACK_BYTES
+
+    def put(self, message: bytes) -> None:
+        """Add a message to what is to be sent."""
+        self._last += 1
+        self._kept.append((self._last, message))
+
+    def frame(self) -> bytes | None:
+        """Return the next frame to send; None if there is none, or too much is on its way."""
+        if self.is_idle or self._sent_bytes >= WINDOW_BYTES:
+            return None
+        number, message = self._kept[self._num_sent]
+        self._num_sent += 1
+        self._sent_bytes += len(message)
+        return self._head(number) + message
+
+    def beat(self) -> bytes:
+        """Return a frame without a message."""
+        return self._head(0)
+
+    def take(self, frame: bytes) -> bytes | None:
+        """Take in a frame; return its message, None if it has none or is a repetition.
+
+        Raises:
+            LaunchError: a message is missing, or this is no frame.
+        """
+        if len(frame) < _HEADER.size:
+            raise LaunchError("malformed frame")
+        number, acknowledged = _HEADER.unpack_from(frame)
+        self._drop(acknowledged)
+        if number == 0 or number <= self.received:
+            return None
+        if number != self.received + 1:
+            raise LaunchError("a message is missing")
+        self.received = number
+        self._unacknowledged_bytes += len(frame)
+        return frame[_HEADER.size :]
+
+    def resume(self, received: int) -> None:
+        """Begin a new connection: send again what the other side has not received."""
+        self._drop(received)
+        self._num_sent = self._sent_bytes = 0
+
+    def _head(self, number: int) -> bytes:
+        self._unacknowledged_bytes = 0
+        return _HEADER.pack(number, self.received)
+
+    def _drop(self, acknowledged: int) -> None:
+        while self._kept and self._kept[0][0] <= acknowledged:
+            _, message = self._kept.popleft()
+            if self._num_sent:
+                self._num_sent -= 1
+                self._sent_bytes -= len(message)
