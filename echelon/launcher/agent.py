@@ -35,6 +35,7 @@ from echelon.launcher.rundir import RunDirectory
 from echelon.launcher.workers import Workers
 
 _LOOP_S = 0.5
+_EXPLAIN_S = 10.0
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lightning
 _LOOPBACK = "127.0.0.1"
@@ -82,6 +83,7 @@ def _host(
     if meeting is not None:
         job["rendezvous"] = meeting.address  # `echelon status` finds the secret by it
     directory.write_job(job)
+    stack.callback(directory.forget_secret, job)
     events: Mailbox[tuple[str, m.Event]] = Mailbox()
     stack.callback(events.close)
     link = LocalLink(lambda event: events.put((options.node_name, event)))
@@ -225,6 +227,7 @@ class _Agent:
     def run(self) -> None:
         """Serve until the job is over, or the coordinator gone."""
         look_s = min(_LOOP_S, self._options.stall_timeout_s / 5)
+        self._next_reason_s = time.monotonic() + _EXPLAIN_S
         next_look_s = 0.0
         while self.over is None:
             if not self._obey():
@@ -236,12 +239,22 @@ class _Agent:
                 self._end_as_asked()
                 return
             until = self._coordinate()
+            self._explain_dialling()
             if time.monotonic() >= next_look_s:
                 self._node.look()
                 next_look_s = time.monotonic() + look_s
             self._node.tick()
             until = min(until, next_look_s, self._node.deadline_s(), self._user.deadline_s())
             self._pump(max(0.0, until - time.monotonic()))
+
+    def _explain_dialling(self) -> None:
+        """Print why the coordinator is not reached, after a while and then ever more rarely."""
+        now_s = time.monotonic()
+        if self._link.is_connected or now_s < self._next_reason_s:
+            return
+        self._next_reason_s = now_s + 4 * _EXPLAIN_S
+        why = getattr(self._link, "last_error", "") or "no answer yet"
+        self._terminal.say(f"still dialling the coordinator: {why}")
 
     def _coordinate(self) -> float:
         """Let the coordinator work, if it is here; return when it must again."""

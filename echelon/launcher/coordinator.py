@@ -39,6 +39,10 @@ _HURRIED_S = 5.0  # the same once the user has asked to stop
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
 _VERDICT_S = 120.0  # for the analyses at the end of the job
+_EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
+_MAX_STALLS = 16  # incidents of stalls that are kept: each may have half a megabyte per rank
+_SHORT_S = 60.0  # a world that lost a node sooner has hardly run
+_FREE_LOSSES = 3  # in a row; from then on each costs a restart
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
 
 Send = Callable[[str, m.Command], None]
@@ -82,11 +86,16 @@ class Coordinator:
         self._next_look_s = 0.0
         self._ending: tuple[World, decide.EndAttempt] | None = None  # waits for verdicts
         self._ending_deadline_s = 0.0
+        self._waits_since_s = self._started_s
+        self._next_reason_s = self._started_s + _EXPLAIN_S
+        self._num_short_losses = 0
+        self._store_died = False
         self.is_over = False
 
     def deadline_s(self) -> float:
         """Return when `step` must be called again, at the latest."""
-        return min(self._verdicts.deadline_s(), self._own_deadline_s())
+        due = min(self._verdicts.deadline_s(), self._own_deadline_s())
+        return due if self._why_waiting() == "" else min(due, self._next_reason_s)
 
     def _own_deadline_s(self) -> float:
         if self._ending is not None:
@@ -309,15 +318,59 @@ class Coordinator:
             self._gather(now_s)
         else:
             self._step_world(self._world, now_s)
+        self._explain_waiting(now_s)
+
+    def _explain_waiting(self, now_s: float) -> None:
+        """Print what the present state waits for, once it has lasted for a while."""
+        why = self._why_waiting()
+        if not why:
+            self._waits_since_s, self._next_reason_s = now_s, now_s + _EXPLAIN_S
+        elif now_s >= self._next_reason_s:
+            self._next_reason_s = now_s + 2 * (now_s - self._waits_since_s)
+            self._say(f"waiting for {now_s - self._waits_since_s:.0f} s: {why}")
+
+    def _why_waiting(self) -> str:
+        """Return what this state waits for; "" while ranks run."""
+        if self._ending is not None:
+            return "the analysis of an incident"
+        world = self._world
+        if world is None:
+            nodes = [node.host for node in self._roster.nodes]
+            few = f"{len(nodes)} of {self._options.min_nodes} required nodes"
+            return f"{few} connected ({', '.join(nodes)}){self._loopback_hint()}"
+        if world.clearing:
+            hosts = ", ".join(sorted(map(world.hosts.__getitem__, world.clearing)))
+            return f"processes that workers left behind on {hosts}"
+        if world.attempt.phase in (decide.Phase.STOPPING, decide.Phase.KILLING):
+            ranks = world.attempt.running
+            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+            return f"rank {', '.join(map(str, ranks[:8]))}{more} to end"
+        if self._collection is not None:
+            hosts = ", ".join(sorted(map(world.hosts.__getitem__, self._collection.waiting)))
+            return f"diagnostics from {hosts}"
+        return ""
+
+    def _loopback_hint(self) -> str:
+        meeting = self._options.rendezvous
+        if meeting is None or not meeting.stays_here:
+            return ""
+        return f"; only launchers on this machine can reach {meeting.address}"
 
     def _step_world(self, world: World, now_s: float) -> None:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + self._look_s
             self._look(world)
+            self._check_store()
         self._decide(world, decide.TimePassed())
         self._check_collection(now_s)
         self._act_all(world)
         self._check_cleared(world, now_s)
+
+    def _check_store(self) -> None:
+        how = self._meeting.how_it_died()
+        if how and not self._store_died:
+            self._say(f"the job's store {how}; ranks that still need it will fail")
+        self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
         """Carry out what is to be done; an incident waits for the one before it."""
@@ -406,6 +459,11 @@ class Coordinator:
     # ---- incidents ----
 
     def _collect(self, world: World, action: decide.CollectIncident) -> None:
+        stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
+        if action.kind == "stall" and stalls >= _MAX_STALLS:
+            self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")
+            self._decide(world, decide.StallExamined(lasts=True))
+            return
         self._say(f"{action.kind}: {action.reason}; collecting diagnostics from all ranks")
         self._verdicts.expect()
         try:
@@ -526,7 +584,7 @@ class Coordinator:
             return False
         if world.unkillable:
             return False
-        if (world.lost or world.leaving) and self._options.max_nodes > 1:
+        if self._is_free(world):
             enough = len(self._roster.nodes) >= self._options.min_nodes
             if enough:
                 number = len(self._roster.nodes)
@@ -537,6 +595,14 @@ class Coordinator:
         self._restarts += 1
         self._say(f"restart {self._restarts} of {self._options.max_restarts}")
         return True
+
+    def _is_free(self, world: World) -> bool:
+        """Whether nodes were lost or left, and not again and again just after the start."""
+        if self._options.max_nodes == 1 or not (world.lost or world.leaving):
+            return False
+        is_short = bool(world.lost) and time.monotonic() - world.started_s < _SHORT_S
+        self._num_short_losses = self._num_short_losses + 1 if is_short else 0
+        return self._num_short_losses <= _FREE_LOSSES
 
     def _conclude(self, world: World, end: decide.EndAttempt) -> None:
         report = self._report

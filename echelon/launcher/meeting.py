@@ -15,6 +15,7 @@ import sys
 from typing import Protocol
 
 from echelon.errors import LaunchError
+from echelon.launcher.decide import describe_code
 
 _START_S = 30.0
 _ANSWER_S = 5.0
@@ -32,6 +33,9 @@ class MeetingPlace(Protocol):
 
     def renew(self) -> None:
         """Forget all that past attempts left."""
+
+    def how_it_died(self) -> str:
+        """Return how the server ended, "" while it serves."""
 
 
 class StoreProcess:
@@ -79,6 +83,13 @@ class StoreProcess:
         """
         self._admitted[address] = None
         self._tell(f"admit {address}")
+
+    def how_it_died(self) -> str:
+        """Return how the server ended, "" while it serves."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return describe_code(code)
 
     def renew(self) -> None:
         """Drop all members and keys, or begin a new server, at another port, for one that is gone.

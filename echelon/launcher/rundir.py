@@ -60,6 +60,11 @@ class RunDirectory:
         """This node's file with the endpoint and the secret."""
         return self.path / (f"job.{self._node}.json" if self._node else "job.json")
 
+    def forget_secret(self, job: dict[str, Any]) -> None:
+        """Write job.json again without the secret: the job is over, and runs are passed around."""
+        with contextlib.suppress(OSError):
+            write_json(self.job_file, {k: v for k, v in job.items() if k != "secret"})
+
     def remove_own_job(self) -> None:
         """Remove this node's file, unless it is the job's own."""
         if self._node:

@@ -57,7 +57,7 @@ class View:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, 1 if nobody answers, or 2 if there is no such run."""
+    """Run the command; return 0, 1 if the job does not answer, or 2 if there is no such run."""
     parser = argparse.ArgumentParser(
         prog="echelon status", description="Show what the ranks of a running job do."
     )
@@ -91,7 +91,9 @@ def _show_run(run_dir: Path | None, *, once: bool) -> int:
     def views(run: Path) -> Iterator[View]:
         while True:
             rows = [Row("", status) for status in read_statuses(run)]
-            yield View(str(run), rows, is_over=all(r.status.phase == "ended" for r in rows))
+            yield View(
+                str(run), rows, is_over=all(r.status.phase in ("ended", "gone") for r in rows)
+            )
 
     _show(views(run_dir), once=once)
     return 0
@@ -139,7 +141,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
     """Ask again and again; the first question is the greeting.
 
     Raises:
-        LaunchError: nobody answers, or not to us.
+        LaunchError: the job does not answer, or refuses.
     """
     from echelon.launcher.control.messages import Ask, JobShown, Statuses
 

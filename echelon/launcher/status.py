@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import DumpFormatError
+from echelon.host.identity import boot_id, start_ticks
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import Live, Record, State
 
@@ -130,10 +131,22 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
     statuses = []
     for rank, path in ring_paths(run_dir).items():
         try:
-            statuses.append(status_of(read_ring(path), time.monotonic_ns()))
+            statuses.append(_checked(read_ring(path)))
         except DumpFormatError:
             statuses.append(silent(rank, "unreadable"))
     return statuses
+
+
+def _checked(record: Record) -> RankStatus:
+    """Return what a rank does, unless its process is gone, or another machine's."""
+    status = status_of(record, time.monotonic_ns())
+    identity = record.identity
+    if status.phase == "ended" or not identity.boot_id:
+        return status
+    if identity.boot_id != boot_id():  # its clock cannot be compared with this machine's
+        return replace(status, lag_s=None)
+    is_gone = identity.pid and start_ticks(identity.pid) != identity.pid_start_ticks
+    return replace(status, phase="gone", lag_s=None) if is_gone else status
 
 
 def _number(value: float | None, scale: float = 1) -> int:

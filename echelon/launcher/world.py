@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class World:
     end: decide.EndAttempt | None = None
     clearing: set[str] | None = None
     clear_deadline_s: float = 0.0
+    started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
 
     @property

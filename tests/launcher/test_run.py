@@ -101,13 +101,14 @@ def test_workers_get_torchruns_environment(script, run_dir):
     assert sorted(done.stdout.splitlines()) == ["0| 0 job7", "1| 1 job7"]
 
 
-def test_the_secret_is_in_no_argument_and_no_log(script, run_dir):
+def test_the_secret_is_in_no_argument_and_no_log_and_gone_afterwards(script, run_dir, tmp_path):
     done = run_echelon(
         "run", "--nproc-per-node", "1", "--run-dir", str(run_dir),
         script(
             """
-            import json, os, pathlib
+            import json, os, pathlib, sys
             secret = json.loads(pathlib.Path(os.environ["ECHELON_JOB_FILE"]).read_text())["secret"]
+            pathlib.Path(sys.argv[1]).write_text(secret)
             assert len(secret) == 64
             for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
                 try:
@@ -117,10 +118,11 @@ def test_the_secret_is_in_no_argument_and_no_log(script, run_dir):
             assert not any(secret in value for value in os.environ.values())
             """
         ),
+        str(tmp_path / "secret"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    secret = read_json(run_dir / "job.json")["secret"].encode()
-    files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != "job.json"]
+    secret = (tmp_path / "secret").read_bytes()
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert files
     assert not any(secret in path.read_bytes() for path in files)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -64,6 +66,18 @@ def test_the_newest_attempt_of_the_newest_run_counts(tmp_path):
     assert newest_run(tmp_path) == tmp_path / "new"
     assert ring_paths(tmp_path / "new")[0].parent.name == "attempt_10"
     assert [status.phase for status in read_statuses(tmp_path / "new")] == ["unreadable"]
+
+
+def test_a_rank_that_was_killed_is_gone(tmp_path):
+    code = "import os; from echelon import recorder; recorder.step(); os.kill(os.getpid(), 9)"
+    rank_dir = tmp_path / "rank_0/attempt_0"
+    rank_dir.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "ECHELON_RANK_DIR": str(rank_dir)},
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == -9
+    assert [status.phase for status in read_statuses(tmp_path)] == ["gone"]
 
 
 def test_no_run_is_one_line_and_exit_code_2(tmp_path):
