@@ -20,7 +20,6 @@ from echelon.launcher.conf import Conf
 from echelon.store.trust import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 29400
-MIN_SECRET_BYTES = 16  # a shorter one could be guessed from a handshake that was overheard
 _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -155,13 +154,14 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    try:
-        text = secret.decode()
-    except UnicodeDecodeError:
-        text = ""
-    if len(secret) < MIN_SECRET_BYTES or not text.isprintable():
+    """Return a secret that the store accepts, and that cannot be guessed."""
+    if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"{source}: a secret is text of at least {MIN_SECRET_BYTES} characters: "
-            "openssl rand -hex 16"
+            f"{source}: a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed "
+            "(random ones: openssl rand -hex 32)"
         )
+    try:
+        secret.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{source}: not text; use openssl rand -hex 32") from None
     return secret

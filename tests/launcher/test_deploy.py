@@ -131,6 +131,8 @@ def test_a_launcher_for_each_rank_is_one_line(place):
     done = place.run(
         ["echelon", "run", "train.py"],
         SLURM_JOB_ID="1", SLURM_PROCID="3", SLURM_NNODES="2", SLURM_NTASKS="16",
+        SLURM_LOCALID="3", SLURM_STEP_NUM_TASKS="16", SLURM_STEP_NUM_NODES="2",
+        SLURM_JOB_NODELIST="localhost,b", ECHELON_SECRET="a-secret-of-the-tests",
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

@@ -164,5 +164,7 @@ def test_a_schedulers_endpoint_without_a_secret_is_a_line_and_no_end():
     slurm = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
              "SLURM_JOB_NODELIST": "localhost,other"}  # fmt: skip
     done = run_echelon("doctor", env={**environ, **slurm})
-    assert "! nodes           not checked: multi-node jobs need a shared secret" in done.stdout, done.stdout
+    assert "! nodes           not checked: multi-node jobs need a shared secret" in done.stdout, (
+        done.stdout
+    )
     assert "shm ready" in done.stdout
