@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launcher.endpoint import read_secret
 from echelon.launcher.options import parse
 
 _ENVIRON = {"ECHELON_SECRET": "a-secret-of-the-tests"}
