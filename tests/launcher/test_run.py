@@ -231,7 +231,7 @@ def test_streams_are_redirected_filtered_and_kept_where_asked(script, run_dir, t
 
 def test_a_stall_is_reported_once_and_its_end_is_noted(script, run_dir):
     done = run_echelon(
-        "run", "--nproc-per-node", "2", "--stall-timeout", "0.5", "--run-dir", str(run_dir),
+        "run", "--nproc-per-node", "2", "--stall-timeout", "3", "--run-dir", str(run_dir),
         script(
             """
             import os, pathlib, select
