@@ -98,11 +98,22 @@ class _Stacks:
     def ask(self) -> None:
         """Ask by signal if they could not be read from outside."""
         identity = self._identity
-        if self._spied or not identity.stack_signal:
+        if self._spied or not identity.stack_signal or not self._can_answer():
             return
         self._from = _size(self._path)
         self._seen = (self._from, time.monotonic())
         self._asked = process.send(self._pid, identity.pid_start_ticks, identity.stack_signal)
+
+    def _can_answer(self) -> bool:
+        """Return whether the handler's descriptor still is the file: a daemon closes them all.
+
+        Else it would write stacks into whatever the program opened since.
+        """
+        number = self._identity.settings.get("stacks_fd")
+        try:
+            return Path(f"/proc/{self._pid}/fd/{number}").samefile(self._path)
+        except OSError:
+            return False
 
     def have_arrived(self) -> bool:
         """Return whether the answer is there and no longer grows, or will never arrive."""

@@ -7,7 +7,6 @@ check what they see (schema.py, [Note: what makes a slot readable]).
 from __future__ import annotations
 
 import contextlib
-import itertools
 import struct
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from zlib import crc32
 
+from echelon.recorder.counting import counter
 from echelon.recorder.ring import Ring
 from echelon.recorder.schema import (
     MAX_DIMS,
@@ -128,7 +128,7 @@ class Operations:
         self._stamps = array("Q", bytes(8 * ring.num_operations))  # who owns each slot now
         self._started = array("q", bytes(8 * ring.num_operations))
         self._ended = array("Q", bytes(8 * ring.num_operations))  # the last one of each that ended
-        self._numbers = itertools.count()
+        self._numbers = counter()
         self._thread = _Thread()
         self._signatures = Signatures(ring)
         self._calls: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -168,7 +168,7 @@ class Operations:
                 site, stack = self._find(sys._getframe(depth))
             except ValueError:  # the stack is not that deep
                 site = stack = 0
-            record = next(self._numbers)
+            record = self._numbers()
             stamp = record + 1
             live = self._live
             fields = (
@@ -230,7 +230,7 @@ class Operations:
         for _ in range(_MAX_TRIES):
             if self._take(record % self._num_slots, record + 1):
                 return record
-            record = next(self._numbers)
+            record = self._numbers()
         self._live[_KEPT_REFUSED] += 1
         return NOT_RECORDED
 

@@ -7,7 +7,6 @@ text of a call site that it has not met before. Which process has one is decided
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
 import traceback
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from echelon.recorder import native, sites
+from echelon.recorder.counting import counter
 from echelon.recorder.open_span import OpenSpan
 from echelon.recorder.operations import NOT_RECORDED as NOT_RECORDED
 from echelon.recorder.operations import Operations, OperationWriter
@@ -74,10 +74,10 @@ class Recorder:
         """
         self._ring = ring
         self._live = ring.live
-        self._span_numbers = itertools.count()
-        self._span_records = itertools.count()
-        self._num_ended_spans = itertools.count(1)
-        self._coalesced_numbers = itertools.count()
+        self._span_numbers = counter()
+        self._span_records = counter()
+        self._num_ended_spans = counter(1)
+        self._coalesced_numbers = counter()
         self._sites = sites.Sites(ring.texts)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
         self._open_places = deque(range(NUM_OPEN_SPANS))
@@ -149,7 +149,7 @@ class Recorder:
 
     def next_coalesced(self) -> int:
         """Return the number of a new block of coalesced operations."""
-        return next(self._coalesced_numbers)
+        return self._coalesced_numbers()
 
     @_never_raises(None)
     def step(self, number: int | None = None) -> None:
@@ -184,7 +184,7 @@ class Recorder:
             place = -1
             self._live[Live.OPEN_SPANS_REFUSED] += 1
         span = OpenSpan(
-            next(self._span_numbers), now, self._live[_STEP] - 1, name_ref, detail_ref, site,
+            self._span_numbers(), now, self._live[_STEP] - 1, name_ref, detail_ref, site,
             self._thread.native_id, level, place,
         )  # fmt: skip
         if place >= 0:
@@ -199,11 +199,11 @@ class Recorder:
         if span.thread == self._thread.native_id:
             self._thread.depth = span.depth
         fields = span.pack(now)
-        self._ring.write_span(next(self._span_records), fields)
+        self._ring.write_span(self._span_records(), fields)
         if span.place >= 0:
             self._ring.write_open_span(span.place, span.number, fields)
             self._open_places.append(span.place)
-        self._live[Live.NUM_SPANS] = next(self._num_ended_spans)
+        self._live[Live.NUM_SPANS] = self._num_ended_spans()
         self._live[Live.PROGRESS_MONO_NS] = now
 
     def text(self, text: str) -> int:
@@ -223,10 +223,10 @@ class Recorder:
         """
         thread = self._thread
         span = OpenSpan(
-            next(self._span_numbers), began, self._live[_STEP] - 1, name, detail, 0,
+            self._span_numbers(), began, self._live[_STEP] - 1, name, detail, 0,
             thread.native_id, thread.depth, -1,
         )  # fmt: skip
-        self._ring.write_span(next(self._span_records), span.pack(ended))
+        self._ring.write_span(self._span_records(), span.pack(ended))
 
     @_never_raises(None)
     def last_words(

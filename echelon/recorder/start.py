@@ -97,7 +97,9 @@ def _start(
     number = _register_stacks(rank_dir, settings)
     if number:
         undo.callback(_unregister_stacks, number)
-    recorder.identify(stack_signal=number)
+    if number and _stack_file is not None:
+        settings_now = {**ring.identity.settings, "stacks_fd": _stack_file.fileno()}
+        recorder.identify(stack_signal=number, settings=settings_now)
     if settings.handles_faults and recorder.native is not None:
         # Over another runtime's handlers ours would take its everyday faults for the end.
         recorder.native.write_faults(faulthandler.is_enabled())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.host.facts import OUTSIDE
+from echelon.host.facts import OUTSIDE, SIGNAL
 from echelon.host.stacks import can_spy
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from tests.launcher.background import Node
@@ -169,3 +169,46 @@ def test_a_job_hangs_on_after_its_incident_and_the_verdict_is_right(tmp_path, ho
             assert verdict["cause"] == cause, verdict
         finally:
             job.close()
+
+
+CLOSED = """
+import os
+from echelon.recorder.current import current
+current()
+if {closes}:
+    os.closerange(3, 64)
+    for i in range(40):
+        open(os.environ["MINE"], "ab", buffering=0)
+        os.dup(os.open(os.environ["MINE"], os.O_WRONLY))
+print("ready", flush=True)
+os.read(0, 1)
+"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_signal_is_the_last_resort_and_never_writes_into_the_programs_files(
+    tmp_path, monkeypatch, closes
+):
+    monkeypatch.setattr("echelon.launcher.harvest.spy_stacks", lambda _: "")
+    mine, script = tmp_path / "mine", tmp_path / "program.py"
+    mine.touch()
+    script.write_text(CLOSED.format(closes=closes))
+    environ = {"ECHELON_RANK_DIR": str(tmp_path / "rank"), "MINE": str(mine)}
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, **environ},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+        worker = Worker(rank=0, local_rank=0, folder=tmp_path / "rank", pid=one.pid)
+        occasion = Occasion(
+            kind="failure", attempt=0, world_size=1, job_id="", oom_kills_before=None
+        )
+        (record,) = harvest([worker], occasion, time.sleep)
+        one.kill()
+    assert record.host.stacks_from == ("" if closes else SIGNAL)
+    assert ("program.py" in record.host.stacks) is not closes
+    assert mine.read_bytes() == b""

@@ -1,0 +1,30 @@
+"""Numbers that threads draw: each one once, in order, without a lock where one is not needed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+
+
+def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int]:
+    """Return a function that returns `start`, then one more at each call. Thread-safe.
+
+    Args:
+        has_lock: whether the interpreter runs one thread at a time, which makes `itertools.count`
+            atomic; None: ask it. A free-threaded 3.13 gives two threads the same number.
+    """
+    numbers = itertools.count(start)
+    if has_lock is None:
+        has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if has_lock:
+        return numbers.__next__
+    # A signal handler that records inside draws a number of its own, hence not a plain Lock.
+    lock = threading.RLock()
+
+    def draw() -> int:
+        with lock:
+            return next(numbers)
+
+    return draw
