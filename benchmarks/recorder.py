@@ -5,10 +5,11 @@
 All costs are processor time of the thread or process that is measured, not time on the wall: so
 what else the machine does disturbs them less. Cases:
 
-    operation   one operation, recorded with its call site: N rounds of 20,000 of the C core and the
-                Python writer in turn, called with 1, 3 and 10 frames on the stack
-    torch       the same in torch's recorder: a Gloo all_reduce on a world of one, with its recorder
-                on and off, in fresh processes in turn; the medians' difference
+    operation   one operation, recorded with its call site, called with 1, 3 and 10 frames on the
+                stack: N rounds of 20,000, in which the C core, the Python writer and torch's
+                recorder take turns in an order drawn by chance. torch's: a Gloo all_reduce on a
+                world of one, with its recorder on and off, in fresh processes; the difference
+    all_reduce  two ranks, 4 bytes over shm, our recorder on and off in turn: wall time
     ring        a full ring of 4096 operations: read it, write its dump
     step        a training step of examples/train_gpt.py with our recorder on and off, in turn
 """
@@ -21,6 +22,7 @@ import functools
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -45,10 +47,12 @@ NUM_CALLS = 20_000
 NUM_SLOTS = 4096
 SHAPES = ((1024, 1024),)
 STEPS_A_RUN = 2
+NUM_ALL_REDUCES = 500
 STACKS = (1, 3, 10)  # frames of the user's
 TARGETS_US = {"C": 0.6, "Python": 2.5}
 TARGET_RING_MS = 20.0
 TARGET_STEP_SHARE = 0.01
+TARGET_ALL_REDUCE_SHARE = 0.15
 
 TORCH = """
 import os, sys, time
@@ -58,10 +62,18 @@ x = torch.zeros(1)
 def rounds(count):
     for _ in range(count):
         dist.all_reduce(x)
-rounds(2000)
-began = time.process_time()
-rounds({count})
-print((time.process_time() - began) / {count} * 1e6)
+def call(left, count):
+    if left > 1:
+        call(left - 1, count)
+    else:
+        rounds(count)
+for frames in {stacks}:
+    # The script and `rounds` are two of the frames.
+    work = (lambda: rounds({count})) if frames < 3 else (lambda: call(frames - 3, {count}))
+    rounds(2000)
+    began = time.process_time()
+    work()
+    print((time.process_time() - began) / {count} * 1e6)
 import pickle
 from torch._C._distributed_c10d import _dump_fr_trace
 print(len(pickle.loads(_dump_fr_trace()).get("entries", [])))
@@ -143,18 +155,28 @@ def on_stack(frames: int, work: Callable[[], None]) -> float:
 
 
 def stack_costs(recorder: Recorder, rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Measure begin + completed of both writers, in turn, on stacks of several depths."""
+    """Measure begin + completed of all recorders, in turn, on stacks of several depths."""
     writers = {"Python": Recorder(recorder._ring, in_c=False)}
     if recorder.is_in_c:
         writers["C"] = recorder
     results: dict[tuple[str, int], list[float]] = {}
+
+    def measure_ours(name: str, frames: int) -> None:
+        writer = writers[name]
+        work = functools.partial(complete_many, writer, writer.group("world", range(8)), NUM_CALLS)
+        results.setdefault((name, frames), []).append(on_stack(frames, work) / NUM_CALLS * 1e6)
+
+    def measure_torch(size: int) -> None:
+        name = "torch on" if size else "torch off"
+        for frames, cost in zip(STACKS, torch_costs_us(size) or (), strict=False):
+            results.setdefault((name, frames), []).append(cost)
+
+    cases = [functools.partial(measure_ours, name, frames) for name in writers for frames in STACKS]
+    cases += [functools.partial(measure_torch, size) for size in (NUM_SLOTS, 0)]
     for _ in range(rounds):
-        for frames in STACKS:
-            for name, writer in writers.items():
-                group = writer.group("world", range(8))
-                work = functools.partial(complete_many, writer, group, NUM_CALLS)
-                cost = on_stack(frames, work) / NUM_CALLS * 1e6
-                results.setdefault((name, frames), []).append(cost)
+        random.shuffle(cases)
+        for case in cases:
+            case()
     return results
 
 
@@ -178,25 +200,80 @@ def operation_costs(recorder: Recorder, rounds: int) -> dict[str, tuple[float, f
     }
 
 
-def torch_cost_us(rounds: int) -> tuple[float, list[float], list[float]] | None:
-    """Return (median difference, costs with torch's recorder, without); None without torch."""
-    costs: dict[int, list[float]] = {NUM_SLOTS: [], 0: []}
-    for _ in range(rounds):
-        for size, results in costs.items():
-            env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            env["TORCH_FR_BUFFER_SIZE"] = env["TORCH_NCCL_TRACE_BUFFER_SIZE"] = str(size)
-            done = subprocess.run(
-                [sys.executable, "-c", TORCH.format(count=NUM_CALLS)],
-                env=env, capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            if done.returncode:
-                print(f"torch: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-                return None
-            cost, num_entries = done.stdout.split()
-            assert (int(num_entries) > 0) == (size > 0), "torch's recorder did not obey"
-            results.append(float(cost))
-    difference = statistics.median(costs[NUM_SLOTS]) - statistics.median(costs[0])
-    return difference, costs[NUM_SLOTS], costs[0]
+def torch_costs_us(size: int) -> list[float] | None:
+    """Return the cost of an all_reduce for each depth of stack, with a recorder of `size` entries.
+
+    None without torch.
+    """
+    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env["TORCH_FR_BUFFER_SIZE"] = env["TORCH_NCCL_TRACE_BUFFER_SIZE"] = str(size)
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH.format(count=NUM_CALLS, stacks=STACKS)],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        print(f"torch: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    *costs, num_entries = done.stdout.split()
+    assert (int(num_entries) > 0) == (size > 0), "torch's recorder did not obey"
+    return [float(cost) for cost in costs]
+
+
+def all_reduce_costs_us(rounds: int) -> dict[bool, list[float]]:
+    """Measure a 4-byte all_reduce of two ranks with our recorder on and off."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "echelon", "run", "--nproc-per-node", "2",
+            "--run-dir", tempfile.mkdtemp(), __file__, "--rank", "--rounds", str(rounds),
+        ],
+        capture_output=True, text=True, check=True,
+        env={name: text for name, text in os.environ.items() if name != "ECHELON_RANK_DIR"},
+    )  # fmt: skip
+    line = next(line for line in done.stdout.splitlines() if '"off"' in line)
+    found = json.loads(line[line.index("{") :])
+    return {True: found["on"], False: found["off"]}
+
+
+def be_a_rank(rounds: int) -> None:
+    """Run as one of the two ranks; rank 0 prints the times of its calls, in microseconds."""
+    import numpy as np
+
+    import echelon.dist as dist
+
+    world = dist.init()
+    x = np.ones(1, np.float32)
+    recorder = black_box.current()
+    assert recorder is not None
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for run in range(2 * rounds + 2):
+        is_on = run % 2 == 0
+        black_box._recorder = recorder if is_on else None
+        for _ in range(50):
+            world.all_reduce(x)
+        for _ in range(NUM_ALL_REDUCES):
+            began = time.perf_counter_ns()
+            world.all_reduce(x)
+            if run > 1:
+                times[is_on].append((time.perf_counter_ns() - began) / 1e3)
+    black_box._recorder = recorder
+    if world.rank == 0:
+        cuts = {is_on: statistics.quantiles(each, n=20) for is_on, each in times.items()}
+        print(json.dumps({"on": cuts[True], "off": cuts[False]}), flush=True)
+    dist.shutdown()
+
+
+def all_reduce_rows(_: Recorder, rounds: int) -> Iterator[Row]:
+    """Measure what recording adds to a small collective."""
+    found = all_reduce_costs_us(rounds)
+    for name, place in (("p10", 1), ("median", 9)):
+        on, off = found[True][place], found[False][place]
+        share = (on - off) / off
+        yield Row(
+            f"all_reduce of 4 bytes, 2 ranks, {name}",
+            f"{on:.2f} us recorded, {off:.2f} us not: {share:+.0%}",
+            f"{TARGET_ALL_REDUCE_SHARE:.0%}",
+            "yes" if share <= TARGET_ALL_REDUCE_SHARE else "no",
+        )
 
 
 def ring_costs_ms(recorder: Recorder, rounds: int) -> tuple[float, float, int]:
@@ -259,27 +336,27 @@ def spread(values: list[float]) -> str:
 
 def operation_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
     """Measure the recorder's own calls, and torch's beside them."""
-    for (writer, frames), results in stack_costs(recorder, rounds).items():
-        best, median = min(results), statistics.median(results)
-        yield Row(
-            f"begin + completed in {writer}, {frames} frames",
-            f"{best:.2f} us best, {median:.2f} us median",
-            f"{TARGETS_US[writer]:g} us",
-            "yes" if median <= TARGETS_US[writer] else "no",
-        )
-    costs = operation_costs(recorder, rounds)
-    for name, (best, median) in costs.items():
+    found = stack_costs(recorder, rounds)
+    for frames in STACKS:
+        on, off = found.get(("torch on", frames)), found.get(("torch off", frames))
+        if on and off:
+            yield Row(
+                f"torch's recorder, {frames} frames",
+                f"{statistics.median(on) - statistics.median(off):.2f} us "
+                f"(all_reduce {spread(on)} us with, {spread(off)} us without)",
+            )
+        for writer, target in TARGETS_US.items():
+            results = found.get((writer, frames))
+            if results:
+                best, median = min(results), statistics.median(results)
+                yield Row(
+                    f"begin + completed in {writer}, {frames} frames",
+                    f"{best:.2f} us best, {median:.2f} us median",
+                    f"{target:g} us",
+                    "yes" if median <= target else "no",
+                )
+    for name, (best, median) in operation_costs(recorder, rounds).items():
         yield Row(name, f"{best:.2f} us best, {median:.2f} us median")
-    torch = torch_cost_us(max(5, rounds // 4))
-    if torch is not None:
-        difference, on, off = torch
-        yield Row(
-            "torch's recorder, an operation",
-            f"{difference:.2f} us (all_reduce {spread(on)} us with, {spread(off)} us without)",
-        )
-        ours = costs["begin + start + complete"][0]
-        if difference > 0:
-            yield Row("ours / torch's", f"{ours / difference:.1f}")
 
 
 def ring_rows(recorder: Recorder, rounds: int) -> Iterator[Row]:
@@ -321,11 +398,20 @@ def markdown(rows: list[Row]) -> str:
 def main() -> None:
     """Run the cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", choices=("operation", "ring", "step"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", choices=("operation", "all_reduce", "ring", "step"))
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cases = {"operation": operation_rows, "ring": ring_rows, "step": step_rows}
+    if options.rank:
+        be_a_rank(options.rounds)
+        return
+    cases = {
+        "operation": operation_rows,
+        "all_reduce": all_reduce_rows,
+        "ring": ring_rows,
+        "step": step_rows,
+    }
     rows: list[Row] = []
     with recording() as recorder:
         for name, case in cases.items():
