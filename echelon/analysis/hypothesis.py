@@ -76,7 +76,7 @@ def explained(picture: Picture, finding: Finding) -> frozenset[int]:
     reached = start | set(picture.graph.fallout(start))
     if finding.scope is Scope.SHARED:
         reached |= picture.dragged_along(start)
-    waiting = {rank for wait in picture.graph.waits for rank in wait.waiting}
+    waiting = picture.graph.waiting
     # Who ended and waited nowhere: any cause may have led to that.
     return frozenset((reached & picture.disturbed) | (picture.disturbed - waiting))
 
@@ -199,11 +199,7 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
 
 def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
     """Tell whether one operation waits for both: then both are roots, not alternatives."""
-    return any(
-        not set(one.culprit_ranks).isdisjoint(wait.absent)
-        and not set(other.culprit_ranks).isdisjoint(wait.absent)
-        for wait in picture.graph.waits
-    )
+    return picture.graph.is_joint(one.culprit_ranks, other.culprit_ranks)
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:

@@ -6,14 +6,15 @@ for whom), never conclusions: those are the rules'.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from echelon.analysis.evidence import Evidence, RankEvidence
+from echelon.analysis.exchange import Exchanges
 from echelon.analysis.lanes import Lanes, all_lanes
 from echelon.analysis.links import BrokenLink, broken_links
 from echelon.analysis.stacks import main_thread
@@ -22,6 +23,7 @@ from echelon.analysis.streams import Streams
 from echelon.analysis.waits import Wait, WaitGraph, wait_graph
 from echelon.recorder.schema import State
 
+_Found = TypeVar("_Found")
 STUCK_AFTER_S = 5.0  # without an incident to say so, a wait this long is one
 _YOUNG_SHARE = 0.2  # of the oldest wait's age: what is younger is in flight
 _CONCLUSIVE = frozenset({"stall", "failure"})
@@ -33,8 +35,17 @@ class Picture:
 
     evidence: Evidence
     lanes: Sequence[Lanes]
+    exchanges: Exchanges
     all_waits: WaitGraph
     streams: Streams | None = None  # of torch's dumps
+    _memory: dict[str, Any] = field(default_factory=dict)
+
+    def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
+        """Return what was found out about the whole job, once for all ranks that ask."""
+        if key not in self._memory:
+            self._memory[key] = find(self)
+        found: _Found = self._memory[key]
+        return found
 
     @cached_property
     def graph(self) -> WaitGraph:
@@ -61,8 +72,11 @@ class Picture:
 
     def is_over(self, wait: Wait) -> bool:
         """Tell whether all ranks of a wait recorded more between the two looks at them."""
-        ranks = [self.evidence.ranks[rank] for rank in wait.waiting]
-        return bool(ranks) and all(has_moved(facts) for facts in ranks)
+        return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
+
+    @cached_property
+    def _moved(self) -> frozenset[int]:
+        return frozenset(rank for rank, facts in self.evidence.ranks.items() if has_moved(facts))
 
     @cached_property
     def _oldest_s(self) -> float:
@@ -72,15 +86,16 @@ class Picture:
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
         """Add the younger waits of ranks that those in old ones wait for: they lead to the root."""
         kept = {id(wait) for wait in old}
-        wanted = {rank for wait in old for rank in wait.absent}
-        young = [wait for wait in waits if id(wait) not in kept]
-        grown = True
-        while grown:
-            reached = [wait for wait in young if not wanted.isdisjoint(wait.waiting)]
-            young = [wait for wait in young if wanted.isdisjoint(wait.waiting)]
-            kept.update(id(wait) for wait in reached)
-            wanted.update(rank for wait in reached for rank in wait.absent)
-            grown = bool(reached)
+        by_rank: dict[int, list[Wait]] = {}
+        for wait in waits:
+            for rank in wait.waiting if id(wait) not in kept else ():
+                by_rank.setdefault(rank, []).append(wait)
+        open_ = [rank for wait in old for rank in wait.absent]
+        while open_:
+            for wait in by_rank.pop(open_.pop(), ()):
+                if id(wait) not in kept:
+                    kept.add(id(wait))
+                    open_ += wait.absent
         return [wait for wait in waits if id(wait) in kept]
 
     def waited_s(self, wait: Wait) -> float:
@@ -152,9 +167,12 @@ class Picture:
 def take_picture(evidence: Evidence) -> Picture:
     """Match the records and build the wait-for graph."""
     lanes = all_lanes(evidence)
+    exchanges = Exchanges(evidence)
     streams = Streams(evidence) if evidence.foreign == "torch" else None
-    waits = wait_graph(evidence, lanes) if streams is None else stream_graph(streams)
-    return Picture(evidence=evidence, lanes=lanes, all_waits=waits, streams=streams)
+    waits = wait_graph(evidence, lanes, exchanges) if streams is None else stream_graph(streams)
+    return Picture(
+        evidence=evidence, lanes=lanes, exchanges=exchanges, all_waits=waits, streams=streams
+    )
 
 
 def failed_last(facts: RankEvidence) -> Any | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _THREAD = re.compile(
     r"^(?:Current thread|Thread) (0x[0-9a-fA-F]+)([^\n]*)\(most recent call first\):"
@@ -86,6 +87,7 @@ def threads(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(name, tuple(frames)) for name, frames in found)
 
 
+@lru_cache(maxsize=256)
 def main_thread(text: str) -> Thread | None:
     """Return the main thread: the one that began in a script, else the last one listed."""
     listed = threads(text)

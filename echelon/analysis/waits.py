@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from echelon.analysis.evidence import Evidence, RankEvidence
+from echelon.analysis.evidence import Evidence
+from echelon.analysis.exchange import SENDS, Exchanges
 from echelon.analysis.lanes import ROOTED, Lanes
-from echelon.recorder.schema import Flag, State
-
-SENDS = frozenset({"send", "isend"})
-RECEIVES = frozenset({"recv", "irecv"})
+from echelon.recorder.schema import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +72,21 @@ class WaitGraph:
     @cached_property
     def wanted(self) -> frozenset[int]:
         """Ranks that another rank waits for."""
-        return frozenset(rank for wait in self.waits for rank in wait.absent)
+        return frozenset(self._by_absent)
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        """Ranks inside any operation."""
+        return frozenset(rank for wait in self.waits for rank in wait.waiting)
+
+    @cached_property
+    def _by_absent(self) -> dict[int, list[int]]:
+        """Rank -> numbers of the waits for it."""
+        found: dict[int, list[int]] = {}
+        for number, wait in enumerate(self.waits):
+            for rank in wait.absent:
+                found.setdefault(rank, []).append(number)
+        return found
 
     @property
     def sinks(self) -> tuple[int, ...]:
@@ -87,22 +99,29 @@ class WaitGraph:
         Those that wait for nobody else come first, of these the earliest.
         """
         wanted = set(ranks)
-        found = [wait for wait in self.waits if wanted.intersection(wait.absent)]
+        numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
+        found = [self.waits[number] for number in numbers]
         alone = {id(wait): wanted.issuperset(wait.absent) for wait in found}
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
+    def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
+        """Tell whether one operation waits for ranks of both."""
+        first = {number for rank in some for number in self._by_absent.get(rank, ())}
+        return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
+
     def fallout(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return all ranks that wait for `ranks`, directly or through others."""
-        reached = set(ranks)
-        culprits = frozenset(reached)
-        pending = [wait for wait in self.waits if wait.absent]
-        grown = True
-        while grown:
-            grown = False
-            for wait in pending:
-                if reached.intersection(wait.absent) and not reached.issuperset(wait.waiting):
-                    reached.update(wait.waiting)
-                    grown = True
+        culprits = frozenset(ranks)
+        reached = set(culprits)
+        open_ = list(culprits)
+        seen: set[int] = set()
+        while open_:
+            for number in self._by_absent.get(open_.pop(), ()):
+                if number not in seen:
+                    seen.add(number)
+                    new = [rank for rank in self.waits[number].waiting if rank not in reached]
+                    reached.update(new)
+                    open_ += new
         return tuple(sorted(reached - culprits))
 
     def cycle(self) -> tuple[int, ...]:
@@ -128,10 +147,10 @@ class WaitGraph:
         return min(self.waits[node[1]].since_ns for node in ring if isinstance(node, tuple))
 
 
-def wait_graph(evidence: Evidence, lanes: Sequence[Lanes]) -> WaitGraph:
+def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges) -> WaitGraph:
     """Build the graph of everything that is pending."""
     waits = [wait for lane in lanes for wait in _collective_waits(evidence, lane)]
-    return WaitGraph(tuple(waits + _p2p_waits(evidence)))
+    return WaitGraph(tuple(waits + _p2p_waits(evidence, exchanges)))
 
 
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
@@ -176,21 +195,20 @@ def _age_s(evidence: Evidence, rank: int, row: Any) -> float:
     return max(0, evidence.ranks[rank].seen_ns - int(row["created_ns"])) / 1e9
 
 
-def _p2p_waits(evidence: Evidence) -> list[Wait]:
+def _p2p_waits(evidence: Evidence, exchanges: Exchanges) -> list[Wait]:
     waits: list[Wait] = []
-    for rank, facts in evidence.ranks.items():
-        for row in first_pending_p2p(evidence, facts):
+    for rank, rows in exchanges.pending.items():
+        for row in rows:
             call, peer = evidence.call(row), int(row["peer"])
             if peer < 0 or peer == rank:
                 continue
-            posted = has_counterpart(evidence, rank, row)
             waits.append(
                 Wait(
                     group=evidence.groups[int(row["group"])].name,
                     operation=call.operation,
                     sequence=int(row["p2p_sequence"]),
                     waiting=(rank,),
-                    absent=() if posted else (peer,),
+                    absent=() if exchanges.is_answered(rank, row) else (peer,),
                     since_ns=int(row["created_ns"]),
                     age_s=_age_s(evidence, rank, row),
                     is_p2p=True,
@@ -199,46 +217,6 @@ def _p2p_waits(evidence: Evidence) -> list[Wait]:
                 )
             )
     return waits
-
-
-def first_pending_p2p(evidence: Evidence, facts: RankEvidence) -> list[Any]:
-    """Return a rank's first pending p2p row per (group, peer, way)."""
-    rows = facts.rows
-    is_p2p = (rows["flags"] & Flag.P2P) > 0
-    inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
-    failed_last = np.zeros(len(rows), bool)
-    if len(rows):
-        failed_last[-1] = rows["state"][-1] == State.FAILED
-    first: dict[tuple[int, int, bool], Any] = {}
-    for index in np.flatnonzero(is_p2p & (inside | failed_last)).tolist():
-        row = rows[index]
-        way = (int(row["group"]), int(row["peer"]), evidence.call(row).operation in SENDS)
-        first.setdefault(way, row)
-    return list(first.values())
-
-
-def has_counterpart(evidence: Evidence, rank: int, row: Any) -> bool:
-    """Tell whether the peer of a p2p row has posted its side, as far as its record reaches."""
-    peer = evidence.ranks.get(int(row["peer"]))
-    if peer is None:
-        return False
-    wanted = RECEIVES if evidence.call(row).operation in SENDS else SENDS
-    rows = peer.rows
-    mask = (rows["flags"] & Flag.P2P > 0) & (rows["peer"] == rank) & (rows["group"] == row["group"])
-    sides = [other for other in rows[mask] if evidence.call(other).operation in wanted]
-    if int(row["p2p_sequence"]) >= 0:
-        return any(int(other["p2p_sequence"]) >= int(row["p2p_sequence"]) for other in sides)
-    return any(_could_match(row, other) for other in sides)
-
-
-def _could_match(row: Any, other: Any) -> bool:
-    """Match without a pair number, as in torch's records.
-
-    The other side is open, or it ended after this one was called (dumps taken a little apart).
-    """
-    if other["state"] in (State.CREATED, State.STARTED):
-        return True
-    return bool(other["ended_ns"] and other["ended_ns"] >= row["created_ns"])
 
 
 def _most_common(names: Sequence[str]) -> str:

@@ -86,8 +86,12 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
     """Return who, of living ranks without any record, is where none of the waiting ones is.
 
-    () where that says nothing: somebody recorded, nobody is seen waiting, or everybody is.
+    () where that says nothing: a rank recorded, none is seen waiting, or all are.
     """
+    return picture.remembered("keeps_waiting", _keeps_waiting)
+
+
+def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
     ranks = [facts for facts in picture.evidence.ranks.values() if facts.host.alive]
     if any(facts.has_ring or len(facts.rows) for facts in ranks):
         return ()
@@ -102,6 +106,10 @@ def sleepers(picture: Picture) -> tuple[int, ...]:
 
     With sends and receives the main thread itself waits, and no Gloo thread is in a collective.
     """
+    return picture.remembered("sleepers", _sleepers)
+
+
+def _sleepers(picture: Picture) -> tuple[int, ...]:
     ranks = [facts for facts in picture.evidence.ranks.values() if facts.host.alive]
     if any(facts.has_ring or len(facts.rows) or not facts.host.threads for facts in ranks):
         return ()
@@ -123,6 +131,10 @@ def waits_unrecorded(picture: Picture, rank: int) -> bool:
 
 def waiting_ranks(picture: Picture) -> tuple[int, ...]:
     """Return who, of living ranks, is seen waiting for its peers."""
+    return picture.remembered("waiting_ranks", _waiting_ranks)
+
+
+def _waiting_ranks(picture: Picture) -> tuple[int, ...]:
     ranks = picture.evidence.ranks.values()
     return tuple(facts.rank for facts in ranks if facts.host.alive and waits_for_peers(facts))
 

@@ -15,8 +15,6 @@ from echelon.analysis.evidence import Evidence
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.picture import Picture
 from echelon.analysis.stacks import short_site
-from echelon.analysis.waits import SENDS, first_pending_p2p, has_counterpart
-from echelon.recorder.schema import Flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,59 +34,73 @@ class Posted:
         return f"rank {self.rank} {verb} rank {self.peer}" + (f" at {site}" if site else "")
 
 
+class _Pending:
+    """All pending sends and receives, and those of each side of each pair."""
+
+    def __init__(self, picture: Picture) -> None:
+        exchanges = picture.exchanges
+        self.all = [
+            Posted(
+                rank,
+                int(row["peer"]),
+                exchanges.is_send(row),
+                row,
+                exchanges.is_answered(rank, row),
+            )
+            for rank, rows in exchanges.pending.items()
+            for row in rows
+        ]
+        self._by_pair: dict[tuple[int, int], list[Posted]] = {}
+        self._lonely_for: dict[tuple[int, bool], list[Posted]] = {}
+        for one in self.all:
+            self._by_pair.setdefault((one.rank, one.peer), []).append(one)
+            if not one.answered:
+                self._lonely_for.setdefault((one.peer, one.is_send), []).append(one)
+
+    def facing(self, one: Posted) -> list[Posted]:
+        """Return what the peer has pending with this rank."""
+        return self._by_pair.get((one.peer, one.rank), [])
+
+    def lonely_for(self, one: Posted) -> list[Posted]:
+        """Return what others posted for this rank, of the other way, and nobody answered."""
+        return self._lonely_for.get((one.rank, not one.is_send), [])
+
+
 def find_unmatched(picture: Picture) -> list[Finding]:
     """Report sends and receives that can never be matched."""
     if picture.streams is not None:
         return []  # torch's dumps: `messages.py`
-    pending = list(_pending(picture))
+    if not any(wait.is_p2p for wait in picture.graph.waits):
+        return []
+    pending = _Pending(picture)
     rules = (_wrong_peer, _unequal_pair, _novel, _stray)
     return next((found for rule in rules if (found := rule(picture, pending))), [])
 
 
-def _pending(picture: Picture) -> Iterator[Posted]:
-    evidence = picture.evidence
-    if not any(wait.is_p2p for wait in picture.graph.waits):
-        return
-    for rank, facts in evidence.ranks.items():
-        for row in first_pending_p2p(evidence, facts):
-            is_send = evidence.call(row).operation in SENDS
-            yield Posted(rank, int(row["peer"]), is_send, row, has_counterpart(evidence, rank, row))
-
-
-def _wrong_peer(picture: Picture, pending: list[Posted]) -> list[Finding]:
-    lonely = [one for one in pending if not one.answered]
-    for one in lonely:
-        for other in lonely:
-            wants_it = other.peer == one.rank and other.is_send != one.is_send
-            if wants_it and other.rank != one.peer and _peer_is_elsewhere(pending, one):
+def _wrong_peer(picture: Picture, pending: _Pending) -> list[Finding]:
+    for one in pending.all:
+        if one.answered or pending.facing(one):
+            continue
+        for other in pending.lonely_for(one):
+            if other.rank != one.peer:
                 why = f"while {other.words(picture.evidence)}"
                 return [_describe(picture, one, (one.rank,), why, (other,), Confidence.CERTAIN)]
     return []
 
 
-def _peer_is_elsewhere(pending: list[Posted], one: Posted) -> bool:
-    """Tell whether the peer has no p2p with this rank pending at all, of either way."""
-    return not any(p.rank == one.peer and p.peer == one.rank for p in pending)
-
-
-def _pairs(pending: list[Posted]) -> Iterator[tuple[Posted, Posted]]:
+def _pairs(pending: _Pending) -> Iterator[tuple[Posted, Posted]]:
     """Yield the sends and receives that were meant for each other, both still pending."""
-    for one in pending:
-        for other in pending:
-            facing = one.peer == other.rank and other.peer == one.rank
+    for one in pending.all:
+        if not one.is_send or one.row["p2p_sequence"] < 0:
+            continue
+        for other in pending.facing(one):
             same = one.row["group"] == other.row["group"]
             same &= one.row["p2p_sequence"] == other.row["p2p_sequence"]
-            if (
-                one.is_send
-                and not other.is_send
-                and facing
-                and same
-                and one.row["p2p_sequence"] >= 0
-            ):
+            if same and not other.is_send:
                 yield one, other
 
 
-def _unequal_pair(picture: Picture, pending: list[Posted]) -> list[Finding]:
+def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
     """A send and its receive that differ in tag, type or size: both sides are named."""
     evidence = picture.evidence
     for one, other in _pairs(pending):
@@ -108,16 +120,15 @@ def _unequal_pair(picture: Picture, pending: list[Posted]) -> list[Finding]:
     return []
 
 
-def _novel(picture: Picture, pending: list[Posted]) -> list[Finding]:
+def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
     """Two ranks receive from each other, and one of them has no reason to."""
-    for one in pending:
-        for other in pending:
-            facing = one.peer == other.rank and other.peer == one.rank
-            if not facing or one.answered or other.answered or one.is_send != other.is_send:
+    for one in pending.all:
+        for other in pending.facing(one):
+            if one.answered or other.answered or one.is_send != other.is_send:
                 continue
-            why = _without_reason(picture.evidence, one, other)
+            why = _without_reason(picture, one, other)
             if why:
-                unheard = senders_unheard(picture.evidence, one)
+                unheard = picture.exchanges.unheard(one.rank)
                 lines = [
                     f"rank {q} sent to rank {one.rank}, which has not received it" for q in unheard
                 ]
@@ -127,44 +138,21 @@ def _novel(picture: Picture, pending: list[Posted]) -> list[Finding]:
     return []
 
 
-def _without_reason(evidence: Evidence, one: Posted, other: Posted) -> str:
+def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
     """Say why `one` and not `other` is odd, "" if it is not: its past, or whom it does not hear."""
-    before, others_before = exchanged_before(evidence, one), exchanged_before(evidence, other)
+    evidence, exchanges = picture.evidence, picture.exchanges
+    before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:
-        return f"as never before, while {other.words(evidence)}, as always"
-    if before == others_before and not senders_unheard(evidence, other):
-        unheard = senders_unheard(evidence, one)
+        return f"for the first time, while {other.words(evidence)}, as in earlier steps"
+    if before == others_before and not exchanges.unheard(other.rank):
+        unheard = exchanges.unheard(one.rank)
         if unheard and not one.is_send:
             return f"while {rank_list(unheard)} sent to it, and {other.words(evidence)}"
     return ""
 
 
-def senders_unheard(evidence: Evidence, one: Posted) -> list[int]:
-    """Return the ranks that sent this rank more than it has received from them."""
-    mine = evidence.ranks[one.rank].rows
-    found: list[int] = []
-    for rank, facts in evidence.ranks.items():
-        rows = facts.rows
-        if rank == one.rank or not len(rows):
-            continue
-        sent = _latest_number(evidence, rows, one.rank, is_send=True)
-        if sent > _latest_number(evidence, mine, rank, is_send=False):
-            found.append(rank)
-    return found
-
-
-def _latest_number(evidence: Evidence, rows: Any, peer: int, *, is_send: bool) -> int:
-    """Return the highest pair number of this way between a rank's rows and a peer; -1 if none."""
-    numbers = [
-        int(row["p2p_sequence"])
-        for row in rows[(rows["flags"] & Flag.P2P > 0) & (rows["peer"] == peer)]
-        if (evidence.call(row).operation in SENDS) == is_send
-    ]
-    return max(numbers, default=-1)
-
-
-def _stray(picture: Picture, pending: list[Posted]) -> list[Finding]:
-    for one in pending:
+def _stray(picture: Picture, pending: _Pending) -> list[Finding]:
+    for one in pending.all:
         if one.answered or one.peer not in picture.graph.blocked:
             continue
         ring_wait = next(
@@ -177,18 +165,10 @@ def _stray(picture: Picture, pending: list[Posted]) -> list[Finding]:
         )
         if ring_wait is None:
             continue
-        culprit = one.peer if exchanged_before(picture.evidence, one) else one.rank
+        culprit = one.peer if picture.exchanges.has_done(one.rank, one.row) else one.rank
         why = f"while rank {one.peer} waits for it in {ring_wait} of group '{ring_wait.group}'"
         return [_describe(picture, one, (culprit,), why, (), Confidence.LIKELY)]
     return []
-
-
-def exchanged_before(evidence: Evidence, one: Posted) -> bool:
-    """Tell whether this rank finished an operation of this kind with this peer before."""
-    rows = evidence.ranks[one.rank].rows
-    mask = (rows["flags"] & Flag.P2P > 0) & (rows["peer"] == one.peer) & (rows["ended_ns"] > 0)
-    mask &= rows["call"] == one.row["call"]
-    return bool(mask.any())
 
 
 def _describe(

@@ -318,14 +318,18 @@ def _silent(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 def _behind_s(picture: Picture, facts: RankEvidence) -> float:
     """Return how much older a rank's heartbeat is than the youngest; 0 if it has none."""
-    beats = {
-        rank: other.live[Live.HEARTBEAT_MONO_NS] + other.offset_ns
-        for rank, other in picture.evidence.ranks.items()
-        if other.live[Live.HEARTBEAT_MONO_NS]
-    }
-    if facts.rank not in beats:
+    if not facts.live[Live.HEARTBEAT_MONO_NS]:
         return 0.0
-    return (max(beats.values()) - beats[facts.rank]) / 1e9
+    return (picture.remembered("youngest", _youngest_ns) - _beat_ns(facts)) / 1e9
+
+
+def _beat_ns(facts: RankEvidence) -> int:
+    return facts.live[Live.HEARTBEAT_MONO_NS] + facts.offset_ns
+
+
+def _youngest_ns(picture: Picture) -> int:
+    ranks = picture.evidence.ranks.values()
+    return max((_beat_ns(f) for f in ranks if f.live[Live.HEARTBEAT_MONO_NS]), default=0)
 
 
 def _device(picture: Picture, facts: RankEvidence) -> Reading | None:

@@ -28,6 +28,7 @@ from echelon.analysis.rules.signals import (
 from echelon.analysis.waits import Wait
 
 _COMPARED = 64
+_MAX_FINDINGS = 64
 _MISSING = re.compile(r"missing:? (?:ranks? )?(\d{1,7}(?:(?:, | and )\d{1,7})*)")
 _ACTIONS = {
     Cause.DATA_STARVATION: "Look at {who}'s data loading{at}: its files, workers and storage.",
@@ -58,6 +59,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
     for rank, reading in readings.items():
         wait = None if rank in missing else picture.wait_for([rank])
         alike.setdefault((reading.cause, 0 if wait is None else id(wait)), []).append(rank)
+    alike = _bounded(alike)
     lost = alike.get((Cause.DEAD_PROCESS, 0), [])
     if lost and missing.issuperset(lost):  # whoever left no record may be gone with them
         alike[Cause.DEAD_PROCESS, 0] = sorted(missing)
@@ -69,6 +71,16 @@ def find_stuck(picture: Picture) -> list[Finding]:
     ]
     began = {f.culprit_ranks: _began(picture, f.culprit_ranks) for f in findings}
     return sorted(findings, key=lambda f: (began[f.culprit_ranks], f.culprit_ranks))
+
+
+def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
+    """Put together what thousands of ranks wait for each in a group of its own, by cause."""
+    if len(alike) <= _MAX_FINDINGS:
+        return alike
+    merged: dict[tuple[Cause, int], list[int]] = {}
+    for (cause, _), ranks in alike.items():
+        merged.setdefault((cause, 0), []).extend(ranks)
+    return merged
 
 
 def find_all_busy(picture: Picture) -> list[Finding]:
