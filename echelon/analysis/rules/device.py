@@ -78,5 +78,4 @@ def _describe(picture: Picture, streams: Streams, late: dict[int, Head]) -> Find
         would_settle=(f"the kernels that run on the device of {rank_list(ranks)}, and its errors",),
         next_action=f"Look at the device of {rank_list(ranks)} and at the kernels enqueued before "
         f"{name}: one of them does not end.",
-        scope=Scope.SHARED,
     )
