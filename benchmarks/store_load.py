@@ -327,9 +327,9 @@ def raw_rendezvous_s(kind: str, server: Server, num_ranks: int, label: int) -> f
             connected.sendall(_OUR_OPENING)
         for rank, connected in sockets:
             take(connected, 4)
-            connected.sendall(p.encode(p.GATHER, prefix, rank, num_ranks, address))
+            connected.sendall(p.tagged(p.GATHER, 1, prefix, rank, num_ranks, address))
         for _rank, connected in sockets:
-            _status, length = p.unpack_frame_header(take(connected, p.FRAME_HEADER_BYTES))
+            _status, _tag, length = p.unpack_frame_header(take(connected, p.FRAME_HEADER_BYTES))
             take(connected, length)
             connected.close()
 

@@ -15,11 +15,12 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
 from echelon.store import protocol as p
-from echelon.store.parser import Parser
+from echelon.store.parser import Parser, expand_run
 from echelon.store.queries import HANDLERS
 from echelon.store.seal import Opener, Sealer
 from echelon.store.waiters import Waiter
@@ -164,7 +165,12 @@ class Connection(asyncio.Protocol):
         is_inside = parser.is_inside_command or (opener is not None and opener.is_inside_record)
         if is_inside or self.is_inside_command:
             self._note_progress(is_inside, len(data), bool(messages))
-        elif len(messages) == 1 and self._is_flowing and parser.violation is None:
+        elif (
+            len(messages) == 1
+            and self._is_flowing
+            and parser.violation is None
+            and cast(int, messages[0][0]) < p.RUN
+        ):
             self._carry_out_one(messages[0])
             return
         if parser.violation is not None:
@@ -205,11 +211,13 @@ class Connection(asyncio.Protocol):
         """Carry out messages in order; put the rest off while the peer's replies lie unread."""
         rest: Iterator[p.Message] = iter(messages)
         try:
+            if self.hub.secret is None and self.standing is Standing.NEW:
+                self.admit()
             if self.standing is not Standing.MEMBER:
                 self._receive_stranger(rest)
                 self._demand_nothing_unsealed(rest)
             if self._has_become(Standing.MEMBER):
-                self._serve(rest)
+                rest = self._serve(rest)
         except ValueError as error:  # the protocol has no error reply for torch's commands
             self.refuse(str(error))
         if self.standing is not Standing.CLOSED:
@@ -266,10 +274,10 @@ class Connection(asyncio.Protocol):
         if self._out:
             self.flush()
 
-    def _serve(self, messages: Iterator[Any]) -> None:
-        """Carry out a member's messages until they end, it is closed, or it must read first.
+    def _serve(self, messages: Iterator[Any]) -> Iterator[Any]:
+        """Execute a member's messages until they end, it is closed, or it must read first.
 
-        The two commands that come in floods are carried out right here.
+        The two commands that arrive in floods are executed right here. Returns what is left.
         """
         state, out, pack = self.state, self._out, p.pack_u64
         values, waiting, promised = state.values, state.waiting, state.promised_to
@@ -278,6 +286,19 @@ class Connection(asyncio.Protocol):
         is_crowded = room < _PACKET_COMMANDS
         for message in messages:
             query = message[0]
+            if query >= p.RUN:
+                if promised and self in promised:
+                    state.release_promise(self)
+                if query == p.RUN | p.GET:
+                    left = self._get_run(message)
+                    if left:
+                        return chain(left, messages)
+                elif waiting or watched or present_by or is_crowded:
+                    for key, value in message[1].iter_unpack(message[2]):
+                        state.set(key, value)
+                else:
+                    values.update(message[1].iter_unpack(message[2]))
+                continue
             if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):
                 state.release_promise(self)
             if query == p.SET:
@@ -297,11 +318,34 @@ class Connection(asyncio.Protocol):
             else:
                 HANDLERS[query](self, *message[1:])
                 if self.standing is not Standing.MEMBER:
-                    return
+                    return messages
             if self._out_bytes > _FLUSH_BYTES:
                 self.flush()
                 if self._is_paused:
-                    return
+                    return messages
+
+        return messages
+
+    def _get_run(self, run: Any) -> list[p.Message]:
+        """Answer a run of GET commands; return those that must wait for the peer to read."""
+        get = self.state.values.get
+        found = [get(key, b"") for (key,) in run[1].iter_unpack(run[2])]
+        lengths = set(map(len, found))
+        longest = max(lengths)
+        if longest * len(found) + self._out_bytes <= _FLUSH_BYTES:
+            header = p.pack_u64(longest)
+            is_even = len(lengths) == 1
+            reply = header + header.join(found) if is_even else p.pack_strings(found)
+            self._out.append(reply)
+            self._out_bytes += len(reply)
+            return []
+        for index, value in enumerate(found):
+            self.reply_value(value)
+            if self._out_bytes > _FLUSH_BYTES:
+                self.flush()
+                if self._is_paused:
+                    return expand_run(run)[index + 1 :]
+        return []
 
     def _work_off(self) -> None:
         """Carry out what was put off, then read on."""
@@ -392,9 +436,6 @@ class Connection(asyncio.Protocol):
         query = message[0]
         if self.standing is Standing.CLOSED:
             return False
-        if self.hub.secret is None:
-            self.admit()
-            return True
         if query == p.PING and message[1] == p.OUR_NONCE:
             self.standing = Standing.CHALLENGED
             return True

@@ -1,6 +1,8 @@
 """Cutting a stream of bytes into messages: incremental, bounded, and the same however it is split.
 
-A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes).
+A message is a flat tuple: the query byte, then its fields in order (bytes, int, list of bytes). A
+run of SET or GET commands of equal lengths is one message: the query with `protocol.RUN`, the
+layout of a record and the records (see `expand_run`).
 Each byte is looked at a bounded number of times whatever the packets, and every length is held
 against `Limits` before anything is kept.
 
@@ -10,8 +12,10 @@ before it are still delivered, and whatever follows is dropped.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from echelon.errors import StoreProtocolError
@@ -92,7 +96,8 @@ _OUR_SHAPES: Final = bytes(
 _NO_SHAPES: Final = bytes(256)
 
 _MIN_RUN: Final = 8  # commands of equal lengths in a row from which on they are cut out together
-_MAX_RUN_STRUCTS: Final = 256
+_MAX_RUN_SHAPES: Final = 256
+_MAX_PATTERN_BYTES: Final = 4096  # of key and value together
 
 _OPENING: Final = bytes((p.VALIDATE,)) + _U32.pack(p.VALIDATE_MAGIC)
 
@@ -366,34 +371,79 @@ class Parser:
         return length
 
 
-_run_structs: dict[tuple[int, int], struct.Struct] = {}
+@dataclass(frozen=True, slots=True)
+class _RunShape:
+    """Commands of one query and equal lengths in a row: where they end, and their fields."""
+
+    pattern: re.Pattern[bytes] | None
+    layout: struct.Struct
+
+
+_run_shapes: dict[tuple[int, int, int], _RunShape] = {}
+
+
+def _run_shape(query: int, key_bytes: int, value_bytes: int) -> _RunShape:
+    """Return the shape of a run; `value_bytes` -1 for commands of a key alone.
+
+    The number of compiled patterns is bounded, as peers choose the lengths.
+    """
+    shape = _run_shapes.get((query, key_bytes, value_bytes))
+    if shape is None:
+        tail = "" if value_bytes < 0 else f"8x{value_bytes}s"
+        pattern = None
+        if len(_run_shapes) < _MAX_RUN_SHAPES and 0 < key_bytes + value_bytes < _MAX_PATTERN_BYTES:
+            header = re.escape(bytes((query,)) + _U64.pack(key_bytes))
+            record = header + b".{%d}" % key_bytes
+            if value_bytes >= 0:
+                record += re.escape(_U64.pack(value_bytes)) + b".{%d}" % value_bytes
+            pattern = re.compile(b"(?s:(?:%s)+)" % record)
+        shape = _RunShape(pattern, struct.Struct(f"<9x{key_bytes}s{tail}"))
+        if len(_run_shapes) < _MAX_RUN_SHAPES:
+            _run_shapes[query, key_bytes, value_bytes] = shape
+    return shape
 
 
 def _cut_run(data: bytes, position: int, record: int, key_end: int, out: list[p.Message]) -> int:
     """Cut out a run of key-value (or, `key_end` -1, key) commands of equal lengths.
 
     The command at `position` is `record` bytes long; returns where the run ends. As long as the
-    bytes that hold query and lengths repeat every `record` bytes, so do whole commands: one unpack
-    cuts them all out.
+    bytes that hold query and lengths repeat every `record` bytes, so do whole commands. Runs of
+    SET and GET stay one message.
     """
+    query = data[position]
+    key_bytes = record - 9 if key_end < 0 else key_end - position - 9
+    value_bytes = -1 if key_end < 0 else record - key_bytes - 17
+    shape = _run_shape(query, key_bytes, value_bytes)
+    if shape.pattern is not None:
+        found = shape.pattern.match(data, position)
+        assert found is not None
+        stop = found.end()
+    else:
+        stop = _end_of_run(data, position, record, key_end)
+    view = memoryview(data)[position:stop]
+    if query == p.SET or query == p.GET:
+        out.append((p.RUN | query, shape.layout, view))
+    else:
+        out += [(query, *fields) for fields in shape.layout.iter_unpack(view)]
+    return stop
+
+
+def _end_of_run(data: bytes, position: int, record: int, key_end: int) -> int:
+    """Return where a run ends, by comparing columns of its headers."""
     count = (len(data) - position) // record
-    stop = position + count * record
     headers: Iterable[int] = range(position, position + 9)
     if key_end >= 0:
         headers = (*headers, *range(key_end, key_end + 8))
     for at in headers:
-        column = data[at:stop:record]
-        same = count - len(column.lstrip(column[:1]))
-        if same < count:
-            count = same
-            stop = position + count * record
-    lengths = (key_end, record) if key_end < 0 else (key_end - position - 9, record)
-    layout = _run_structs.get(lengths)
-    if layout is None:
-        if len(_run_structs) >= _MAX_RUN_STRUCTS:
-            _run_structs.clear()
-        key_bytes = lengths[0]
-        form = f"{record - 9}s" if key_end < 0 else f"{key_bytes}s8x{record - key_bytes - 17}s"
-        layout = _run_structs[lengths] = struct.Struct(f"<B8x{form}")
-    out += layout.iter_unpack(memoryview(data)[position:stop])
-    return stop
+        column = data[at : position + count * record : record]
+        count = min(count, len(column) - len(column.lstrip(column[:1])))
+    return position + count * record
+
+
+def expand_run(message: p.Message) -> list[p.Message]:
+    """Return the commands of a run one by one."""
+    query, layout, view = message
+    assert isinstance(query, int)
+    assert isinstance(layout, struct.Struct)
+    assert isinstance(view, memoryview)
+    return [(query - p.RUN, *fields) for fields in layout.iter_unpack(view)]

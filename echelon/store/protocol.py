@@ -72,6 +72,9 @@ STATISTICS: Final = 0xCB  # -> JSON
 BEAT: Final = 0xCC  # renew the session's leases -> i64 how many there are
 RELEASE: Final = 0xCD  # S key: end a lease of the session now
 
+# Added to SET or GET by the parser: a run of such commands in one message; never on the wire.
+RUN: Final = 0x100
+
 NAMES: Final[dict[int, str]] = {
     value: name
     for name, value in list(globals().items())

@@ -12,6 +12,7 @@ import pytest
 import echelon
 from echelon.errors import StoreError
 from echelon.store import TCPStore
+from echelon.store import server as servers
 from echelon.store.cli import main
 from tests.store.peers import PATIENCE_S, Raw, server_process
 
@@ -191,3 +192,16 @@ def test_it_serves_more_connections_than_the_soft_limit_allows():
     server.terminate()
     assert server.communicate(timeout=PATIENCE_S) == ("", "")
     assert server.returncode == 0
+
+
+def test_the_loop_is_libuvs_and_a_slower_one_says_so(monkeypatch, caplog):
+    uvloop = pytest.importorskip("uvloop")
+    loop = servers._new_event_loop()
+    loop.close()
+    assert isinstance(loop, uvloop.Loop)
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    loop = servers._new_event_loop()
+    loop.close()
+    assert [record.message for record in caplog.records] == [
+        "store: uvloop is not installed; serving on asyncio's slower loop"
+    ]
