@@ -16,7 +16,8 @@ from echelon.dist.calls.collectives import Collectives
 from echelon.dist.calls.point_to_point import PointToPoint
 from echelon.dist.channel import Channel, ChannelTags
 from echelon.dist.operation.checks import check_timeout
-from echelon.dist.progress.group_state import Evidence, GroupState
+from echelon.dist.progress.evidence import Evidence
+from echelon.dist.progress.group_state import GroupState
 from echelon.dist.work import Work
 
 MakeGroup = Callable[[Sequence[int], str, str], "ProcessGroup | None"]

@@ -48,7 +48,7 @@ def test_shm_keeps_the_contract(engine, world_size, is_slow):
         world_size,
         "shm",
         contract.Traits(is_slow=is_slow),
-        timeout_s=240,
+        timeout_s=600,
         environ={"ECHELON_SHM": engine},
     )
     assert ends == ["shm"] * world_size
@@ -65,7 +65,7 @@ def test_shm_keeps_the_contract(engine, world_size, is_slow):
 def test_gloo_keeps_the_contract(world_size, is_slow):
     pytest.importorskip("torch")
     traits = contract.Traits(ordered=False, is_slow=is_slow)
-    assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=240) == (
+    assert run_ranks(_keep_contract, world_size, "gloo", traits, timeout_s=600) == (
         ["gloo"] * world_size
     )
 
@@ -107,7 +107,7 @@ def _keep_contract_on_hosts(
 )
 def test_shm_gloo_keeps_the_contract(hosts, is_slow):
     pytest.importorskip("torch")
-    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, is_slow, timeout_s=240)
+    ends = run_ranks(_keep_contract_on_hosts, len(hosts), hosts, is_slow, timeout_s=600)
     assert ends == ["shm+gloo"] * len(hosts)
 
 
@@ -130,7 +130,7 @@ def _sum_on_hosts(rank: int, world_size: int, hosts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 2, 0, 1, 2)])
 def test_shm_gloo_sums_on_uneven_hosts_and_in_a_ring_of_three(hosts):
     pytest.importorskip("torch")
-    run_ranks(_sum_on_hosts, len(hosts), hosts, timeout_s=120)
+    run_ranks(_sum_on_hosts, len(hosts), hosts, timeout_s=600)
 
 
 def _keep_order(rank: int, world_size: int, backend: str) -> None:
@@ -175,4 +175,4 @@ def _carry_over_two_gib(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "python"])
 def test_arrays_of_more_than_2_gib_are_carried(engine):
-    run_ranks(_carry_over_two_gib, 2, timeout_s=240, environ={"ECHELON_SHM": engine})
+    run_ranks(_carry_over_two_gib, 2, timeout_s=600, environ={"ECHELON_SHM": engine})

@@ -16,7 +16,12 @@ from echelon.dist.membership.board import Board
 from echelon.dist.membership.liveness import Liveness
 from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.watcher import watcher
-from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from echelon.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerLostError,
+    StoreTimeoutError,
+)
 from echelon.store import PrefixStore, StoreServer, TCPStore
 
 SUM = Operation("all_reduce", 7, timeout_s=1.0)
@@ -162,3 +167,18 @@ def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
     world.ranks[0].publish(error)
     world.close()
     assert time.monotonic() - began < 3.0
+
+
+def test_a_store_that_is_slow_to_connect_fails_no_group_that_is_being_made(monkeypatch):
+    """The short limits are for failing groups: a loaded machine may take longer than that."""
+
+    def refuse(_):
+        raise StoreTimeoutError("connect after 0.5 s: no answer")
+
+    with StoreServer("127.0.0.1", 0) as server:
+        client = TCPStore("127.0.0.1", server.port, timeout=20)
+        board = Board(client)
+        monkeypatch.setattr("echelon.dist.membership.board.quick", refuse)
+        board.attach("group/", lambda _: None)
+        board.detach("group/")
+        client.close()

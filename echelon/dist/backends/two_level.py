@@ -31,19 +31,27 @@ from typing import Any
 import numpy as np
 
 from echelon.dist.arithmetic import inline
-from echelon.dist.arithmetic.halves import HALVES, narrow, widen
 from echelon.dist.arithmetic.reduce import reduce
 from echelon.dist.arithmetic.reduce_numpy import divide
+from echelon.dist.arithmetic.widening import (
+    Scratch,
+    array_of,
+    carried_of,
+    convert,
+    summing_of,
+    wide_of,
+)
 from echelon.dist.backends.gloo import backend as gloo
 from echelon.dist.backends.host_engine import HostEngine
 from echelon.dist.backends.interface import Engine, Members, Pending, Watch
+from echelon.dist.backends.level import Level
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
 from echelon.dist.membership.meet import gather
 from echelon.dist.messages.either import EitherPending
 from echelon.dist.operation.arrays import Flat
-from echelon.dist.operation.operation import ANY_SOURCE, Operation, encode_call
+from echelon.dist.operation.operation import ANY_SOURCE, Operation
 from echelon.errors import CollectiveError, CollectiveMismatchError
 from echelon.host.identity import host_identity
 from echelon.store import PrefixStore
@@ -64,50 +72,8 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
 
 _CHUNK_BYTES = 2 << 20  # of a share, between two hosts
-_MOST_KEPT_BYTES = 4 << 20
 _LATER_S = 5.0  # a receive inside the host ends so much later than the one between hosts
 _Agree = Callable[[], Flat]  # returns everybody's call and small data, in rank order
-
-
-class _Level:
-    """A sub-group on one level, with its own numbers for what it is asked to do."""
-
-    def __init__(self, members: Members, engine: Engine) -> None:
-        self.members = members
-        self.engine = engine
-        self._carry_out = engine.carry_out if isinstance(engine, HostEngine) else engine.execute
-        self._sequence = 0
-
-    def run(
-        self,
-        kind: str,
-        source: Flat | None,
-        target: Flat | None,
-        like: Operation,
-        watch: Watch,
-        *,
-        dtype: str = "",
-        reduce_op: str = "",
-        root: int = -1,
-    ) -> None:
-        """Carry out one step of `like` among the members of this level, on its dtype or another."""
-        shown = source if source is not None else target
-        shape = None if shown is None else (len(shown),)
-        dtype = dtype or like.dtype
-        operation = Operation(
-            kind=kind,
-            sequence=self._sequence,
-            dtype=dtype,
-            reduce_op=reduce_op,
-            root=root,
-            source=source,
-            target=target,
-            shape=shape or (),
-            timeout_s=max(0.001, watch.deadline_s - time.monotonic()),
-            call=encode_call(kind, reduce_op, dtype, root, shape),
-        )
-        self._sequence += 1
-        self._carry_out(operation, watch)
 
 
 class TwoLevelEngine(HostEngine):
@@ -118,7 +84,7 @@ class TwoLevelEngine(HostEngine):
     def __init__(self, members: Members, store: PrefixStore, timeout_s: float) -> None:
         super().__init__(members)
         self._is_closed = False
-        self._kept: dict[str, Flat] = {}
+        self._scratch = Scratch()
         deadline_s = time.monotonic() + timeout_s
         facts = gather(members, store, "levels", host_identity(), deadline_s)
         hosts: dict[str, list[int]] = {}
@@ -130,7 +96,7 @@ class TwoLevelEngine(HostEngine):
         self._place = self._hosts[self._mine].index(members.rank)
         self._order = [rank for ranks in self._hosts for rank in ranks]  # by host, then place
         self._deadline_s = deadline_s
-        self._across: _Level | None = None
+        self._across: Level | None = None
         with contextlib.ExitStack() as made:
             self._flat = gloo.GlooEngine(members, PrefixStore("flat", store), timeout_s)
             made.callback(self._flat.close)
@@ -147,16 +113,16 @@ class TwoLevelEngine(HostEngine):
             "broadcast": self._broadcast,
         }
 
-    def _level_inside(self, path: str, store: PrefixStore) -> _Level:
+    def _level_inside(self, path: str, store: PrefixStore) -> Level:
         members = self._some(self._hosts[self._mine])
         left_s = max(0.001, self._deadline_s - time.monotonic())
-        return _Level(members, shm.create(members, PrefixStore(path, store), left_s))
+        return Level(members, shm.create(members, PrefixStore(path, store), left_s))
 
-    def _level_across(self, path: str, store: PrefixStore) -> tuple[gloo.GlooEngine, _Level]:
+    def _level_across(self, path: str, store: PrefixStore) -> tuple[gloo.GlooEngine, Level]:
         members = self._some([ranks[self._place] for ranks in self._hosts])
         left_s = max(0.001, self._deadline_s - time.monotonic())
         engine = gloo.GlooEngine(members, PrefixStore(path, store), left_s, is_step=True)
-        return engine, _Level(members, engine)
+        return engine, Level(members, engine)
 
     def _some(self, ranks: list[int]) -> Members:
         return dataclasses.replace(
@@ -272,7 +238,7 @@ class TwoLevelEngine(HostEngine):
 
     def _step(
         self,
-        level: _Level,
+        level: Level,
         kind: str,
         source: Flat | None,
         target: Flat | None,
@@ -292,7 +258,7 @@ class TwoLevelEngine(HostEngine):
 
     def _all_reduce(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
-        data = _array(operation.target)
+        data = array_of(operation.target)
         if len(self._hosts) == 2 and len(data):
             self._all_reduce_between_two(operation, watch, agree)
             return
@@ -300,21 +266,21 @@ class TwoLevelEngine(HostEngine):
         agree()
         self._step(
             self._across, "all_reduce", total, total, operation, watch,
-            dtype=_wide(operation), reduce_op=_summing(operation),
+            dtype=wide_of(operation), reduce_op=summing_of(operation),
         )  # fmt: skip
         self._gather_inside(operation, watch, total, data)
 
     def _all_reduce_between_two(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         """Swap shares with the other host in chunks: while one travels, the next is summed."""
-        data, num_inside = _array(operation.target), self._inside.members.size
-        most = max(1, _CHUNK_BYTES // np.dtype(_carried(operation)).itemsize)
+        data, num_inside = array_of(operation.target), self._inside.members.size
+        most = max(1, _CHUNK_BYTES // np.dtype(carried_of(operation)).itemsize)
         flying: Callable[[], None] | None = None
         for turn, start in enumerate(range(0, len(data), num_inside * most)):
             chunk, side = data[start : start + num_inside * most], str(turn & 1)
             mine = self._total_inside(operation, watch, chunk, side)
             if turn == 0:
                 agree()
-            theirs = self._scratch("theirs" + side, len(mine), mine.dtype)
+            theirs = self._scratch.take("theirs" + side, len(mine), mine.dtype)
             work = self._gloo.start_swap(theirs, mine, watch.deadline_s)
             if flying is not None:
                 flying()
@@ -333,7 +299,7 @@ class TwoLevelEngine(HostEngine):
     ) -> None:
         self._gloo.finish(watch, work)
         parts = [mine, theirs] if self._mine == 0 else [theirs, mine]
-        reduce(mine, parts, _summing(operation), _wide(operation))
+        reduce(mine, parts, summing_of(operation), wide_of(operation))
         self._gather_inside(operation, watch, mine, chunk)
 
     def _total_inside(self, operation: Operation, watch: Watch, data: Flat, side: str = "") -> Flat:
@@ -342,16 +308,16 @@ class TwoLevelEngine(HostEngine):
         Shares are equal: what the last one lacks is filled with zeros.
         """
         num_inside = self._inside.members.size
-        length, carried = -(-len(data) // num_inside), _carried(operation)
+        length, carried = -(-len(data) // num_inside), carried_of(operation)
         given = data
         if length * num_inside != len(data) or carried != data.dtype:
-            given = self._scratch("given" + side, length * num_inside, carried)
-            self._convert(operation, given[: len(data)], data)
+            given = self._scratch.take("given" + side, length * num_inside, carried)
+            convert(operation.dtype, given[: len(data)], data)
             given[len(data) :] = 0
-        total = self._scratch("total" + side, length, carried)
+        total = self._scratch.take("total" + side, length, carried)
         self._step(
             self._inside, "reduce_scatter", given, total, operation, watch,
-            dtype=_wide(operation), reduce_op=_summing(operation),
+            dtype=wide_of(operation), reduce_op=summing_of(operation),
         )  # fmt: skip
         return total
 
@@ -359,12 +325,12 @@ class TwoLevelEngine(HostEngine):
         """Collect this host's shares of the result in `data`."""
         share = total
         if total.dtype != data.dtype:
-            share = self._scratch("share", len(total), data.dtype)
+            share = self._scratch.take("share", len(total), data.dtype)
         self._conclude(operation, share, total)
         num_padded = len(share) * self._inside.members.size
         whole = data
         if num_padded != len(data):
-            whole = self._scratch("whole", num_padded, data.dtype)
+            whole = self._scratch.take("whole", num_padded, data.dtype)
         self._step(self._inside, "all_gather", share, whole, operation, watch)
         if whole is not data:
             np.copyto(data, whole[: len(data)])
@@ -372,62 +338,40 @@ class TwoLevelEngine(HostEngine):
     def _conclude(self, operation: Operation, out: Flat, total: Flat) -> None:
         """Turn totals over all ranks into the result: averaged, and rounded to the own dtype."""
         if operation.reduce_op == "avg":
-            divide(total, self._size, _wide(operation))
-        self._convert(operation, out, total)
-
-    def _convert(self, operation: Operation, out: Flat, data: Flat) -> None:
-        if out is data:
-            return
-        if out.dtype == data.dtype:
-            np.copyto(out, data)
-        elif out.dtype == np.float32:
-            widen(out, data, operation.dtype)
-        else:
-            narrow(out, data, operation.dtype)
-
-    def _scratch(self, name: str, length: int, dtype: Any) -> Flat:
-        """Return memory for this operation: the same each time, since fresh pages cost as much as
-        the exchange of what they hold; but none that is large is kept.
-        """
-        num_bytes = length * np.dtype(dtype).itemsize
-        if num_bytes > _MOST_KEPT_BYTES:
-            return np.empty(length, dtype)
-        kept = self._kept.get(name)
-        if kept is None or kept.nbytes < num_bytes:
-            kept = self._kept[name] = np.empty(max(num_bytes, 1), np.uint8)
-        return kept[:num_bytes].view(dtype)
+            divide(total, self._size, wide_of(operation))
+        convert(operation.dtype, out, total)
 
     def _reduce_scatter(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
-        source, target = _array(operation.source), _array(operation.target)
+        source, target = array_of(operation.source), array_of(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
-        carried, op = _carried(operation), _summing(operation)
+        carried, op = carried_of(operation), summing_of(operation)
         rows = source.reshape(self._size, len(target))
-        given = self._scratch("given", len(source), carried)
+        given = self._scratch.take("given", len(source), carried)
         by_place = [ranks[place] for place in range(num_inside) for ranks in self._hosts]
         for row, rank in zip(given.reshape(rows.shape), by_place, strict=True):
-            self._convert(operation, row, rows[rank])
-        column = self._scratch("total", num_hosts * len(target), carried)
+            convert(operation.dtype, row, rows[rank])
+        column = self._scratch.take("total", num_hosts * len(target), carried)
         self._step(
             self._inside, "reduce_scatter", given, column, operation, watch,
-            dtype=_wide(operation), reduce_op=op,
+            dtype=wide_of(operation), reduce_op=op,
         )  # fmt: skip
         agree()
-        total = self._scratch("share", len(target), carried)
+        total = self._scratch.take("share", len(target), carried)
         self._step(
             self._across, "reduce_scatter", column, total, operation, watch,
-            dtype=_wide(operation), reduce_op=op,
+            dtype=wide_of(operation), reduce_op=op,
         )  # fmt: skip
         self._conclude(operation, target, total)
 
     def _all_gather(self, operation: Operation, watch: Watch, agree: _Agree) -> None:
         assert self._across is not None
         agree()
-        source, target = _array(operation.source), _array(operation.target)
+        source, target = array_of(operation.source), array_of(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
-        column = self._scratch("share", num_hosts * len(source), source.dtype)
+        column = self._scratch.take("share", num_hosts * len(source), source.dtype)
         self._step(self._across, "all_gather", source, column, operation, watch)
-        whole = self._scratch("whole", num_inside * len(column), source.dtype)
+        whole = self._scratch.take("whole", num_inside * len(column), source.dtype)
         self._step(self._inside, "all_gather", column, whole, operation, watch)
         blocks = whole.reshape(num_inside, num_hosts, len(source))
         rows = target.reshape(self._size, len(source))
@@ -439,7 +383,7 @@ class TwoLevelEngine(HostEngine):
         assert self._across is not None
         agree()
         is_root = self._members.rank == operation.root
-        data = _array(operation.source if is_root else operation.target)
+        data = array_of(operation.source if is_root else operation.target)
         host = next(i for i, ranks in enumerate(self._hosts) if operation.root in ranks)
         place = self._hosts[host].index(operation.root)
         if self._place == place:
@@ -470,25 +414,3 @@ class TwoLevelEngine(HostEngine):
         if operation.peer not in near:
             return self._flat, operation
         return self._inside.engine, dataclasses.replace(operation, peer=near.index(operation.peer))
-
-
-def _array(data: Flat | None) -> Flat:
-    assert data is not None
-    return data
-
-
-def _summing(operation: Operation) -> str:
-    """Return the reduction of each step: averages are divided once, at the end."""
-    return "sum" if operation.reduce_op == "avg" else operation.reduce_op
-
-
-def _wide(operation: Operation) -> str:
-    """Return the dtype in which levels are added up: 16-bit floats are rounded once, at the end."""
-    rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
-    return "float32" if rounds else operation.dtype
-
-
-def _carried(operation: Operation) -> np.dtype[Any]:
-    """Return NumPy's type of `_wide`."""
-    data = _array(operation.source if operation.target is None else operation.target)
-    return np.dtype(np.float32) if _wide(operation) != operation.dtype else data.dtype

@@ -16,7 +16,8 @@ from echelon.dist.backends.interface import Engine, Members
 from echelon.dist.operation.arrays import View, view
 from echelon.dist.operation.checks import check_rank, check_timeout
 from echelon.dist.operation.operation import ANY_SOURCE, OPEN, Operation, encode_call
-from echelon.dist.progress.group_state import Evidence, GroupState
+from echelon.dist.progress.evidence import Evidence
+from echelon.dist.progress.group_state import GroupState
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder import sites

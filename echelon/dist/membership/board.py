@@ -58,12 +58,17 @@ class Board:
         self._thread: threading.Thread | None = None
 
     def attach(self, path: str, take: Take) -> None:
-        """Have `take` called with the notices for one group, on the board's thread."""
+        """Have `take` called with the notices for one group, on the board's thread.
+
+        Raises:
+            StoreError: the store cannot be reached within its own timeout.
+        """
         with self._lock:
             self._takers[path] = take
             if self._thread is None:
                 self._stop = threading.Event()
-                self._client = quick(self._store)
+                # Not `quick`: a loaded store must not fail the group that is being made.
+                self._client = self._store.clone()
                 self._thread = threading.Thread(
                     target=self._listen,
                     args=(self._client, self._stop),

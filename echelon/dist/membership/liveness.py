@@ -53,7 +53,7 @@ _CLASSES: dict[str, type[CollectiveError]] = {
 
 
 class Liveness:
-    """The evidence of one group on this rank; see `progress.group_state.Evidence`."""
+    """The evidence of one group on this rank; see `progress.evidence.Evidence`."""
 
     def __init__(
         self, members: Members, store: PrefixStore, board: Board, facts: list[dict[str, Any]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +9,7 @@ import numpy as np
 
 from echelon.dist.messages.frames import dtype_key
 from echelon.dist.operation.operation import ANY_SOURCE, Operation
+from echelon.dist.progress.outcome import Outcome
 
 
 class Watch(Protocol):
@@ -37,7 +36,7 @@ class Withdrawable(Protocol):
         """The group rank whose message it got; -1 while it has none."""
 
 
-class Transfer:
+class Transfer(Outcome):
     """A send or a receive; the `Pending` of its operation.
 
     Attributes:
@@ -53,13 +52,14 @@ class Transfer:
     """
 
     __slots__ = (
-        "_claims", "_ended_mono_ns", "_error", "_finished", "data", "dtype", "is_shared", "moved",
-        "operation", "order", "rival", "source", "watch",
+        "_claims", "data", "dtype", "is_shared", "moved", "operation", "order", "rival", "source",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, watch: Watch | None = None) -> None:
         flat = operation.source if operation.kind == "send" else operation.target
         assert flat is not None, operation
+        super().__init__()
         self.operation = operation
         self.dtype = dtype_key(operation.dtype)
         raw: Any = flat.view(np.uint8)
@@ -71,24 +71,6 @@ class Transfer:
         self.rival: Withdrawable | None = None
         self.is_shared = False
         self._claims: dict[str, bool] = {}  # empty, or whether it gets a message: see `take`
-        self._error: BaseException | None = None
-        self._ended_mono_ns = 0
-        self._finished = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return self._finished.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What it ended with; None if it succeeded or has not ended."""
-        return self._error
-
-    @property
-    def ended_mono_ns(self) -> int:
-        """When it ended; 0 while it has not."""
-        return self._ended_mono_ns
 
     def take(self) -> bool:
         """Decide that a receive from any rank gets a message.
@@ -120,14 +102,3 @@ class Transfer:
         """Raise what its watch finds; see `Watch.check`."""
         if self.watch is not None:
             self.watch.check(None if self.operation.peer == ANY_SOURCE else self.needed)
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up; return whether it has ended."""
-        return self._finished.wait(timeout_s)
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """End it; only the first call counts. Called by the thread that drives the messages."""
-        if not self._finished.is_set():
-            self._error = error
-            self._ended_mono_ns = time.monotonic_ns()
-            self._finished.set()

@@ -1,64 +1,39 @@
-"""Asynchronous operations for a backend that can only block: ordered lanes, each with a thread.
+"""The lane of a library that allows one call at a time and process: oneCCL on host memory.
 
-All collectives of a group share one lane; each peer has a lane for sends and one for each tag of
-receives, so that a receive never waits behind another that cannot be answered yet. A blocking call
-runs on the caller's thread if its lane is idle, and waits its turn otherwise.
+Groups share it, so a collective may be called on any thread and waits its turn. A blocking call
+runs on the caller's thread if the lane is idle.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+
+from echelon.dist.progress.outcome import Outcome
 
 _CLOSE_S = 5.0
 
 
-class LanePending:
+class LanePending(Outcome):
     """An operation in a lane."""
 
-    __slots__ = ("_ended", "_error", "_finished")
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-        self._ended = 0
-        self._finished = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._finished.is_set()
-
-    @property
-    def ended_mono_ns(self) -> int:
-        """When it ended."""
-        return self._ended
-
-    @property
-    def error(self) -> BaseException | None:
-        """What it ended with."""
-        return self._error
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up."""
-        return self._finished.wait(timeout_s)
+    __slots__ = ()
 
     def join(self) -> None:
         """Block until it has ended; raise what it ended with."""
-        while not self._finished.wait(0.1):
+        while not self.wait(0.1):
             pass  # in slices: a signal's handler runs between them
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def run(self, job: Callable[[], None]) -> None:
         """Carry it out on this thread."""
         try:
             job()
-        except BaseException as err:  # noqa: BLE001 -- it belongs to who waits for the work
-            self._error = err
-        self._ended = time.monotonic_ns()
-        self._finished.set()
+        except BaseException as err:  # noqa: BLE001 -- it belongs to the one that waits for it
+            self.finish(err)
+        self.finish()
 
 
 class Lane:

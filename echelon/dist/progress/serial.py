@@ -16,47 +16,21 @@ from queue import SimpleQueue
 
 from echelon.dist.backends.interface import CHECK_EVERY_S, Watch
 from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.outcome import Outcome
 
 CarryOut = Callable[[Operation, Watch], None]
 
 
-class Job:
+class Job(Outcome):
     """A queued collective; the `Pending` of its operation."""
 
-    __slots__ = ("_ended_mono_ns", "_error", "_finished", "has_begun", "operation", "watch")
+    __slots__ = ("has_begun", "operation", "watch")
 
     def __init__(self, operation: Operation, watch: Watch) -> None:
+        super().__init__()
         self.operation = operation
         self.watch = watch
         self.has_begun = False
-        self._error: BaseException | None = None
-        self._ended_mono_ns = 0
-        self._finished = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, with success or failure."""
-        return self._finished.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What it ended with; None if it succeeded or has not ended."""
-        return self._error
-
-    @property
-    def ended_mono_ns(self) -> int:
-        """When it ended; 0 while it has not."""
-        return self._ended_mono_ns
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up; return whether it has ended."""
-        return self._finished.wait(timeout_s)
-
-    def finish(self, error: BaseException | None) -> None:
-        """End it."""
-        self._error = error
-        self._ended_mono_ns = time.monotonic_ns()
-        self._finished.set()
 
 
 class Serial:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from echelon.dist.backends.device.clock import DeviceClock
 from echelon.dist.backends.device.library import DeviceLibrary
 from echelon.dist.backends.device.pairs import Lane, Way
 from echelon.dist.operation.operation import OPEN, Operation
+from echelon.dist.progress.outcome import Outcome
 from echelon.store import PrefixStore
 
 MAX_LANES = 256  # of a group on a rank: each has a communicator, with buffers on the device
@@ -85,18 +85,16 @@ class Lanes:
         return list(self._lanes.values())
 
 
-class Opening:
+class Opening(Outcome):
     """Lanes that are being connected: the engine's handle of an `open`."""
 
     is_detached = False
 
     def __init__(self, lanes: Sequence[Lane], check: Callable[[], None]) -> None:
         """Begin to connect; never blocks."""
+        super().__init__()
         self._num_left = len(lanes)
         self._lock = threading.Lock()
-        self._has_ended = threading.Event()
-        self._ended_mono_ns = 0
-        self._error: BaseException | None = None
         for lane in lanes:
             lane.open(self._opened, check)
 
@@ -104,25 +102,12 @@ class Opening:
         with self._lock:
             self._num_left -= 1
             is_last = self._num_left == 0
-        if error is not None:
-            self.fail(error)
-        elif is_last:
-            self._end()
+        if error is not None or is_last:
+            self.finish(error)
 
     def fail(self, error: BaseException) -> None:
-        """Note how it failed; the first error stays."""
-        if not self._has_ended.is_set():
-            self._error = self._error or error
-            self._end()
-
-    def _end(self) -> None:
-        self._ended_mono_ns = self._ended_mono_ns or time.monotonic_ns()
-        self._has_ended.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether all lanes are connected, or one failed."""
-        return self._has_ended.is_set()
+        """Note how it failed."""
+        self.finish(error)
 
     @property
     def is_over(self) -> bool:
@@ -133,17 +118,3 @@ class Opening:
     def is_at_rest(self) -> bool:
         """Whether the library does nothing for it any more."""
         return self._num_left == 0
-
-    @property
-    def error(self) -> BaseException | None:
-        """What it failed with."""
-        return self._error
-
-    @property
-    def ended_mono_ns(self) -> int:
-        """When it ended; 0 while it has not."""
-        return self._ended_mono_ns
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Block until it has ended or the time is up; return whether it has ended."""
-        return self._has_ended.wait(timeout_s)

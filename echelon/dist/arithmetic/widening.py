@@ -1,0 +1,70 @@
+"""In which dtype the levels of an engine add up, and the memory that they need for it.
+
+16-bit floats travel between the levels as float32, so that they are rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from echelon.dist.arithmetic.halves import HALVES, narrow, widen
+from echelon.dist.operation.arrays import Flat
+from echelon.dist.operation.operation import Operation
+
+_MOST_KEPT_BYTES = 4 << 20
+
+
+def array_of(data: Flat | None) -> Flat:
+    """Return an operation's array, which is there."""
+    assert data is not None
+    return data
+
+
+def summing_of(operation: Operation) -> str:
+    """Return the reduction of each step: averages are divided once, at the end."""
+    return "sum" if operation.reduce_op == "avg" else operation.reduce_op
+
+
+def wide_of(operation: Operation) -> str:
+    """Return the dtype in which levels are added up: 16-bit floats are rounded once, at the end."""
+    rounds = operation.dtype in HALVES and operation.reduce_op in ("sum", "avg", "prod")
+    return "float32" if rounds else operation.dtype
+
+
+def carried_of(operation: Operation) -> np.dtype[Any]:
+    """Return NumPy's type of `wide_of`."""
+    data = array_of(operation.source if operation.target is None else operation.target)
+    return np.dtype(np.float32) if wide_of(operation) != operation.dtype else data.dtype
+
+
+def convert(dtype: str, out: Flat, data: Flat) -> None:
+    """Copy between an array of `dtype` and one of the dtype in which levels add it up."""
+    if out is data:
+        return
+    if out.dtype == data.dtype:
+        np.copyto(out, data)
+    elif out.dtype == np.float32:
+        widen(out, data, dtype)
+    else:
+        narrow(out, data, dtype)
+
+
+class Scratch:
+    """Memory of an operation's steps: the same each time, since fresh pages cost as much as the
+    exchange of what they hold; but none that is large is kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Flat] = {}
+
+    def take(self, name: str, length: int, dtype: Any) -> Flat:
+        """Return memory of [length]; what it held under that name is lost."""
+        num_bytes = length * np.dtype(dtype).itemsize
+        if num_bytes > _MOST_KEPT_BYTES:
+            return np.empty(length, dtype)
+        kept = self._kept.get(name)
+        if kept is None or kept.nbytes < num_bytes:
+            kept = self._kept[name] = np.empty(max(num_bytes, 1), np.uint8)
+        return kept[:num_bytes].view(dtype)

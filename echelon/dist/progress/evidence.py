@@ -1,0 +1,103 @@
+"""Evidence: what a rank finds out about the others from outside the engine, as a group asks for it.
+
+`membership/liveness.py` has it for groups of several ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from echelon.dist.backends.interface import ConnectionBroken, Members
+from echelon.dist.errors import build
+from echelon.dist.operation.operation import Operation
+from echelon.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from echelon.dist.progress.group_state import GroupState
+
+
+class Evidence(Protocol):
+    """What this rank can find out about the other members from outside the engine."""
+
+    def serve(self, state: GroupState) -> None:
+        """Begin to answer liveness checks of other ranks, and to fail `state` with verdicts."""
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the group ranks whose processes are known to have ended. Local."""
+
+    def find(
+        self,
+        operation: Operation,
+        broken: ConnectionBroken | None,
+        needed: Sequence[int] | None,
+        dead: Sequence[int] = (),
+    ) -> CollectiveError:
+        """Find out who is at fault, within 2.5 s.
+
+        Args:
+            operation: the one that cannot end.
+            broken: what the engine saw; None if a rank died or the operation timed out.
+            needed: group ranks that have not arrived, if the engine knows them.
+            dead: group ranks that are known to have died.
+        """
+
+    def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Return a better explanation of what the engine raised, if other ranks published one."""
+
+    def arriving(self) -> AbstractContextManager[object]:
+        """Let the other members know, inside, that this rank is in a monitored barrier."""
+
+    def publish(self, error: CollectiveError) -> None:
+        """Let the other members know why the group ended on this rank. Returns at once."""
+
+    def leave(self) -> None:
+        """Let the other members know that this rank closed the group. Returns at once."""
+
+    def close(self) -> None:
+        """Release everything. Safe to call twice."""
+
+
+class NoEvidence:
+    """The evidence of a group of one."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def serve(self, state: GroupState) -> None:
+        """Do nothing."""
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:  # noqa: ARG002
+        """Return none."""
+        return []
+
+    def find(
+        self,
+        operation: Operation,
+        broken: ConnectionBroken | None,
+        needed: Sequence[int] | None,
+        dead: Sequence[int] = (),  # noqa: ARG002
+    ) -> CollectiveError:
+        """Report what the engine saw."""
+        if broken is not None:
+            return build.connection_broken(self._members, operation, broken)
+        return build.timed_out(self._members, operation, needed or [])
+
+    def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
+        """Return the error."""
+        return error
+
+    def arriving(self) -> AbstractContextManager[object]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+    def publish(self, error: CollectiveError) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
