@@ -28,6 +28,7 @@ from pathlib import Path
 from echelon import __version__
 from echelon.host.cgroup import usable_cores
 from echelon.host.process import sample
+from echelon.host.stacks import can_spy
 from echelon.launcher.arguments import Defaults, Parser, add_node_options
 from echelon.launcher.conf import read_conf
 from echelon.launcher.endpoint import Rendezvous, is_local, rendezvous, split
@@ -230,11 +231,15 @@ def proc() -> Check:
 
 
 def stacks() -> Check:
-    """Whether ranks can be asked for their stacks."""
+    """Whether the stacks of ranks can be read, and how."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
-        return Check("stacks", "this platform has no real-time signals: verdicts go without")
-    return Check("stacks", f"asked for by signal {int(first) + 6}")
+        asked = "this platform has no real-time signals: verdicts go without"
+    else:
+        asked = f"asked for by signal {int(first) + 6}"
+    if can_spy():
+        return Check("stacks", f"read from outside by py-spy; where that is denied, {asked}")
+    return Check("stacks", f"{asked}, which may end a hang; with py-spy they are read from outside")
 
 
 def way_to(endpoint: str) -> Check:

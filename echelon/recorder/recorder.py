@@ -25,7 +25,11 @@ from echelon.recorder.ring import Ring
 from echelon.recorder.schema import NUM_OPEN_SPANS, Identity, LastWords, Live, encode_ranks
 
 HEARTBEAT_S = 0.5
+# Looking up a member of an enum costs as much as storing it.
 _STEP = int(Live.STEP)
+_STEP_MONO_NS = int(Live.STEP_MONO_NS)
+_PROGRESS = int(Live.PROGRESS_MONO_NS)
+_NUM_SPANS = int(Live.NUM_SPANS)
 _MAX_STEP = (1 << 63) - 2
 _ERROR_CHARS = 600
 _WORDS_CHARS = 2000
@@ -151,14 +155,15 @@ class Recorder:
         """Return the number of a new block of coalesced operations."""
         return self._coalesced_numbers()
 
-    @_never_raises(None)
     def step(self, number: int | None = None) -> None:
         """Note that a training step begins: number `number`, or one more than the last."""
-        now = monotonic_ns()
-        before = self._live[Live.STEP]
-        self._live[Live.STEP] = before + 1 if number is None else _step_word(number, before)
-        self._live[Live.STEP_MONO_NS] = now
-        self._live[Live.PROGRESS_MONO_NS] = now
+        try:
+            now, live = monotonic_ns(), self._live
+            before = live[_STEP]
+            live[_STEP] = before + 1 if number is None else _step_word(number, before)
+            live[_STEP_MONO_NS] = live[_PROGRESS] = now
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
 
     def open_span(self, name: str, detail: str, depth: int) -> OpenSpan | None:
         """Record that a phase begins; None if it cannot be recorded."""
@@ -189,13 +194,17 @@ class Recorder:
         )  # fmt: skip
         if place >= 0:
             self._ring.write_open_span(place, span.number, span.pack(0))
-        self._live[Live.PROGRESS_MONO_NS] = now
+        self._live[_PROGRESS] = now
         return span
 
-    @_never_raises(None)
     def close_span(self, span: OpenSpan) -> None:
         """Record that a phase ended."""
-        now = monotonic_ns()
+        try:
+            self._close_span(span, monotonic_ns())
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
+
+    def _close_span(self, span: OpenSpan, now: int) -> None:
         if span.thread == self._thread.native_id:
             self._thread.depth = span.depth
         fields = span.pack(now)
@@ -203,8 +212,8 @@ class Recorder:
         if span.place >= 0:
             self._ring.write_open_span(span.place, span.number, fields)
             self._open_places.append(span.place)
-        self._live[Live.NUM_SPANS] = self._num_ended_spans()
-        self._live[Live.PROGRESS_MONO_NS] = now
+        self._live[_NUM_SPANS] = self._num_ended_spans()
+        self._live[_PROGRESS] = now
 
     def text(self, text: str) -> int:
         """Return the reference of a text, for `keep_pause`."""
