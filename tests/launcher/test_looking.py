@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import pytest
 
 from echelon.host.facts import OUTSIDE, SIGNAL
 from echelon.host.stacks import can_spy
+from echelon.launcher.guard import Guard
 from echelon.launcher.harvest import Occasion, Worker, harvest
 from tests.launcher.background import Node
 from tests.ranks import read_json
@@ -212,3 +214,16 @@ def test_a_signal_is_the_last_resort_and_never_writes_into_the_programs_files(
     assert record.host.stacks_from == ("" if closes else SIGNAL)
     assert ("program.py" in record.host.stacks) is not closes
     assert mine.read_bytes() == b""
+
+
+@pytest.mark.parametrize(("scope", "allows"), [("0\n", False), ("1\n", True), ("2\n", False)])
+def test_the_guard_lets_the_agent_read_stacks_where_yama_asks_for_it(
+    tmp_path, monkeypatch, scope, allows
+):
+    (tmp_path / "scope").write_text(scope)
+    monkeypatch.setattr("echelon.launcher.guard._YAMA", str(tmp_path / "scope"))
+    calls: list[tuple[int, ...]] = []
+    one, other = socket.socketpair()
+    with one, other:
+        Guard(one, lambda *values: calls.append(values), frozenset())._allow_agent()
+    assert calls == ([(0x59616D61, os.getppid(), 0, 0, 0)] if allows else [])
