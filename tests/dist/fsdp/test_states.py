@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import resource
 from pathlib import Path
@@ -248,15 +249,33 @@ def _arguments(rank, size):
     fully_shard(layer)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(layer)
-    first, second = nn.Linear(3, 4), nn.Linear(4, 2)
-    both = fully_shard([first, second])  # one unit of two modules
-    assert both == [first, second]
-    out = second(first(torch.ones(1, 3)))
-    out.sum().backward()
-    assert first.weight.grad is not None
-    assert second.weight.grad is not None
     dist.shutdown()
 
 
 def test_bad_arguments_are_said_clearly():
     run_ranks(_arguments, 2)
+
+
+def _two_modules(rank, size):
+    from echelon.dist.fsdp import full_state_dict, fully_shard
+
+    models.join()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    both = fully_shard([model[0], model[1]])
+    assert both == [model[0], model[1]]
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            one(torch.full((1, 3), step + 1.0)).square().sum().backward()
+            optimizer.step()
+    state = full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, msg=name)
+    dist.shutdown()
+
+
+def test_a_unit_of_two_modules_trains_as_the_plain_modules_do():
+    run_ranks(_two_modules, 2)
