@@ -52,7 +52,7 @@ class Sighting:
                 continue
             own_dumps = _dumps_of(worker)
             ring = self._ring(worker)
-            if ring is None:
+            if ring is None or ring.is_closed:
                 rows.append([worker.rank, *self._from_outside(worker, now), own_dumps])
             else:
                 sights.append(ring.sight(worker.rank))
@@ -100,7 +100,11 @@ class Sighting:
         ]
 
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
-        """Look at a rank that has no ring: it has not opened one yet, or never will."""
+        """Look at a rank that has no ring, not yet or never, or that is exiting and has closed it.
+
+        Destructors may take long on a busy machine: as long as they use processor time, nothing
+        hangs.
+        """
         activity = self._activities.get(worker.rank)
         if activity is None:
             activity = Activity(worker.pid, self._store_port, self._quiet_s, now)

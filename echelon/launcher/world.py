@@ -79,6 +79,7 @@ class World:
         """Take in what a node sees of its ranks, in place of what it saw before."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
+        self._sights.pop(_folded(self.nodes[node].start), None)
         for rank, initialised, progress_ms, pending_ms, num_ended, records, dumps in event.ranks:
             if rank not in self.ended:
                 self._sights[rank] = Sight(

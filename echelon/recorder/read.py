@@ -174,6 +174,12 @@ class LiveRing:
         """Return the live words, see `Live`."""
         return tuple(int(word) for word in self._live)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its rank has closed it: the program has ended, the process may not have."""
+        self._follow()
+        return bool(self._live[Live.CLOSED])
+
     def pending(self) -> tuple[int, int]:
         """Return (when the oldest operation that has not ended was called, how many there are)."""
         in_slots, num_in_slots = _oldest_open(self._slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.launcher import decide
+from echelon.launcher.control import messages as m
 from echelon.launcher.world import World
 from echelon.recorder.watchdog import StallRule
 
@@ -35,3 +36,13 @@ def test_a_loss_is_the_root_if_nothing_failed_before_it(ends, lost):
     for rank, code in ends:
         world.note_ended(rank, code)
     assert world.ranks_lost_first == lost
+
+
+def test_a_node_whose_ranks_have_all_closed_their_rings_shows_what_it_sees_from_outside():
+    world = _world()
+    second = 1_000_000_000
+    waits = m.Sights(attempt=0, folded=[0, 1, 100, 100, 0, 7, 0], ranks=[])
+    world.note_sights("a", waits, 100 * second)
+    computes = [[rank, 1, 0, -1, 3, 0, 0] for rank in (0, 1)]
+    world.note_sights("a", m.Sights(attempt=0, folded=[], ranks=computes), 300 * second)
+    assert world.look(300 * second) is None
