@@ -4,7 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from echelon.dist.pipeline.execute.messages.header import Header, describe  # noqa: E402
+from echelon.dist.pipeline.execute.messages.header import (  # noqa: E402
+    HEADER_BYTES,
+    Header,
+    describe,
+)
 from echelon.dist.pipeline.execute.messages.incoming import Incoming  # noqa: E402
 from echelon.dist.pipeline.execute.messages.links import Link  # noqa: E402
 from echelon.dist.pipeline.execute.messages.outgoing import Outgoing  # noqa: E402
@@ -49,10 +53,11 @@ class Pair:
 class Ends:
     """Both ends of a link in one process, from the rank that sends to the one that receives."""
 
-    def __init__(self):
+    def __init__(self, *, is_joined):
         self.headers, self.data, self.spill = Pair(), Pair(), Pair()
-        self.sender = Link(1, self.headers, self.data, self.spill, {}, {})
-        self.receiver = Link(0, self.headers, self.data, self.spill, {}, {})
+        channels = self.headers, self.data, self.spill
+        self.sender = Link(1, *channels, is_joined=is_joined)
+        self.receiver = Link(0, *channels, is_joined=is_joined)
 
     def step(self, *order):
         return Outgoing(self.sender), Incoming(self.receiver, order, CPU)
@@ -64,6 +69,12 @@ def output(microbatch, stage=0):
 
 def gradient(microbatch, stage=1):
     return Thing(Product.INPUT_GRAD, stage, microbatch)
+
+
+@pytest.fixture(params=[False, True], ids=["device", "host"])
+def is_joined(request):
+    """Whether headers go in front of the data, as on the host."""
+    return request.param
 
 
 TENSORS = [
@@ -78,8 +89,8 @@ TENSORS = [
 
 @pytest.mark.parametrize("tensors", TENSORS)
 @pytest.mark.parametrize("is_posted_first", [True, False])
-def test_outputs_arrive_whatever_a_stage_returns(tensors, is_posted_first):
-    ends = Ends()
+def test_outputs_arrive_whatever_a_stage_returns(tensors, is_posted_first, is_joined):
+    ends = Ends(is_joined=is_joined)
     for number in range(3):
         outgoing, incoming = ends.step(output(5))
         if is_posted_first:
@@ -92,14 +103,16 @@ def test_outputs_arrive_whatever_a_stage_returns(tensors, is_posted_first):
             assert torch.equal(one, other)
             assert one.is_leaf
         outgoing.finish()
-        assert len(ends.headers.sizes) == number + 1
+        assert len(ends.headers.sizes) == (1 if is_joined else number + 1)
     data = sum(-(-t.numel() * t.element_size() // 64) * 64 for t in tensors)
-    assert ends.data.sizes == [data] * 3 if data else ends.data.sizes == []
+    front = HEADER_BYTES if is_joined else 0
+    wanted = [data, front + data, front + data]
+    assert ends.data.sizes == [size for size in wanted if size]
     assert ends.spill.sizes == []
 
 
-def test_sizes_may_change_from_step_to_step():
-    ends = Ends()
+def test_sizes_may_change_from_step_to_step(is_joined):
+    ends = Ends(is_joined=is_joined)
     for rows in (4, 4, 9, 0, 2, 2, 9):
         outgoing, incoming = ends.step(output(0))
         incoming.want(output(0))
@@ -108,13 +121,16 @@ def test_sizes_may_change_from_step_to_step():
         assert torch.equal(incoming.take(output(0))[0], sent)
         outgoing.finish()
     # Each receive has the size of the step before; outputs that have grown take the spill as well.
-    assert [size // 128 for size in ends.data.sizes] == [4, 4, 4, 9, 2, 2]
+    first, *others = ends.data.sizes
+    front = HEADER_BYTES if is_joined else 0
+    data = [first, *(size - front for size in others)]
+    assert [size // 128 for size in data if size] == [4, 4, 4, 9, 2, 2]
     assert [size // 128 for size in ends.spill.sizes] == [9, 2, 9]
 
 
-def test_grown_outputs_arrive_in_whatever_order_they_are_taken():
+def test_grown_outputs_arrive_in_whatever_order_they_are_taken(is_joined):
     """Receives from the spill are posted in the sender's order, not in that of their use."""
-    ends = Ends()
+    ends = Ends(is_joined=is_joined)
     for rows in (1, 3):
         order = [output(m) for m in (2, 0, 1)]
         outgoing, incoming = ends.step(*order)
@@ -128,9 +144,9 @@ def test_grown_outputs_arrive_in_whatever_order_they_are_taken():
     assert len(ends.spill.sizes) == 3
 
 
-def test_outputs_and_gradients_of_one_peer_keep_its_order():
+def test_outputs_and_gradients_of_one_peer_keep_its_order(is_joined):
     """As in a V, where one rank sends both: a gradient is never taken for an output."""
-    ends = Ends()
+    ends = Ends(is_joined=is_joined)
     for step in range(2):
         order = [gradient(1), output(0, stage=4), gradient(0), output(1, stage=4)]
         outgoing, incoming = ends.step(*order)

@@ -64,11 +64,12 @@ class Step:
         """
         steps = [part for action in row for part in action.computations or (action,)]
         computations = [action for action in steps if action.is_compute]
-        number = 0
+        for soon in computations[:_AHEAD]:
+            self._exchange.want_for(soon)
+        number = _AHEAD
         for action in steps:
             if action.is_compute:
-                for soon in computations[number : number + _AHEAD + 1]:
-                    self._exchange.want_for(soon)
+                self._exchange.want_for(*computations[number : number + 1])
                 number += 1
             self._do(action)
         self._exchange.finish()

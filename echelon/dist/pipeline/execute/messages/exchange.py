@@ -31,6 +31,7 @@ class Routes:
         self.owner = plan.rank_of_stage
         self.rank = rank
         self._num_stages = plan.num_stages
+        self._needed: dict[Action, list[Thing]] = {}
         self._sent = {peer: self._sent_by(plan, peer) for peer in self.peers()}
 
     def peers(self) -> list[int]:
@@ -56,8 +57,12 @@ class Routes:
 
     def needed(self, action: Action) -> list[Thing]:
         """Return what a computation needs of other ranks."""
-        wanted = needs(action, self._num_stages)
-        return [thing for thing in wanted if self.source(thing) != self.rank]
+        wanted = self._needed.get(action)
+        if wanted is None:  # the same in every step
+            every = needs(action, self._num_stages)
+            wanted = [thing for thing in every if self.source(thing) != self.rank]
+            self._needed[action] = wanted
+        return wanted
 
     def _sent_by(self, plan: Plan, peer: int) -> list[Thing]:
         made = (thing for action in computations(plan.rows[peer]) for thing in makes(action))
@@ -101,9 +106,9 @@ class Exchange:
         for incoming in self._incoming.values():
             incoming.advance()
 
-    def want_for(self, action: Action) -> None:
-        """Post the receives of what a computation needs."""
-        self.want(self._routes.needed(action))
+    def want_for(self, *actions: Action) -> None:
+        """Post the receives of what some computations need."""
+        self.want([thing for action in actions for thing in self._routes.needed(action)])
 
     def put(self, thing: Thing, tensors: Sequence[torch.Tensor]) -> None:
         """Send what a computation made: a stage's outputs, or the gradients of its inputs."""

@@ -23,6 +23,7 @@ _DTYPES = (
 _MAX_TENSORS, _MAX_DIMS = 8, 8
 _RECORD = 3 + _MAX_DIMS
 HEADER_NUMBERS = 96  # two, and a record for each tensor
+HEADER_BYTES = 8 * HEADER_NUMBERS
 _ALIGNMENT = 64
 
 

@@ -18,6 +18,7 @@ import torch
 
 from echelon.dist.channel import Channel
 from echelon.dist.pipeline.execute.messages.header import (
+    HEADER_BYTES,
     HEADER_NUMBERS,
     Header,
     Place,
@@ -73,8 +74,9 @@ class Incoming:
 
     def want(self, thing: Thing) -> None:
         """Let receives be posted up to a thing's, and post those that can be."""
-        self._num_wanted = max(self._num_wanted, self._place[thing] + 1)
-        self.advance()
+        if self._place[thing] >= self._num_wanted:
+            self._num_wanted = self._place[thing] + 1
+            self.advance()
 
     def expect(self, thing: Thing, outputs: Sequence[torch.Tensor]) -> None:
         """Note the shapes of a micro-batch's gradients: those of the outputs that are sent now."""
@@ -111,6 +113,7 @@ class Incoming:
             CollectiveError: the peer is lost, or did not send within the group's timeout.
         """
         self.want(thing)
+        self.advance()
         while self._place[thing] >= self._num_posted:
             before = self._order[self._num_posted]
             assert before.product is Product.OUTPUT, f"{before} is sent before {thing}, unexpected"
@@ -145,31 +148,42 @@ class Incoming:
         size = header.payload_bytes
         key = (thing.stage, thing.microbatch)
         if header.place is Place.SPILL:
-            arrival.payload = self._payload(size)
+            arrival.payload = self._room(size)
             arrival.works += self._receive(self._link.spill, arrival.payload)
         self._link.received[key] = size
 
     def _post_header(self, thing: Thing) -> None:
         if thing.product is not Product.OUTPUT:
             return
+        self._arrivals[thing] = _Arrival()
+        if self._link.is_joined and self._size(thing) is not None:
+            return  # it arrives in front of the data
         numbers = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
         (work,) = self._receive(self._link.headers, numbers)
-        self._arrivals[thing] = _Arrival(header=(work, numbers))
+        self._arrivals[thing].header = work, numbers
+
+    def _size(self, thing: Thing) -> int | None:
+        """Return the size that outputs had in the step before."""
+        return self._link.received.get((thing.stage, thing.microbatch))
 
     def _post(self, thing: Thing) -> bool:
         """Post the receives of a thing's data, if their sizes are known."""
         if thing.product is not Product.OUTPUT:
             return self._post_gradients(thing)
         arrival = self._arrivals[thing]
-        assert arrival.header is not None, thing
-        size = self._link.received.get((thing.stage, thing.microbatch))
+        size = self._size(thing)
         if size is None:
+            assert arrival.header is not None, thing
             if not arrival.header[0].done:
                 return False
             self._read_headers(thing)
             size = self._link.received[thing.stage, thing.microbatch]
-        arrival.payload = self._payload(size)
-        arrival.works += self._receive(self._link.data, arrival.payload)
+        front = HEADER_BYTES if arrival.header is None else 0
+        message = self._room(front + size)
+        arrival.works += self._receive(self._link.data, message)
+        if front:
+            arrival.header = arrival.works[0], message[:front].view(torch.int64)
+        arrival.payload = message[front:]
         return True
 
     def _post_gradients(self, thing: Thing) -> bool:
@@ -181,7 +195,7 @@ class Incoming:
         self._arrivals[thing] = _Arrival(works=works, tensors=tensors)
         return True
 
-    def _payload(self, size: int) -> torch.Tensor:
+    def _room(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @staticmethod

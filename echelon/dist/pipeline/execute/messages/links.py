@@ -10,7 +10,7 @@ first outputs that need it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +27,8 @@ class Link:
     Attributes:
         rank: the peer's rank within the group.
         headers, data, spill: see the module.
+        is_joined: whether headers whose payload has a known size are sent in front of it: data of
+            the host needs no message of its own for what the host reads.
         sent, received: sizes of the last payload of each output, the same at both ends.
     """
 
@@ -34,8 +36,9 @@ class Link:
     headers: Channel
     data: Channel
     spill: Channel
-    sent: Sizes
-    received: Sizes
+    is_joined: bool
+    sent: Sizes = field(default_factory=dict)
+    received: Sizes = field(default_factory=dict)
 
 
 def open_links(
@@ -58,8 +61,7 @@ def open_links(
             group.channel(peer, f"{name}/headers"),
             group.channel(peer, f"{name}/data"),
             group.channel(peer, f"{name}/spill"),
-            {},
-            {},
+            is_joined=device.type == "cpu",
         )
         for peer in sorted(peers)
     }

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from echelon.dist.channel import Channel
-from echelon.dist.pipeline.execute.messages.header import Header, Place, describe, pack
+from echelon.dist.pipeline.execute.messages.header import (
+    HEADER_BYTES,
+    Header,
+    Place,
+    describe,
+    pack,
+)
 from echelon.dist.pipeline.execute.messages.links import Link
 from echelon.dist.pipeline.plan.needs import Thing
 from echelon.dist.work import Work
@@ -39,16 +45,17 @@ class Outgoing:
         is_spilled = expected is not None and size > expected
         if is_spilled:
             header = Header(specs, Place.SPILL)
-        self._send(self._link.headers, header.encode())
-        payload = torch.empty(
-            size if expected is None else max(size, expected),
-            dtype=torch.uint8,
-            device=tensors[0].device,
-        )
-        pack(tensors, payload)
-        self._send(self._link.data, payload if expected is None else payload[:expected])
+        front = HEADER_BYTES if self._link.is_joined and expected is not None else 0
+        room = size if expected is None else max(size, expected)
+        message = torch.empty(front + room, dtype=torch.uint8, device=tensors[0].device)
+        if front:
+            message[:front].view(torch.int64).copy_(header.encode())
+        else:
+            self._send(self._link.headers, header.encode())
+        pack(tensors, message[front:])
+        self._send(self._link.data, message[: front + (room if expected is None else expected)])
         if is_spilled:
-            self._send(self._link.spill, payload)
+            self._send(self._link.spill, message[front:])
         self._link.sent[key] = size
 
     def gradients(self, tensors: Iterable[torch.Tensor]) -> None:
