@@ -20,6 +20,14 @@ from recorder import FORMATS, Manner, Recorder, moves
 
 SIZES = (8, 16, 32, 64)
 LARGE = 1024
+LARGE_CASES = (
+    ("healthy_in_flight", "tp_dp"),
+    ("host_hang", "ddp"),
+    ("host_hang_subgroup", "hsdp"),
+    ("dead_host", "fsdp2"),
+    ("device_unnoticed", "tp_dp"),
+    ("p2p_missing", "pp_dp"),
+)
 STEPS = 6
 _TRIES = 40
 
@@ -44,19 +52,26 @@ def plan(num_cases: int, seed: str, num_large: int = 0) -> Iterator[Case]:
     """Yield cases that take families, programs and sizes in turn."""
     random = Random(f"{seed}/plan")
     offset = {family.name: random.randrange(64) for family in FAMILIES}
-    for number in range(num_cases + num_large):
+    by_name = {family.name: family for family in FAMILIES}
+    for number in range(num_cases):
         family = FAMILIES[number % len(FAMILIES)]
         turn = number // len(FAMILIES) + offset[family.name]
         program = family.programs[turn % len(family.programs)]
-        large = number >= num_cases
-        world_size = LARGE if large else _size(random, program)
-        yield Case(
-            number=number,
-            family=family,
-            program=program,
-            world_size=world_size,
-            seed=f"{seed}/{number}",
-        )
+        size = _size(random, program)
+        yield _case(number, family, program, size, seed)
+    for number in range(num_cases, num_cases + num_large):
+        name, program = LARGE_CASES[(number - num_cases) % len(LARGE_CASES)]
+        yield _case(number, by_name[name], program, LARGE, seed)
+
+
+def _case(number: int, family: Family, program: str, world_size: int, seed: str) -> Case:
+    return Case(
+        number=number,
+        family=family,
+        program=program,
+        world_size=world_size,
+        seed=f"{seed}/{number}",
+    )
 
 
 def _size(random: Random, program: str) -> int:
@@ -129,6 +144,8 @@ class _Made:
         gloo = backend == "gloo"
         hosts = -(-self._case.world_size // RANKS_PER_HOST)
         ring = wants.get("ring", random.choice((60, 200, 2000)))
+        if self._case.world_size >= LARGE:
+            ring = 60
         assert isinstance(ring, int)
         only_active = bool(wants.get("only_active", not gloo and random.random() < 0.2))
         return Manner(

@@ -428,8 +428,8 @@ def draw_shape(random: Random, program: Program, world_size: int) -> Shape:
     )
     return Shape(
         layout=layout,
-        layers=random.randint(2, 3 if world_size > 64 else 5),
-        microbatches=random.randint(3, 6),
+        layers=random.randint(2, 2 if world_size > 64 else 5),
+        microbatches=random.randint(3, 3 if world_size > 64 else 6),
         kernel_s=random.uniform(1e-3, 6e-3),
         data_s=random.uniform(1e-4, 4e-3),
         syncs=random.random() < 0.7,

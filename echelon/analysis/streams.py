@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.recorder.schema import Flag, State
@@ -112,9 +113,10 @@ class Streams:
     def _by_row(self) -> Mapping[tuple[int, int], Message]:
         return {(one.rank, one.row): one for line in self.messages.values() for one in line}
 
-    def is_send(self, row: Any) -> bool:
-        """Tell a send from a receive."""
-        return bool(self._sends[int(row["call"])])
+    def are_sends(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Tell sends from other rows. [num_rows]"""
+        found: npt.NDArray[np.bool_] = self._sends[rows["call"]]
+        return found
 
     def message(self, rank: int, row: int) -> Message | None:
         """Return a pending message by its row."""

@@ -163,9 +163,8 @@ def _is_strange(streams: Streams, message: Message) -> bool:
     ):
         return False
     others = own[_messages(own, group) & (own["peer"] != message.peer)]
-    return sum(streams.is_send(row) == message.is_send for row in others) > 1 and (
-        np.count_nonzero(_with_peer(own, group, message.peer)) == 1
-    )
+    alike = int(np.count_nonzero(streams.are_sends(others) == message.is_send))
+    return alike > 1 and int(np.count_nonzero(_with_peer(own, group, message.peer))) == 1
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
@@ -198,8 +197,7 @@ def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = Fal
     if not done.any():
         return or_nothing
     mine = done & (rows["peer"] == message.peer) & (rows["group"] == message.way[0])
-    sends = [streams.is_send(row) for row in rows[mine]]
-    return message.is_send in sends
+    return bool((streams.are_sends(rows[mine]) == message.is_send).any())
 
 
 def _describe_wrong(
