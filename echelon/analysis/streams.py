@@ -246,7 +246,9 @@ class Streams:
         first = min(self.pending[rank].get(group, frozenset()), default=entered + 1)
         rows = self.evidence.ranks[rank].rows
         done = self.evidence.ranks[rank].completed.get(group)
-        if done is not None:  # a ring that has wrapped may have lost pending ones
+        if done is not None and bool((rows["ended_ns"] > 0).any()):
+            # A ring that has wrapped may have lost pending ones. Dumps of active entries list no
+            # completed ones, and their counter lags behind.
             listed = rows[(rows["group"] == group) & (rows["state"] == State.COMPLETED)]["sequence"]
             first = min(first, max(done, int(listed.max(initial=0))) + 1)
         if first - 1 <= sequence:

@@ -114,6 +114,15 @@ def test_what_one_completed_and_another_had_not_entered_proves_motion(tmp_path: 
     assert verdict_of(job, tmp_path) is None
 
 
+def test_a_counter_that_lags_behind_hides_no_motion(tmp_path: Path) -> None:
+    """Dumps of active entries list no completed ones; the watchdog counts them a moment later."""
+    job = only_active(TorchJob(4).all_call(5))
+    job[0].call().call(state="scheduled")
+    job[0].status = {"0": counted(7, 5)}
+    job[1].call(state="scheduled")
+    assert verdict_of(job, tmp_path) is None
+
+
 def test_an_early_end_of_a_broadcasts_root_proves_nothing(tmp_path: Path) -> None:
     job = TorchJob(4).all_call(5)
     job[0].call("broadcast").call(state="scheduled")
