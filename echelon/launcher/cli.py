@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -18,10 +19,18 @@ def main(argv: Sequence[str]) -> int:
     from echelon.launcher.agent import run  # not before: `--help` answers at once
 
     try:
-        return run(options)
+        code = run(options)
     except LaunchError as err:
         print(f"echelon run: {err}", file=sys.stderr)
         return EXIT_USAGE
+    if "grpc" in sys.modules:
+        # Everything is closed. gRPC's own teardown takes up to seconds on a busy machine, and the
+        # scheduler waits for this process.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _open_standard_streams() -> None:

@@ -287,18 +287,19 @@ class Coordinator:
         stall = world.look(time.monotonic_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
-            self._note_progress()
+            self._note_progress(world)
         if stall is not None:
             self._decide(world, decide.StallSeen(stall.reason))
 
-    def _note_progress(self) -> None:
+    def _note_progress(self, world: World) -> None:
         """A stall is over: of the incident being collected, or of the last one."""
         if self._collection is not None:
             self._collection.is_overtaken = True
             return
         if self._report.incidents:
             self._report.incidents[-1].recovered = True
-            self._verdicts.withdraw(self._report.incidents[-1])
+            if world.records:
+                self._verdicts.withdraw(self._report.incidents[-1])
         self._say("stall cleared: ranks are making progress again")
 
     def _decide(self, world: World, event: decide.Event) -> None:
@@ -517,18 +518,20 @@ class Coordinator:
         incident.recovered = is_stall and collection.is_overtaken
         incident.ended = world.ended
         self._verdicts.begin(incident, world.present, is_due=is_stall)
-        if incident.recovered:
+        # Ranks that do not record are disturbed by being examined: that is no progress.
+        is_withdrawn = incident.recovered and world.records
+        if is_withdrawn:
             self._verdicts.withdraw(incident)
             self._say("stall cleared: ranks made progress while it was being examined")
         if is_stall:
-            self._decide(world, decide.StallExamined(lasts=not incident.recovered))
+            self._decide(world, decide.StallExamined(lasts=not is_withdrawn))
 
     def _give_up_collecting(self, err: OSError) -> None:
         """The disk is full, or gone: the job's end matters more than its story."""
         self._verdicts.expect_none()
         world, collection = self._world, self._collection
         if world is not None and collection is not None and collection.kind == "stall":
-            lasts = not collection.is_overtaken
+            lasts = not (collection.is_overtaken and world.records)
             self._decide(world, decide.StallExamined(lasts=lasts))
         if self._collection is not None:
             with contextlib.suppress(OSError):

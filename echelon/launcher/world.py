@@ -60,6 +60,11 @@ class World:
             return []
         return sorted(rank for node in self.lost for rank in self.nodes[node])
 
+    @property
+    def records(self) -> bool:
+        """Whether ranks record: what they show is their own progress, not what disturbed them."""
+        return any(key < 0 for key in self._sights)
+
     def node_of(self, rank: int) -> str:
         """Return the node that has a rank."""
         return next(node for node, ranks in self.nodes.items() if rank in ranks)

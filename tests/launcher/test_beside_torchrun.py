@@ -211,6 +211,6 @@ def test_nodes_whose_wall_clocks_are_apart_work_together(cluster, tmp_path):
 def test_many_agents_meet(tmp_path):
     import rendezvous
 
-    seconds, cpu_s = rendezvous.in_fresh_process(64)
-    assert cpu_s > 0
-    assert seconds < 60, "sixty-four agents met at all"
+    measured = rendezvous.in_fresh_process(32, steady_s=1.0)
+    assert measured.cpu_s > 0
+    assert measured.decision_s > 0.5, "the pause for victims, and then an order to stop"

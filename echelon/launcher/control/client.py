@@ -48,6 +48,7 @@ _DIAL_S = 0.25
 _CLOSE_S = 3.0
 _PROBE_S = 2.0
 _TRIES = 3  # connections in the time that counts as a loss
+_LEAST_SILENCE_S = 2.0  # a busy machine may delay four heartbeats
 _REFUSED = "connection refused"
 
 
@@ -201,6 +202,11 @@ class GrpcLink:
         return frame
 
     @property
+    def _silence_s(self) -> float:
+        """How long a stream may be silent before another one is tried."""
+        return min(self._lost_after_s, max(self._lost_after_s / _TRIES, _LEAST_SILENCE_S))
+
+    @property
     def _perhaps(self) -> str:
         return ", or TLS fails: see --rdzv-cert and --rdzv-ca on both sides" if self._tls else ""
 
@@ -240,7 +246,7 @@ class GrpcLink:
         self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal, sender: asyncio.Task[None]
     ) -> None:
         while True:
-            frame = await asyncio.wait_for(call.read(), self._lost_after_s / _TRIES)
+            frame = await asyncio.wait_for(call.read(), self._silence_s)
             if not isinstance(frame, bytes):
                 return  # end of the stream
             self._heard_s = time.monotonic()
