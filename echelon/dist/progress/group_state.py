@@ -338,7 +338,10 @@ class GroupState:
     # ---- the end ----
 
     def close(self) -> None:
-        """End the group on this rank and release what it holds. Local work only, at most 1 s."""
+        """End the group on this rank and release what it holds. Local work only, at most 1 s.
+
+        A verdict that is still to be published is waited for, for another 1.5 s at most.
+        """
         if self.is_closed or self.is_foreign:
             return
         self.sweep()  # before the end: an operation that has failed by then is the cause

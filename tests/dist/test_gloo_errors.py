@@ -1,0 +1,43 @@
+"""Which errors of Gloo mean a broken connection: only those make a group look for a dead rank."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from echelon.dist.backends.gloo import backend
+from echelon.dist.backends.interface import ConnectionBroken
+
+_OF_CONNECTIONS = (
+    "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+    "[gloo/transport/tcp/pair.cc:446] Read error [127.0.0.1]:1: Connection reset",
+    "writev [127.0.0.1]:52041: Broken pipe",
+    "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv",
+    "Application timeout caused pair closure",
+)
+_OF_THE_LIBRARY = (
+    "Invalid scalar type",
+    "[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory",
+    "ProcessGroupGloo::alltoall: tensors must have the same dtype",
+)
+
+
+def _raise(text: str) -> None:
+    raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("text", _OF_CONNECTIONS)
+def test_a_broken_connection_is_reported_as_one_with_its_text(text):
+    with (
+        pytest.raises(ConnectionBroken, match=text[-12:].replace("[", r"\[")),
+        backend._telling_apart(),
+    ):
+        _raise(text)
+
+
+@pytest.mark.parametrize("text", _OF_THE_LIBRARY)
+def test_the_librarys_other_errors_are_passed_on_as_they_are(text):
+    with pytest.raises(RuntimeError) as caught, backend._telling_apart():
+        _raise(text)
+    assert str(caught.value) == text
