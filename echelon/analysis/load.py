@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,15 @@ def find(path: Path) -> Place | None:
     """Choose what to read of our own files; None if the folder holds none of ours."""
     if path.is_file():
         return None if _looks_foreign(path) else Place(((-1, path),), f"one file, {path}")
+    if _ended_well_after_a_stall(path):
+        rings = find_rings(path)
+        if rings is not None:
+            return replace(rings, words=f"{rings.words}; a stall before recovered")
     for candidate in (path / "dump", path):
         incident = _newest_incident(candidate)
         if incident is not None:
             return incident
-    return _incident(path) or _rings(path)
+    return _incident(path) or find_rings(path)
 
 
 def load_place(place: Place) -> Evidence:
@@ -96,6 +100,29 @@ def load_place(place: Place) -> Evidence:
     return builder.build(incident=place.incident, origin=place.words, unreadable=unreadable)
 
 
+def _ended_well_after_a_stall(run_dir: Path) -> bool:
+    """Tell whether report.json says that the job succeeded and that its last stall recovered."""
+    told = _plain(run_dir / "report.json")
+    incidents = told.get("incidents")
+    if not isinstance(incidents, list) or not incidents or told.get("exit_code") != 0:
+        return False
+    last = incidents[-1]
+    if not isinstance(last, dict) or told.get("ended_by") != "worker":
+        return False
+    return last.get("kind", "stall") == "stall" and last.get("recovered") is True
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    """Read a small JSON object; {} where it is missing or broken."""
+    try:
+        if path.stat().st_size > _MAX_INCIDENT_BYTES:
+            return {}
+        values = json.loads(path.read_text("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 def _newest_incident(folder: Path) -> Place | None:
     numbered = sorted(_numbered(folder, _INCIDENT), reverse=True)
     return next((place for _, path in numbered if (place := _incident(path)) is not None), None)
@@ -110,7 +137,7 @@ def _incident(folder: Path) -> Place | None:
     return Place(files, f"incident {folder}", incident, torch)
 
 
-def _rings(folder: Path) -> Place | None:
+def find_rings(folder: Path) -> Place | None:
     """Take the newest attempt's ring of each rank."""
     newest: dict[int, tuple[int, Path]] = {}
     for rank, rank_folder in _numbered(folder, _RANK_FILE):
@@ -129,14 +156,7 @@ def read_incident(path: Path) -> Incident:
 
     A snapshot is worth reading without it, so a missing or broken file is no error.
     """
-    try:
-        if path.stat().st_size > _MAX_INCIDENT_BYTES:
-            return Incident()
-        values = json.loads(path.read_text("utf-8", "replace"))
-    except (OSError, ValueError, RecursionError):
-        return Incident()
-    if not isinstance(values, dict):
-        return Incident()
+    values = _plain(path)
     return Incident(
         kind=_text(values.get("kind")),
         number=_count(values.get("number")),

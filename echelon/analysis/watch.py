@@ -1,7 +1,8 @@
 """`fr-analyze --watch`: look at a running job again and again, and say what is new.
 
-A job's rings are read while it runs; an incident that its launcher writes takes their place. Each
-look reports only what changed, so that a terminal left open tells the story of the job.
+A job's rings are read while it runs; an incident that its launcher writes takes their place until
+the rings show that the job has overtaken it: a later attempt, or more recorded on every rank. Each
+look reports only what changed, so that a terminal left open shows the history of the job.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.analysis.diagnose import analyze
+from echelon.analysis.diagnose import report_of
+from echelon.analysis.evidence import Evidence, RankEvidence
 from echelon.analysis.finding import Report
+from echelon.analysis.load import find, find_rings, load, load_place
+from echelon.analysis.picture import take_picture
 from echelon.errors import DumpFormatError
+from echelon.recorder.schema import Live
 
 INTERVAL_S = 2.0
 Show = Callable[[Report], None]
@@ -32,7 +37,7 @@ class Watch:
     def look(self) -> None:
         """Look once. A folder that holds nothing yet is waited for."""
         try:
-            report = analyze(self._path)
+            report = report_of(take_picture(current(self._path)))
         except (DumpFormatError, ValueError) as err:
             text = f"waiting: {err}"
             self._news(text, lambda: self._say(text))
@@ -41,7 +46,8 @@ class Watch:
         self.exit_code = report.exit_code
         if verdict is None:
             ranks = len(report.ranks_present)
-            self._news(f"well {ranks}", lambda: self._say(f"{ranks} ranks, nothing is wrong"))
+            text = f"{ranks} ranks, nothing is wrong ({report.origin})"
+            self._news(text, lambda: self._say(text))
             return
         key = f"{report.origin} {verdict.cause} {verdict.culprit_ranks} {verdict.sequence}"
         self._news(key, lambda: self._show(report))
@@ -50,6 +56,38 @@ class Watch:
         if key != self._last:
             self._last = key
             tell()
+
+
+def current(path: Path) -> Evidence:
+    """Read what tells how a job is now: its newest incident, or its rings if they are newer.
+
+    Raises:
+        DumpFormatError: nothing there can be read.
+        ValueError: nothing is there.
+    """
+    place = find(path)
+    rings = find_rings(path) if place is not None and place.incident.kind else None
+    if place is None or rings is None:
+        return load(path)
+    if rings.incident.attempt > place.incident.attempt:
+        return load_place(rings)
+    evidence = load_place(place)
+    if place.incident.kind != "stall":
+        return evidence
+    live = load_place(rings)
+    return live if has_overtaken(evidence, live) else evidence
+
+
+def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
+    """Tell whether every rank of a snapshot has recorded more since."""
+    return bool(evidence.ranks) and all(
+        rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
+        for rank, facts in evidence.ranks.items()
+    )
+
+
+def _recorded(facts: RankEvidence) -> int:
+    return sum(facts.live[word] for word in (Live.NUM_OPERATIONS, Live.NUM_SPANS, Live.STEP))
 
 
 def watch(path: Path, show: Show, say: Say, interval_s: float = INTERVAL_S) -> int:

@@ -225,6 +225,7 @@ class Rank:
             live[Live.HEARTBEAT_MONO_NS] = end_ns - int(self.heartbeat_age_s * 1e9)
             live[Live.PROGRESS_MONO_NS] = self.now_ns
         live[Live.STEP] = self.step_number + 1
+        live[Live.NUM_OPERATIONS] = len(self.operations)
         live[Live.CLOSED] = int(self.closed)
         spans = _table(SPAN, self.span_rows)
         return Record(
