@@ -106,12 +106,11 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
         if other.explains & left and not _is_same(other, taken):
             taken.append(other)
             left -= other.explains
-    merged, taken = _merged(root, taken), [root, *_others(root, taken)]
     rivals = [
         one for one in ordered if one not in taken and not _is_same(one, taken) and one.explains
     ]
-    first = _judged(picture, merged, rivals)
-    beside = tuple(one.finding for one in taken[1:])
+    first = _judged(picture, _merged(root, taken), rivals)
+    beside = tuple(one.finding for one in taken[1:] if not _is_alike(root, one))
     rest = tuple(one for one in ordered if one not in taken)
     return Choice(roots=(first, *beside), rest=rest, place=root.place)
 
@@ -121,10 +120,6 @@ def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
-
-
-def _others(root: Hypothesis, taken: Sequence[Hypothesis]) -> list[Hypothesis]:
-    return [one for one in taken[1:] if not _is_alike(root, one)]
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:

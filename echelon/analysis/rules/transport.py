@@ -39,7 +39,7 @@ def _is_full(picture: Picture, wait: Wait) -> bool:
 
 def _describe(picture: Picture, wait: Wait) -> Finding:
     age_s = picture.waited_s(wait)
-    since = f" for {seconds(age_s)}" if age_s >= 0.001 else ""
+    since = f" up to {seconds(age_s)} ago" if age_s >= 0.001 else ""
     links = picture.links_within((*wait.waiting, *wait.completed))
     culprits = common_end(links)
     return Finding(
@@ -49,7 +49,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
         group=wait.group,
         operation=wait.operation,
         sequence=wait.number,
-        summary=f"all {wait.members} ranks entered {wait} of group '{wait.group}'{since} and "
+        summary=f"all {wait.members} ranks have entered {wait} of group '{wait.group}'{since}, and "
         f"{_progress(wait)}: {_whose(links, culprits)}",
         evidence=(
             f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', {_progress(wait)}",
@@ -67,7 +67,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 def _progress(wait: Wait) -> str:
     if wait.completed:
         return f"only {rank_list(wait.completed)} completed it"
-    return "none is through"
+    return "none has completed it"
 
 
 def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
