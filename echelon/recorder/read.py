@@ -202,7 +202,13 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Map the ring of a later program of this rank, which took the path over."""
+        """Map the ring of a later program of this rank, which took the path over.
+
+        The path is touched only once this ring's program has closed it: it may lie on a file
+        system that hangs, and the caller is an agent's only thread.
+        """
+        if not int(self._live[Live.CLOSED]):
+            return
         now = _file_identity(self._path)
         if now in (self._identity, (0, 0)):
             return
