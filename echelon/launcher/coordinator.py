@@ -27,7 +27,7 @@ from echelon.launcher.decide import EndedBy
 from echelon.launcher.meeting import MeetingPlace
 from echelon.launcher.options import Options
 from echelon.launcher.output import Terminal
-from echelon.launcher.report import EXIT_STALL, Report, exit_code
+from echelon.launcher.report import EXIT_STALL, NOT_CONCLUDED, Report, exit_code
 from echelon.launcher.roster import Node, Roster
 from echelon.launcher.rundir import RunDirectory
 from echelon.launcher.verdicts import Verdicts
@@ -633,6 +633,8 @@ class Coordinator:
         self.is_over = True
         self._report.ended_by = ended_by
         self._report.exit_code = code
+        if self._report.error == NOT_CONCLUDED:
+            self._report.error = ""
         for node in self._roster.nodes:
             self._send(node.name, m.Over(exit_code=code, ended_by=ended_by.value))
 

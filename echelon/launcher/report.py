@@ -12,6 +12,7 @@ from echelon.launcher.rundir import write_json
 
 EXIT_USAGE = 2
 EXIT_STALL = 3
+NOT_CONCLUDED = "the launcher did not get to conclude the job"
 _TIMED_OUT = 124
 
 
@@ -52,7 +53,7 @@ class Report:
     attempts: int = 0
     ended_by: EndedBy = EndedBy.AGENT  # a success is only what was set as one
     exit_code: int = 1
-    error: str = "the launcher did not get to conclude the job"
+    error: str = NOT_CONCLUDED
 
     def write(self, path: Path) -> None:
         """Write report.json."""

@@ -598,3 +598,13 @@ def test_a_full_disk_ends_no_job(script, small_disk):
     done = run_echelon("run", "--run-dir", str(small_disk / "run"), program, "7")
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (2, 7), done.stderr  # whether there is room for a folder is chance
+
+
+@pytest.mark.slow
+def test_three_hundred_local_ranks_start_run_and_stop(start):
+    code = "trap 'exit 0' TERM; echo up; while :; do sleep 1; done"
+    job = start("--nproc-per-node", "300", "--no-python", "sh", "-c", code)
+    job.wait_for("| up", 300)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 143, job.lines[-20:]
+    assert read_json(job.run_dir / "report.json")["ended_by"] == "signal"
