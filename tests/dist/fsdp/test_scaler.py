@@ -59,7 +59,7 @@ def _shards(rank, size):
 
 
 def test_float16_overflows_skip_the_step_on_all_ranks_and_the_scale_finds_its_place():
-    first, second = run_ranks(_shards, 2)
+    first, second = run_ranks(_shards, 2, timeout_s=120)
     assert first == second
     assert not first[0][0], "2**20 overflows float16"
     assert any(moved for moved, _ in first[:5])
@@ -86,7 +86,7 @@ def _stages(rank, size):
 
 def test_an_overflow_in_one_stage_is_known_in_the_others():
     """And without `over`, in the ranks of that stage only."""
-    results = run_ranks(_stages, 4)
+    results = run_ranks(_stages, 4, timeout_s=120)
     assert results[:2] == [[False, True, True, 2.0, 4.0]] * 2
     assert results[2:] == [[False, False, True, 2.0, 2.0]] * 2
 
@@ -109,7 +109,7 @@ def _saved(rank, size, folder):
 
 
 def test_its_state_goes_into_a_checkpoint(tmp_path):
-    assert run_ranks(_saved, 2, str(tmp_path / "saved")) == [4.0, 4.0]
+    assert run_ranks(_saved, 2, str(tmp_path / "saved"), timeout_s=120) == [4.0, 4.0]
 
 
 def _wrong(rank, size):
@@ -137,4 +137,4 @@ def _wrong(rank, size):
 
 
 def test_wrong_calls_are_errors():
-    run_ranks(_wrong, 1)  # in a process that has loaded what optimizers need
+    run_ranks(_wrong, 1, timeout_s=120)  # in a process that has loaded what optimizers need

@@ -253,7 +253,7 @@ def _arguments(rank, size):
 
 
 def test_bad_arguments_are_said_clearly():
-    run_ranks(_arguments, 2)
+    run_ranks(_arguments, 2, timeout_s=120)
 
 
 def _two_modules(rank, size):
@@ -278,4 +278,4 @@ def _two_modules(rank, size):
 
 
 def test_a_unit_of_two_modules_trains_as_the_plain_modules_do():
-    run_ranks(_two_modules, 2)
+    run_ranks(_two_modules, 2, timeout_s=120)
