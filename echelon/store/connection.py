@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -207,11 +207,11 @@ class Connection(asyncio.Protocol):
 
     # Carrying out.
 
-    def _carry_out(self, messages: Iterable[p.Message]) -> None:
+    def _carry_out(self, messages: Collection[p.Message]) -> None:
         """Carry out messages in order; put the rest off while the peer's replies lie unread."""
         rest: Iterator[p.Message] = iter(messages)
         try:
-            if self.hub.secret is None and self.standing is Standing.NEW:
+            if messages and self.hub.secret is None and self.standing is Standing.NEW:
                 self.admit()
             if self.standing is not Standing.MEMBER:
                 self._receive_stranger(rest)

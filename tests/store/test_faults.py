@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 
 import pytest
@@ -149,3 +150,16 @@ def test_deaths_at_any_moment_leave_nothing(server):
     assert (statistics.num_presences, statistics.num_watched_keys) == (0, 0)
     inside = server._call(lambda hub: (dict(hub.state.waiting), dict(hub.state.rounds)))
     assert inside == ({}, {})
+
+
+def test_both_ends_notice_a_machine_that_vanished_with_data_on_its_way(server, client):
+    """The kernel gives up after 30 s without an acknowledgement; probes cover the idle rest."""
+    store = client()
+    store.set_confirmed("k", b"v")
+    near = store._calls._session._link.channel._socket
+    far = server._call(lambda hub: [c.descriptor for c in hub.connections])
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    for descriptor in far:
+        with socket.socket(fileno=os.dup(descriptor)) as end:
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
