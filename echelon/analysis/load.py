@@ -180,7 +180,9 @@ def _ended(value: Any) -> tuple[int, ...]:
     known = [
         (row[2], row[0])
         for row in rows
-        if isinstance(row, list) and len(row) == 3 and all(isinstance(n, int) for n in row)
+        if isinstance(row, list)
+        and len(row) == 3  # the code is null where a node was lost
+        and all(isinstance(number, int) for number in (row[0], row[2]))
     ]
     return tuple(rank for _, rank in sorted(known) if _RANK.match(str(rank)))
 

@@ -151,3 +151,10 @@ def test_final_rings_of_the_newest_attempt(tmp_path: Path) -> None:
 def test_one_file(tmp_path: Path) -> None:
     folder = hung(1).write(tmp_path / "incident_0")
     assert analyze(folder / "rank_0").ranks_present == (0,)
+
+
+def test_the_coordinators_order_of_ends_is_read(tmp_path: Path) -> None:
+    ended = [[3, -6, 1], [1, 1, 0], [2, None, 2], "x", [4], [5, 0, "a"]]
+    told = {"kind": "failure", "ended": ended}
+    (tmp_path / "incident.json").write_text(json.dumps(told))
+    assert read_incident(tmp_path / "incident.json").ended == (1, 3, 2)
