@@ -84,7 +84,15 @@ def test_ranks_go_with_a_test_that_is_killed(tmp_path):
         test.kill()
         test.wait()
     ranks = [path.name for path in tmp_path.iterdir()]
-    _until(lambda: not any(Path("/proc", rank).exists() for rank in ranks))
+    _until(lambda: not any(_runs(rank) for rank in ranks))
+
+
+def _runs(pid: str) -> bool:
+    """Return whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _until(condition) -> None:

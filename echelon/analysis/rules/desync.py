@@ -24,10 +24,11 @@ def find_desync(picture: Picture) -> list[Finding]:
     waits.sort(key=lambda wait: wait.since_ns)
     first = waits[0]
     odd = _breaker(waits, members)
-    if odd is None and picture.streams is not None:
-        odd = least_habitual(picture.streams, ring)
-    if odd is not None:
-        return [_describe_odd(picture, odd, ring, waits)]
+    if picture.streams is not None:
+        # Their order is that of streams: a ring is a part of what one rank's slip has stopped.
+        odd = least_habitual(picture.streams, ring) if odd is None else odd
+        if odd is not None:
+            return [_describe_odd(picture, odd, ring, waits)]
     groups = sorted({wait.group for wait in waits})
     what = (
         f"groups {', '.join(repr(g) for g in groups)}"
@@ -44,7 +45,7 @@ def find_desync(picture: Picture) -> list[Finding]:
             operation=first.operation,
             sequence=first.number,
             summary=f"{rank_list(ring)} wait for each other in a ring: {parts}",
-            evidence=tuple(wait_line(wait) for wait in waits[:6]),
+            evidence=(*(wait_line(wait) for wait in waits[:6]), *_stands_alone(odd, ring)),
             fallout_ranks=picture.fallout(ring),
             next_action=f"Call the operations of {what} in the same order on every rank.",
         )
@@ -87,7 +88,6 @@ def _describe_odd(picture: Picture, odd: int, ring: tuple[int, ...], waits: list
     first = next((wait for wait in near if odd in wait.absent), waits[0])
     own = next((wait for wait in near if odd in wait.waiting), first)
     is_message = any(wait.is_p2p for wait in (first, own))
-    others = tuple(rank for rank in ring if rank != odd)
     return Finding(
         cause=Cause.P2P_UNMATCHED if is_message else Cause.ORDER_DESYNC,
         culprit_ranks=(odd,),
@@ -98,11 +98,15 @@ def _describe_odd(picture: Picture, odd: int, ring: tuple[int, ...], waits: list
         summary=f"rank {odd} is in {own} of group '{own.group}' while {rank_list(first.waiting)} "
         f"{'waits' if len(first.waiting) == 1 else 'wait'} for it in {first} of group "
         f"'{first.group}': it called the two in another order than the other ranks",
-        evidence=(
-            *(wait_line(wait) for wait in near[:6]),
-            f"rank {odd} stands alone: {rank_list(others)} wait in one order, it in the other",
-        ),
+        evidence=(*(wait_line(wait) for wait in near[:6]), *_stands_alone(odd, ring)),
         fallout_ranks=picture.fallout((odd,)),
         would_settle=("the calls that the program makes there, in order",),
         next_action=f"Compare the order of rank {odd}'s calls before {own} with the other ranks'.",
     )
+
+
+def _stands_alone(odd: int | None, ring: tuple[int, ...]) -> tuple[str, ...]:
+    if odd is None or len(ring) < 3:
+        return ()
+    others = tuple(rank for rank in ring if rank != odd)
+    return (f"rank {odd} stands alone: {rank_list(others)} wait in one order, it in the other",)
