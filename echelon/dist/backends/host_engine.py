@@ -62,9 +62,8 @@ class HostEngine(ABC):
             self._serial.run(operation, watch)
             return
         transfer = self._post(Transfer(operation, None))
-        needed = None if operation.peer < 0 else transfer.needed
         while not transfer.wait(CHECK_EVERY_S):
-            watch.check(needed)
+            transfer.check_with(watch)
         if transfer.error is not None:
             raise transfer.error
 

@@ -55,6 +55,9 @@ class Streams(Interface):
             StreamBroken: there will be no more.
         """
 
+    def has_unread(self, peer: int) -> bool:
+        """Return whether bytes of a peer have arrived and were not read; from any thread."""
+
     def write(self, peer: int, views: list[memoryview]) -> int:
         """Write what there is room for; return how many bytes that were.
 
@@ -94,6 +97,8 @@ class Driver:
 
     def post(self, transfer: Transfer) -> None:
         """Start a send or a receive; never blocks."""
+        if transfer.operation.kind == "recv":
+            transfer.has_unread = self._streams.has_unread
         self._posted.append(transfer)
         if not self._thread:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,10 @@ class Watch(Protocol):
 
     def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
         """Raise what ends the transfer: its deadline, or a death among the `needed` ranks."""
+
+
+def _has_none(peer: int) -> bool:  # noqa: ARG001
+    return False
 
 
 class Withdrawable(Protocol):
@@ -48,12 +53,13 @@ class Transfer(Outcome):
         moved: bytes that have left or arrived so far.
         watch: what bounds it; None if the thread that called it watches over it.
         rival: a receive in another engine that gets the message if this one does not.
+        has_unread: whether bytes of a rank have arrived and were not read yet; any thread asks.
         is_shared: whether ranks outside this engine may answer it, too.
     """
 
     __slots__ = (
-        "_claims", "data", "dtype", "is_shared", "moved", "operation", "order", "rival", "source",
-        "watch",
+        "_claims", "data", "dtype", "has_unread", "is_shared", "moved", "operation", "order",
+        "rival", "source", "watch",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, watch: Watch | None = None) -> None:
@@ -70,6 +76,7 @@ class Transfer(Outcome):
         self.watch = watch
         self.rival: Withdrawable | None = None
         self.is_shared = False
+        self.has_unread: Callable[[int], bool] = _has_none
         self._claims: dict[str, bool] = {}  # empty, or whether it gets a message: see `take`
 
     def take(self) -> bool:
@@ -98,7 +105,19 @@ class Transfer(Outcome):
         """Return the group ranks without which it cannot end."""
         return [] if self.done else [self.operation.peer]
 
+    def needed_alive(self) -> list[int]:
+        """Return the ranks whose deaths end it: not one whose message may have arrived."""
+        return [rank for rank in self.needed() if not self.has_unread(rank)]
+
     def check(self) -> None:
         """Raise what its watch finds; see `Watch.check`."""
         if self.watch is not None:
-            self.watch.check(None if self.operation.peer == ANY_SOURCE else self.needed)
+            self.check_with(self.watch)
+
+    def check_with(self, watch: Watch) -> None:
+        """Raise what a watch finds: a rank may send, and end before its message is read."""
+        if self.operation.peer == ANY_SOURCE:
+            watch.check(None)
+        else:
+            is_late = time.monotonic() >= watch.deadline_s
+            watch.check(self.needed if is_late else self.needed_alive)

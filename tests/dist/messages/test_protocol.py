@@ -271,3 +271,24 @@ def test_random_schedules_deliver_every_message_to_its_receive(seed):
     assert all(one.done and one.error is None for one in all_posted)
     assert all((out == data).all() for out, data in expected)
     assert not any(one._matcher._early or one._matcher._posted for one in ranks.protocols)
+
+
+def test_the_death_of_a_rank_does_not_end_a_receive_whose_message_may_have_arrived():
+    """A rank may send, exit, and be known to be dead before its bytes are read."""
+    checked = []
+
+    class Watch:
+        deadline_s = float("inf")
+
+        def check(self, needed=None):
+            checked.append(needed())
+
+    receive = Transfer(
+        Operation("recv", 0, dtype="uint8", peer=2, target=np.zeros(1, np.uint8)), Watch()
+    )
+    receive.check()
+    receive.has_unread = lambda peer: peer == 2
+    receive.check()
+    Watch.deadline_s = 0.0  # unread bytes, of other tags perhaps, do not hide a deadline
+    receive.check()
+    assert checked == [[2], [], [2]]

@@ -182,6 +182,14 @@ class Sockets:
             raise StreamBroken("it closed the connection")
         return num_bytes
 
+    def has_unread(self, peer: int) -> bool:
+        """Return whether bytes of a peer have arrived and were not read; from any thread."""
+        incoming = self._in.get(peer)
+        try:
+            return incoming is not None and bool(incoming.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
     def write(self, peer: int, views: list[memoryview]) -> int:
         """Write what the connection takes; `broken` reports one that takes nothing any more.
 

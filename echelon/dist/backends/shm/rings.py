@@ -88,6 +88,10 @@ class Rings:
             self._move(head_word, (head + count) % (2 * len(ring)), peer)
         return done
 
+    def has_unread(self, peer: int) -> bool:
+        """Return whether a peer has written what was not read; from any thread."""
+        return not self._is_closed and peer not in self._dropped and self._num_there(peer) > 0
+
     def write(self, peer: int, views: list[memoryview]) -> int:
         """Copy into a peer's ring what there is room for; return how many bytes."""
         if peer in self._dropped:
