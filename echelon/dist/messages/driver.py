@@ -98,7 +98,7 @@ class Driver:
     def post(self, transfer: Transfer) -> None:
         """Start a send or a receive; never blocks."""
         if transfer.operation.kind == "recv":
-            transfer.has_unread = self._streams.has_unread
+            transfer.has_unread = self._may_have_unread
         self._posted.append(transfer)
         if not self._thread:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -130,6 +130,18 @@ class Driver:
         elif thread.ident is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
         return not thread.is_alive()
+
+    def _may_have_unread(self, peer: int) -> bool:
+        """Return whether a peer's bytes may be on their way to a receive; from any thread.
+
+        They are if they have arrived, and perhaps while the driver's thread is at work: it may have
+        read them and not yet have given them to the receive, or not have seen the receive.
+        """
+        if self._streams.has_unread(peer):
+            return True
+        if threading.current_thread() is self._thread.get("driver"):
+            return False
+        return bool(self._posted) or not self._is_asleep
 
     # ---- the thread ----
 

@@ -107,7 +107,8 @@ class Transfer(Outcome):
 
     def needed_alive(self) -> list[int]:
         """Return the ranks whose deaths end it: not one whose message may have arrived."""
-        return [rank for rank in self.needed() if not self.has_unread(rank)]
+        ranks = [rank for rank in self.needed() if not self.has_unread(rank)]
+        return [] if self.done else ranks  # it may have arrived while we looked
 
     def check(self) -> None:
         """Raise what its watch finds; see `Watch.check`."""
