@@ -219,7 +219,7 @@ class TwoLevelEngine(HostEngine):
         plain = Operation("all_gather", 0, dtype="uint8")
         mine = inline.pack(operation)
         inside = np.empty((self._inside.members.size, len(mine)), np.uint8)
-        self._step(self._inside, "all_gather", mine, inside.reshape(-1), plain, watch)
+        self._inside.run("all_gather", mine, inside.reshape(-1), plain, watch)
         by_host = np.empty((self._size, len(mine)), np.uint8)
         across = self._gloo
         work = across.start_all_gather(by_host.reshape(-1), inside.reshape(-1))
@@ -236,21 +236,6 @@ class TwoLevelEngine(HostEngine):
             agree()
         return agree
 
-    def _step(
-        self,
-        level: Level,
-        kind: str,
-        source: Flat | None,
-        target: Flat | None,
-        like: Operation,
-        watch: Watch,
-        *,
-        dtype: str = "",
-        reduce_op: str = "",
-        root: int = -1,
-    ) -> None:
-        level.run(kind, source, target, like, watch, dtype=dtype, reduce_op=reduce_op, root=root)
-
     # ---- the collectives ----
 
     def _barrier(self, operation: Operation, watch: Watch, agree: _Agree) -> None:  # noqa: ARG002
@@ -264,8 +249,8 @@ class TwoLevelEngine(HostEngine):
             return
         total = self._total_inside(operation, watch, data)
         agree()
-        self._step(
-            self._across, "all_reduce", total, total, operation, watch,
+        self._across.run(
+            "all_reduce", total, total, operation, watch,
             dtype=wide_of(operation), reduce_op=summing_of(operation),
         )  # fmt: skip
         self._gather_inside(operation, watch, total, data)
@@ -315,8 +300,8 @@ class TwoLevelEngine(HostEngine):
             convert(operation.dtype, given[: len(data)], data)
             given[len(data) :] = 0
         total = self._scratch.take("total" + side, length, carried)
-        self._step(
-            self._inside, "reduce_scatter", given, total, operation, watch,
+        self._inside.run(
+            "reduce_scatter", given, total, operation, watch,
             dtype=wide_of(operation), reduce_op=summing_of(operation),
         )  # fmt: skip
         return total
@@ -331,7 +316,7 @@ class TwoLevelEngine(HostEngine):
         whole = data
         if num_padded != len(data):
             whole = self._scratch.take("whole", num_padded, data.dtype)
-        self._step(self._inside, "all_gather", share, whole, operation, watch)
+        self._inside.run("all_gather", share, whole, operation, watch)
         if whole is not data:
             np.copyto(data, whole[: len(data)])
 
@@ -352,14 +337,14 @@ class TwoLevelEngine(HostEngine):
         for row, rank in zip(given.reshape(rows.shape), by_place, strict=True):
             convert(operation.dtype, row, rows[rank])
         column = self._scratch.take("total", num_hosts * len(target), carried)
-        self._step(
-            self._inside, "reduce_scatter", given, column, operation, watch,
+        self._inside.run(
+            "reduce_scatter", given, column, operation, watch,
             dtype=wide_of(operation), reduce_op=op,
         )  # fmt: skip
         agree()
         total = self._scratch.take("share", len(target), carried)
-        self._step(
-            self._across, "reduce_scatter", column, total, operation, watch,
+        self._across.run(
+            "reduce_scatter", column, total, operation, watch,
             dtype=wide_of(operation), reduce_op=op,
         )  # fmt: skip
         self._conclude(operation, target, total)
@@ -370,9 +355,9 @@ class TwoLevelEngine(HostEngine):
         source, target = array_of(operation.source), array_of(operation.target)
         num_inside, num_hosts = self._inside.members.size, len(self._hosts)
         column = self._scratch.take("share", num_hosts * len(source), source.dtype)
-        self._step(self._across, "all_gather", source, column, operation, watch)
+        self._across.run("all_gather", source, column, operation, watch)
         whole = self._scratch.take("whole", num_inside * len(column), source.dtype)
-        self._step(self._inside, "all_gather", column, whole, operation, watch)
+        self._inside.run("all_gather", column, whole, operation, watch)
         blocks = whole.reshape(num_inside, num_hosts, len(source))
         rows = target.reshape(self._size, len(source))
         for host, ranks in enumerate(self._hosts):
@@ -388,9 +373,9 @@ class TwoLevelEngine(HostEngine):
         place = self._hosts[host].index(operation.root)
         if self._place == place:
             source, target = (data, None) if is_root else (None, data)
-            self._step(self._across, "broadcast", source, target, operation, watch, root=host)
+            self._across.run("broadcast", source, target, operation, watch, root=host)
         source, target = (data, None) if self._place == place else (None, data)
-        self._step(self._inside, "broadcast", source, target, operation, watch, root=place)
+        self._inside.run("broadcast", source, target, operation, watch, root=place)
 
     # ---- messages ----
 
