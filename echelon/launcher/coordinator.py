@@ -518,7 +518,7 @@ class Coordinator:
         incident.recovered = is_stall and collection.is_overtaken
         incident.ended = world.ended
         self._verdicts.begin(incident, world.present, is_due=is_stall)
-        # Ranks that do not record are disturbed by being examined: that is no progress.
+        # Examining ranks that do not record makes them active: it does not count as progress.
         is_withdrawn = incident.recovered and world.records
         if is_withdrawn:
             self._verdicts.withdraw(incident)

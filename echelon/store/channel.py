@@ -75,7 +75,7 @@ class Channel:
         """Send records from now on, and take nothing else (see `seal`).
 
         Raises:
-            StoreConnectionError: bytes that nobody proved lie unread.
+            StoreConnectionError: unread bytes precede the sealed stream.
         """
         if self._at < len(self._buffer):
             raise StoreConnectionError("unsealed bytes follow the server's proof")

@@ -171,7 +171,7 @@ class TCPStore(Store):
         return self._calls
 
     def statistics(self) -> StoreStatistics:
-        """Return what echelon's server holds and who waits for what.
+        """Return what echelon's server holds and which connections wait.
 
         Raises:
             StoreError: the server is torch's, which keeps none.

@@ -250,7 +250,7 @@ class Hub:
             self.deliver_woken()
 
     def statistics(self) -> StoreStatistics:
-        """Return what the server holds and who waits for what."""
+        """Return what the server holds and which connections wait for which keys."""
         state = self.state
         return StoreStatistics(
             num_keys=len(state.values),

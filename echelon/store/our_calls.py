@@ -203,7 +203,7 @@ class OurCalls(Store):
     # Beyond torch's API.
 
     def statistics(self) -> StoreStatistics:
-        """Return what the server holds and who waits for what."""
+        """Return what the server holds and which connections wait for which keys."""
         return StoreStatistics.from_json(self._sure("statistics", b"", p.STATISTICS, b""))
 
     def _do_pipeline(self, steps: list[Step]) -> None:

@@ -189,7 +189,7 @@ class StoreServer:
         self._call(lambda hub: hub.renew())
 
     def statistics(self) -> StoreStatistics:
-        """Return what the server holds and who waits for what.
+        """Return what the server holds and which connections wait for which keys.
 
         Raises:
             StoreError: the server is not running.

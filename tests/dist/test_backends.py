@@ -114,7 +114,7 @@ def test_a_bad_engine_name_is_one_clear_error(monkeypatch, value):
 
 
 def test_the_python_engine_of_shm_is_refused_where_loads_may_be_reordered(monkeypatch):
-    """On ARM, that is; with the C core there is no reason to refuse."""
+    """It is refused on ARM, for example; the C core is not."""
     monkeypatch.setattr(futex, "STORES_STAY_IN_ORDER", False)
     monkeypatch.setattr(native, "available", lambda: True)
     assert shm.not_ready() == ""

@@ -115,7 +115,7 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Find out who is at fault, within 2.5 s."""
+        """Return which ranks are at fault, within 2.5 s."""
         members = self._members
         if broken is None and needed is not None and not dead and self._board is None:
             return build.timed_out(members, operation, needed)

@@ -35,7 +35,7 @@ class Evidence(Protocol):
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Find out who is at fault, within 2.5 s.
+        """Determine which ranks are at fault, within 2.5 s.
 
         Args:
             operation: the one that cannot end.
