@@ -145,6 +145,34 @@ def test_a_rank_that_left_in_order_is_named_at_once(engine):
     run_ranks(_wait_for_leaver, 3, environ=engine)
 
 
+def _lag_behind_a_failure(rank: int, world_size: int) -> None:
+    world = dist.init(timeout_s=600)
+    store = dist_store()
+    if rank == 0:
+        python = importlib.import_module("echelon.dist.backends.shm.python")
+        check = python.PythonEngine._check_same_call
+
+        def check_late(engine, operation) -> None:
+            store.get(f"rank 1 has failed after {operation.kind}", timeout=20)
+            check(engine, operation)
+
+        python.PythonEngine._check_same_call = check_late
+        store.set("rank 1 has failed after all_reduce", "1")
+    world.barrier()
+    if rank != 2:
+        with pytest.raises(PeerLostError, match="rank 2 ") as caught:
+            world.all_reduce(np.ones(3))
+        assert caught.value.ranks == (2,)
+    if rank == 1:
+        store.set("rank 1 has failed after barrier", "1")
+    dist.shutdown()
+
+
+def test_an_operation_that_all_took_part_in_is_done_though_the_next_has_failed():
+    """On the Python engine; `tests/native/endings.c` has the same for the C core."""
+    run_ranks(_lag_behind_a_failure, 3, environ={"ECHELON_SHM": "python"})
+
+
 def _wait_for_late(rank: int, world_size: int) -> None:
     world = dist.init(timeout_s=1.0)
     world.barrier()

@@ -185,6 +185,28 @@ static void check_any_source(struct ec_engine *engine, size_t count, int round)
     }
 }
 
+/* Rank 0 takes back a receive from any rank while rank 1 sends to it: the message goes to that
+ * receive or to the next one, and to one of them only. */
+static void check_withdrawal(struct ec_engine *engine, size_t count, int round)
+{
+    if (engine->rank == 1) {
+        fill(1, round, count);
+        struct ec_op sent = message(EC_SEND, 4, x, 4 * count, 0);
+        run(engine, &sent, round);
+    }
+    if (engine->rank != 0)
+        return;
+    struct ec_op first = message(EC_RECV, 4, y, 4 * count, EC_ANY), second = first;
+    ec_submit(engine, &first, true);
+    bool is_withdrawn = ec_withdraw(engine, &first);
+    expect(!ec_withdraw(engine, &first) || !is_withdrawn, "second withdrawal", 0, round);
+    finish(engine, &first, round);
+    expect((first.sender < 0) == is_withdrawn, "sender of a withdrawn receive", 0, round);
+    if (is_withdrawn)
+        run(engine, &second, round);
+    expect(ALL(y[i] == value(1, round, i)), "message beside a withdrawal", 0, round);
+}
+
 void check_operations(const struct group *group, int rank)
 {
     struct ec_engine engine;
@@ -198,6 +220,7 @@ void check_operations(const struct group *group, int rank)
         check_exchange(&engine, count, round);
         check_stash(&engine, count / 2, round);
         check_any_source(&engine, count / 2, round);
+        check_withdrawal(&engine, count / 2, round);
     }
     struct ec_op last = operation(EC_BARRIER, sequence, NULL, NULL, 0, 0, 0);
     run(&engine, &last, group->rounds);

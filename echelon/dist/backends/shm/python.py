@@ -89,6 +89,7 @@ class PythonEngine(HostEngine):
         self._chunk = 0
         self._call = b""
         self._turn = 0  # which of the two headers is the running collective's
+        self._num_ended = 0  # collectives
         self._agreed = -1  # sequence of the last operation whose call all members share
         self._is_cut = False
         self._is_closed = False
@@ -112,6 +113,7 @@ class PythonEngine(HostEngine):
         self._turn ^= 1
         self._segment.write_header(self._rank, self._turn, self._call)
         self._run[operation.kind](operation, watch)
+        self._num_ended += 1
 
     def cut(self, reason: CollectiveError | None) -> None:
         """End the group in the shared memory: ranks that wait for this one notice at once."""
@@ -370,7 +372,7 @@ class PythonEngine(HostEngine):
         self._blame(fault, [places[r] for r in error.ranks if r in places])
 
     def _blame(self, fault: Fault, ranks: list[int]) -> None:
-        self._segment.blame(self._rank, fault, ranks)
+        self._segment.blame(self._rank, fault, ranks, self._num_ended)
         futex.wake(self._segment.address(self._rank * _WORDS))
 
     def _check_same_call(self, operation: Operation) -> None:
@@ -383,10 +385,15 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Fail with a member that told its caller so, though what we need of it is there."""
+        """Fail with a member that told its caller so, though what we need of it is there.
+
+        One that has finished this collective, and failed in a later one, has not.
+        """
         for rank in self._others:
             fault, blamed = self._segment.blamed_by(rank)
-            if fault not in (Fault.FINE, Fault.LEFT, Fault.MISMATCH):
+            if fault in (Fault.FINE, Fault.LEFT, Fault.MISMATCH):
+                continue
+            if (self._num_ended - self._segment.num_ended(rank)) & _U32 < _HALF:
                 raise self._explain(operation, Fault(fault), blamed)
 
 

@@ -6,6 +6,7 @@ A control block holds
     0     u32  published: how often this rank has announced a phase; others sleep on it
     4     u32  failed: a `Fault` once the rank has given the group up
     8     u32  number of ranks it blames, then up to 64 of them as u32
+    272   u32  number of collectives it had finished by then
     512   u32  doorbell of the rank's message thread, see rings.py
     1024  two headers of 1024 bytes, in turns: what the rank called in this collective, and before
 
@@ -27,6 +28,7 @@ LINE_BYTES = 64
 RING_HEAD_BYTES = 2 * LINE_BYTES
 _HEADERS_OFFSET = 1024
 _BLAMED_OFFSET = 8
+_ENDED_OFFSET = 272
 _BELL_OFFSET = 512
 _MAX_BLAMED = 64
 
@@ -86,8 +88,12 @@ class Segment:
         raw = bytes(self._view[start : start + HEADER_BYTES])
         return raw[2 : 2 + int.from_bytes(raw[:2], "little")]
 
-    def blame(self, rank: int, fault: int, blamed: list[int]) -> None:
-        """Say that `rank` gives the group up because of the group ranks `blamed`."""
+    def blame(self, rank: int, fault: int, blamed: list[int], num_ended: int) -> None:
+        """Note that `rank` gives the group up because of the group ranks `blamed`.
+
+        Args:
+            num_ended: collectives that it had finished.
+        """
         base = rank * CONTROL_BYTES // 4
         if self.words[base + 1]:
             return
@@ -95,6 +101,7 @@ class Segment:
         for place, culprit in enumerate(blamed):
             self.words[base + _BLAMED_OFFSET // 4 + 1 + place] = culprit
         self.words[base + _BLAMED_OFFSET // 4] = len(blamed)
+        self.words[base + _ENDED_OFFSET // 4] = num_ended & 0xFFFFFFFF
         self.words[base + 1] = fault
 
     def blamed_by(self, rank: int) -> tuple[int, list[int]]:
@@ -106,6 +113,10 @@ class Segment:
         count = min(self.words[base + _BLAMED_OFFSET // 4], _MAX_BLAMED)
         first = base + _BLAMED_OFFSET // 4 + 1
         return fault, [r for r in self.words[first : first + count].tolist() if r < self.size]
+
+    def num_ended(self, rank: int) -> int:
+        """Return how many collectives, modulo 2^32, a rank that gave up had finished."""
+        return int(self.words[rank * CONTROL_BYTES // 4 + _ENDED_OFFSET // 4])
 
     def close(self) -> None:
         """Let go of the memory."""

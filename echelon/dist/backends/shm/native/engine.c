@@ -135,6 +135,7 @@ static void publish_blame(struct ec_engine *engine, const struct ec_blame *blame
         return;
     for (int word = 0; word < EC_BLAME_WORDS; word++)
         atomic_store(&mine->blamed[word], blame->ranks[word]);
+    atomic_store(&mine->ended, engine->position);
     atomic_store(&mine->fault, blame->fault);
     for (int rank = 0; rank < engine->size; rank++)
         if (rank != engine->rank)

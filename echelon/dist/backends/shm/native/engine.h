@@ -110,6 +110,7 @@ struct ec_control {
     _Atomic uint32_t sleeps_on;                   /* 0, peer + 1, or EC_ANYONE */
     _Alignas(EC_LINE) _Atomic uint32_t tells; /* between moving a counter and the last bell rung */
     _Alignas(EC_LINE) _Atomic uint32_t fault; /* enum ec_fault */
+    _Atomic uint64_t ended; /* with `fault`: chunks of the collectives that it had finished */
     _Atomic uint64_t blamed[EC_BLAME_WORDS];
     _Alignas(EC_LINE) struct ec_call calls[2]; /* this collective's and the one's before, in turns */
 };

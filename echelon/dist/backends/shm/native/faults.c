@@ -16,15 +16,17 @@ static void adopt(struct ec_engine *engine, int rank, enum ec_fault fault, struc
         blame->fault = fault == EC_LEFT || fault == EC_ABORTED ? EC_PEER_LOST : fault;
 }
 
-/* Fail if a member has given the group up already, though what we need of it is there: it has told
- * its caller that this operation failed. (One that left in order has not, and a mismatch is found by
- * every rank itself.) */
+/* Fail if a member has given the group up in this collective, or before, though what we need of it is
+ * there: it has told its caller that this one failed. (One that left in order has not, nor one that
+ * has finished this one and failed in a later one; a mismatch is found by every rank itself.) */
 bool ec_fails_with_others(struct ec_engine *engine, const struct ec_op *op)
 {
     struct ec_blame blame = {.fault = EC_FINE, .kind = op->kind, .sequence = op->sequence};
     for (int rank = 0; rank < engine->size; rank++) {
         enum ec_fault fault = atomic_load(&engine->controls[rank].fault);
-        if (rank != engine->rank && fault != EC_FINE && fault != EC_LEFT && fault != EC_MISMATCH)
+        if (rank == engine->rank || atomic_load(&engine->controls[rank].ended) > op->base)
+            continue;
+        if (fault != EC_FINE && fault != EC_LEFT && fault != EC_MISMATCH)
             adopt(engine, rank, fault, &blame);
     }
     if (blame.fault != EC_FINE)
