@@ -40,7 +40,7 @@ from store_load import (
     take,
 )
 
-from echelon.store import protocol as p
+from echelon.store.wire import protocol as p
 
 
 @dataclass

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of each name it cannot look up
 
 from echelon.store import TCPStore
-from echelon.store import protocol as p
+from echelon.store.wire import protocol as p
 
 _FORK = multiprocessing.get_context("fork")
 _NUM_WORKERS = 2

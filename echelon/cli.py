@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return doctor(arguments)
     if command == "store":
-        from echelon.store.cli import main as store
+        from echelon.store.server.cli import main as store
 
         return store(arguments)
     if command in ("--version", "-V"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.launcher.conf import Conf
-from echelon.store.trust import MIN_SECRET_BYTES
+from echelon.store.wire.trust import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 29400
 _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.store.server import StoreServer
-from echelon.store.client import TCPStore
+    from echelon.store.server.server import StoreServer
+from echelon.store.client.client import TCPStore
 from echelon.store.file import FileStore
 from echelon.store.memory import MemoryStore
 from echelon.store.prefix import PrefixStore
@@ -17,7 +17,7 @@ __all__ = ["TCPStore", "PrefixStore", "MemoryStore", "FileStore", "StoreServer"]
 def __getattr__(name: str) -> Any:
     """Import the server only when it is asked for: it brings asyncio along."""
     if name == "StoreServer":
-        from echelon.store.server import StoreServer
+        from echelon.store.server.server import StoreServer
 
         return StoreServer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from echelon.store.cli import main
+from echelon.store.server.cli import main
 
 sys.exit(main())

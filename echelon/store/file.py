@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
-from echelon.store import protocol as p
 from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.deadline import Deadline, Timeout, seconds
 from echelon.store.forks import keep_from_children
-from echelon.store.limits import Limits
-from echelon.store.parser import Parser
-from echelon.store.state import StoreState
+from echelon.store.state.state import StoreState
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
+from echelon.store.wire.parser import Parser
 
 T = TypeVar("T")
 

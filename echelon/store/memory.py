@@ -13,8 +13,8 @@ from typing import TypeVar
 from echelon.errors import StoreError
 from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
 from echelon.store.deadline import Deadline, Timeout, seconds
-from echelon.store.state import StoreState
-from echelon.store.waiters import RoundStory, Waiter, Wants
+from echelon.store.state.state import StoreState
+from echelon.store.state.waiters import RoundStory, Waiter, Wants
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from echelon.store import protocol as p
+from echelon.store.wire import protocol as p
 
 OPENING = p.encode(p.VALIDATE, p.VALIDATE_MAGIC)
 SYNC = p.encode(p.PING, 7)

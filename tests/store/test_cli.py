@@ -12,8 +12,8 @@ import pytest
 import echelon
 from echelon.errors import StoreError
 from echelon.store import TCPStore
-from echelon.store import server as servers
-from echelon.store.cli import main
+from echelon.store.server import server as servers
+from echelon.store.server.cli import main
 from tests.store.peers import PATIENCE_S, Raw, server_process
 
 COMMAND = [sys.executable, "-m", "echelon.store"]
@@ -68,7 +68,8 @@ def test_a_parent_that_is_gone_before_it_serves_is_noticed(moment, tmp_path):
     else:  # the end of input is seen before the loop is made
         slow = tmp_path / "slow.py"
         slow.write_text(
-            "import echelon.store.server as s, echelon.store.cli as c, threading, sys\n"
+            "import echelon.store.server.server as s, echelon.store.server.cli as c\n"
+            "import threading, sys\n"
             "seen, real, stop = threading.Event(), s._new_event_loop, s.StoreServer.stop_soon\n"
             "def note(self):\n    stop(self)\n    seen.set()\n"
             "def late():\n    assert seen.wait(20)\n    return real()\n"

@@ -12,8 +12,8 @@ import pytest
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import StoreServer, TCPStore
-from echelon.store import protocol as p
-from echelon.store.channel import Channel
+from echelon.store.client.channel import Channel
+from echelon.store.wire import protocol as p
 from tests.store.peers import Background, Raw, until
 from tests.store.relay import Relay
 

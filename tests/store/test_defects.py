@@ -12,9 +12,9 @@ import pytest
 
 from echelon.errors import StoreError
 from echelon.store import PrefixStore, StoreServer
-from echelon.store import protocol as p
-from echelon.store.limits import Limits
-from echelon.store.parser import Parser
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
+from echelon.store.wire.parser import Parser
 from tests.store.peers import OPENING, Background, Raw, until
 
 WAIT_K = p.encode(p.WAIT, [b"/k"])

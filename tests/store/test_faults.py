@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from echelon.store import TCPStore
-from echelon.store import protocol as p
+from echelon.store.wire import protocol as p
 from tests.ranks import run_ranks
 from tests.store.peers import Background, Raw, ours, until
 

@@ -10,13 +10,13 @@ import pytest
 
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import FileStore
-from echelon.store import protocol as p
 from echelon.store.deadline import Deadline
+from echelon.store.wire import protocol as p
 
 WRITER = """
 import sys
 from echelon.store import FileStore
-from echelon.store import protocol as p
+from echelon.store.wire import protocol as p
 from echelon.store.deadline import Deadline
 path, name, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
 with FileStore(path, timeout=60.0) as store:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from echelon.store import TCPStore, trust
-from echelon.store import protocol as p
-from echelon.store.seal import Sealer
+from echelon.store import TCPStore
+from echelon.store.wire import protocol as p
+from echelon.store.wire import trust
+from echelon.store.wire.seal import Sealer
 from tests.store.peers import OPENING, PATIENCE_S, Raw, until
 from tests.store.relay import Relay
 from tests.store.test_fuzz_server import spoil, valid_traffic
@@ -29,7 +30,8 @@ ANNOUNCED = OPENING + p.encode(p.PING, p.OUR_NONCE)
 # No uid is believed, so that torch's clients of this user are strangers as well.
 SERVER = """
 import sys
-from echelon.store import cli, trust
+from echelon.store.server import cli
+from echelon.store.wire import trust
 trust.own_uid = lambda: None
 sys.exit(cli.main(["--secret-file", sys.argv[1]]))
 """

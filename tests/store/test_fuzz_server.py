@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from echelon.store import StoreServer
-from echelon.store import protocol as p
+from echelon.store.wire import protocol as p
 from tests.store.peers import OPENING, Raw, all_have_left, ours, until
 
 GUARDED = b"/guarded"

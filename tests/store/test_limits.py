@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from echelon.store import StoreServer
-from echelon.store import protocol as p
-from echelon.store.limits import Limits
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
 from tests.store.peers import OPENING, Background, Raw, all_have_left, ours, until
 
 QUICK = Limits(

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import StoreProtocolError
-from echelon.store import protocol as p
-from echelon.store.limits import Limits
-from echelon.store.parser import Parser, expand_run
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
+from echelon.store.wire.parser import Parser, expand_run
 from tests.store.peers import OPENING
 
 SETTINGS = settings(derandomize=True, max_examples=150, deadline=None, database=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from echelon.store import StoreServer
-from echelon.store import protocol as p
-from echelon.store.limits import Limits
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
 from tests.store.peers import Raw, ours, until
 
 

@@ -7,9 +7,10 @@ import socket
 import pytest
 
 from echelon.errors import StoreConnectionError, StoreProtocolError
-from echelon.store import StoreServer, TCPStore, trust
-from echelon.store import protocol as p
-from echelon.store.seal import HEADER_BYTES, RECORD_BYTES, Opener, Sealer, stream_keys
+from echelon.store import StoreServer, TCPStore
+from echelon.store.wire import protocol as p
+from echelon.store.wire import trust
+from echelon.store.wire.seal import HEADER_BYTES, RECORD_BYTES, Opener, Sealer, stream_keys
 from tests.store.peers import Background, ours, until
 from tests.store.relay import Relay
 from tests.store.test_trust import HELLO_BYTES, hello

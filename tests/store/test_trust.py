@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from echelon.store import StoreServer, TCPStore, trust
-from echelon.store import protocol as p
-from echelon.store.seal import HEADER_BYTES, Opener, stream_keys
+from echelon.store import StoreServer, TCPStore
+from echelon.store.wire import protocol as p
+from echelon.store.wire import trust
+from echelon.store.wire.seal import HEADER_BYTES, Opener, stream_keys
 from tests.store.peers import OPENING, SYNC, SYNCED, Background, Raw, ours, until
 
 SECRET = "correct horse battery staple"

@@ -1,6 +1,6 @@
 """The Store API on torch's server, by torch's own commands.
 
-Replies carry no ids, so a connection serves one exchange at a time (see the note in `connections`).
+Replies carry no ids, so a connection serves one exchange at a time (see the note in `pool`).
 Gathers are built of plain commands (see the note in `base`).
 
 What may be repeated after a broken connection without harm (reading, waiting) is repeated once;
@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from echelon.store import protocol as p
-from echelon.store.answers import (
+from echelon.store.base import Store
+from echelon.store.client.answers import (
     STEPS,
     Read,
     take_check,
@@ -23,12 +23,12 @@ from echelon.store.answers import (
     take_pong,
     take_wait,
 )
-from echelon.store.base import Store
-from echelon.store.channel import Channel
-from echelon.store.connections import Connections
+from echelon.store.client.channel import Channel
+from echelon.store.client.exchanges import Exchanges
+from echelon.store.client.pool import Connections
 from echelon.store.deadline import Deadline
-from echelon.store.exchanges import Exchanges
 from echelon.store.pipeline import Step
+from echelon.store.wire import protocol as p
 
 T = TypeVar("T")
 

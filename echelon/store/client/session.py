@@ -14,12 +14,12 @@ import threading
 from typing import Final, NoReturn
 
 from echelon.errors import StoreError, StoreTimeoutError
-from echelon.store import protocol as p
-from echelon.store.channel import Channel
+from echelon.store.client.channel import Channel
+from echelon.store.client.dialer import Dialer, call
+from echelon.store.client.link import Call, Link
 from echelon.store.deadline import Deadline
-from echelon.store.dialer import Dialer, call
 from echelon.store.forks import keep_from_children
-from echelon.store.link import Call, Link
+from echelon.store.wire import protocol as p
 
 CANCEL_S: Final = 2.0  # how long the server may take to answer a cancelled wait
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from echelon.errors import StoreProtocolError
-from echelon.store import protocol as p
-from echelon.store.limits import Limits
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from echelon.errors import StoreError
-from echelon.store.channel import Channel
-from echelon.store.connections import Connections
+from echelon.store.client.channel import Channel
+from echelon.store.client.pool import Connections
+from echelon.store.client.session import show
 from echelon.store.deadline import Deadline
-from echelon.store.session import show
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 
-from echelon.store.waiters import MAX_WORLD_SIZE, Round, RoundStory, Waiter, Wants
+from echelon.store.state.waiters import MAX_WORLD_SIZE, Round, RoundStory, Waiter, Wants
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 

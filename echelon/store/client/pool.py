@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 
 from echelon.errors import StoreError
-from echelon.store import protocol as p
-from echelon.store.channel import Channel
+from echelon.store.client.channel import Channel
+from echelon.store.client.dialer import Dialer
 from echelon.store.deadline import Deadline
-from echelon.store.dialer import Dialer
 from echelon.store.forks import keep_from_children
+from echelon.store.wire import protocol as p
 
 _MAX_IDLE = 4
 

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
-from echelon.store import protocol as p
-from echelon.store import trust
-from echelon.store.commands import HANDLERS as TORCH_HANDLERS
-from echelon.store.commands import demand_room_to_wait, list_keys
-from echelon.store.seal import stream_keys
-from echelon.store.state import show_key
-from echelon.store.waiters import Waiter, Wants
+from echelon.store.server.commands import HANDLERS as TORCH_HANDLERS
+from echelon.store.server.commands import demand_room_to_wait, list_keys
+from echelon.store.state.state import show_key
+from echelon.store.state.waiters import Waiter, Wants
+from echelon.store.wire import protocol as p
+from echelon.store.wire import trust
+from echelon.store.wire.seal import stream_keys
 
 if TYPE_CHECKING:
-    from echelon.store.connection import Connection
+    from echelon.store.server.peer import Connection
 
 Act = Callable[..., bytes | None]
 

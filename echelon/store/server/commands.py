@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from echelon.store import protocol as p
-from echelon.store.state import show_key
-from echelon.store.waiters import Wants
+from echelon.store.state.state import show_key
+from echelon.store.state.waiters import Wants
+from echelon.store.wire import protocol as p
 
 if TYPE_CHECKING:
-    from echelon.store.connection import Connection
+    from echelon.store.server.peer import Connection
 
 
 # torch's commands.

@@ -22,7 +22,7 @@ class Hosted:
     """
 
     def __init__(self, host: str, port: int, secret: bytes | None, listen_fd: int | None) -> None:
-        from echelon.store.server import StoreServer
+        from echelon.store.server.server import StoreServer
 
         self._server = StoreServer(
             host, port, secret=secret, listen_fd=listen_fd, bind_all_if_foreign=True

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from echelon.errors import StoreConnectionError, StoreProtocolError
-from echelon.store import protocol as p
-from echelon.store import trust
 from echelon.store.deadline import Deadline
-from echelon.store.keepalive import keep_alive
-from echelon.store.seal import Opener, Sealer, stream_keys
+from echelon.store.wire import protocol as p
+from echelon.store.wire import trust
+from echelon.store.wire.keepalive import keep_alive
+from echelon.store.wire.seal import Opener, Sealer, stream_keys
 
 _RECEIVE_BYTES = 64 << 10
 _SLICE_S = 1.0  # a receive comes back after this long to look at the deadline

@@ -16,21 +16,21 @@ import threading
 from typing import Final
 
 from echelon.errors import StoreError, StoreTimeoutError
-from echelon.store import trust
 from echelon.store.base import DEFAULT_TIMEOUT_S, Observer, Store
-from echelon.store.channel import Place
-from echelon.store.connections import Connections
+from echelon.store.client.channel import Place
+from echelon.store.client.dialer import Dialer
+from echelon.store.client.hosting import Hosted, host
+from echelon.store.client.our_calls import OurCalls
+from echelon.store.client.pool import Connections
+from echelon.store.client.session import Session
+from echelon.store.client.torch_calls import TorchCalls
 from echelon.store.deadline import Deadline, Timeout, seconds
-from echelon.store.dialer import Dialer
 from echelon.store.environment import job_observer, job_secret
-from echelon.store.hosting import Hosted, host
-from echelon.store.our_calls import OurCalls
 from echelon.store.pipeline import Step
 from echelon.store.presence import Presence
-from echelon.store.session import Session
-from echelon.store.statistics import StoreStatistics
-from echelon.store.torch_calls import TorchCalls
 from echelon.store.watch import Watch
+from echelon.store.wire import trust
+from echelon.store.wire.statistics import StoreStatistics
 
 _INIT_WIRE: Final = b"init/"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from echelon.store import protocol as p
-from echelon.store.channel import Channel
+from echelon.store.client.channel import Channel
 from echelon.store.deadline import Deadline
+from echelon.store.wire import protocol as p
 
 Read = Callable[[Channel, Deadline], Any]
 

@@ -19,14 +19,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
-from echelon.store import protocol as p
-from echelon.store.parser import Parser, expand_run
-from echelon.store.queries import HANDLERS
-from echelon.store.seal import Opener, Sealer
-from echelon.store.waiters import Waiter
+from echelon.store.server.queries import HANDLERS
+from echelon.store.state.waiters import Waiter
+from echelon.store.wire import protocol as p
+from echelon.store.wire.parser import Parser, expand_run
+from echelon.store.wire.seal import Opener, Sealer
 
 if TYPE_CHECKING:
-    from echelon.store.hub import Hub
+    from echelon.store.server.hub import Hub
 
 _FLUSH_BYTES = 256 << 10  # replies gathered before they are handed to the transport
 _PACKET_COMMANDS = 131072  # more than one packet can hold

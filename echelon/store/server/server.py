@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
-from echelon.store import trust
-from echelon.store.connection import Connection
 from echelon.store.forks import keep_from_children
-from echelon.store.hub import Hub, log
-from echelon.store.keepalive import keep_alive
-from echelon.store.limits import Limits
-from echelon.store.statistics import StoreStatistics
+from echelon.store.server.hub import Hub, log
+from echelon.store.server.peer import Connection
+from echelon.store.wire import trust
+from echelon.store.wire.keepalive import keep_alive
+from echelon.store.wire.limits import Limits
+from echelon.store.wire.statistics import StoreStatistics
 
 if TYPE_CHECKING:
     from typing_extensions import Self

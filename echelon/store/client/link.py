@@ -17,9 +17,9 @@ import struct
 import threading
 from collections import deque
 
-from echelon.store import protocol as p
-from echelon.store.channel import Channel
+from echelon.store.client.channel import Channel
 from echelon.store.deadline import Deadline
+from echelon.store.wire import protocol as p
 
 _HEAD = struct.Struct("<BI")
 _MAX_TAG = 0xFFFFFFFF

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echelon.store.state import StoreState
+from echelon.store.state.state import StoreState
 
 GRACE_S = 2.0
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from echelon import __version__
 from echelon.errors import EchelonError
-from echelon.store.hub import log
-from echelon.store.logsink import StderrSink
-from echelon.store.server import StoreServer
-from echelon.store.trust import is_loopback
+from echelon.store.server.hub import log
+from echelon.store.server.logsink import StderrSink
+from echelon.store.server.server import StoreServer
+from echelon.store.wire.trust import is_loopback
 
 
 def main(argv: list[str] | None = None) -> int:

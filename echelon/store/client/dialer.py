@@ -12,8 +12,8 @@ import random
 import time
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from echelon.store import channel as channels
-from echelon.store.channel import Address, Channel, Place
+from echelon.store.client import channel as channels
+from echelon.store.client.channel import Address, Channel, Place
 from echelon.store.deadline import Deadline
 
 _FIRST_DELAY_S = 0.02

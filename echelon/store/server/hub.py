@@ -13,13 +13,13 @@ import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from echelon.store import protocol as p
-from echelon.store import trust
-from echelon.store.connection import Connection, Standing
-from echelon.store.leases import Leases
-from echelon.store.limits import Limits
-from echelon.store.state import StoreState, show_key
-from echelon.store.statistics import StoreStatistics
+from echelon.store.server.peer import Connection, Standing
+from echelon.store.state.leases import Leases
+from echelon.store.state.state import StoreState, show_key
+from echelon.store.wire import protocol as p
+from echelon.store.wire import trust
+from echelon.store.wire.limits import Limits
+from echelon.store.wire.statistics import StoreStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

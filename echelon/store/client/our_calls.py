@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Final
 
 from echelon.errors import StoreConnectionError, StoreError, StoreProtocolError
-from echelon.store import protocol as p
 from echelon.store.base import Store
+from echelon.store.client.link import Call, Link
+from echelon.store.client.session import CANCEL_S, Session, WaitCancelledError, show
 from echelon.store.deadline import Deadline
-from echelon.store.link import Call, Link
 from echelon.store.pipeline import Step
 from echelon.store.presence import Presence
-from echelon.store.session import CANCEL_S, Session, WaitCancelledError, show
-from echelon.store.statistics import StoreStatistics
 from echelon.store.watch import Change, Watch
+from echelon.store.wire import protocol as p
+from echelon.store.wire.statistics import StoreStatistics
 
 _WINDOW_BYTES: Final = 32 << 10  # of a pipeline under way: fits a socket's buffers
 _BEATS: Final = 4  # in one lease

@@ -1,0 +1,1 @@
+"""The client: calls, the connections that carry them, and hosting a server in the process."""
