@@ -64,6 +64,29 @@ def test_rooms_import_only_what_the_architecture_allows(room):
             )
 
 
+# folder of the store -> folders of the store that it may import besides itself
+_STORE_FOLDERS = {
+    "wire": (),
+    "state": (),
+    "server": ("wire", "state"),
+    "client": ("wire", "server"),
+}
+
+
+@pytest.mark.parametrize("folder", _STORE_FOLDERS)
+def test_the_stores_folders_import_only_those_below(folder):
+    files = list((_PACKAGE / "store" / folder).glob("*.py"))
+    assert len(files) > 1
+    refused = set(_STORE_FOLDERS) - {folder, *_STORE_FOLDERS[folder]}
+    for path in files:
+        above = [
+            name
+            for name in _imports(path)
+            if any(_is_below(name, f"echelon.store.{other}") for other in refused)
+        ]
+        assert not above, f"{path.relative_to(_PACKAGE)} imports {above}"
+
+
 @pytest.mark.parametrize("room", [room for room in _ROOMS if room != "dist"])
 def test_only_dist_imports_torch(room):
     for path in (_PACKAGE / room).rglob("*.py"):

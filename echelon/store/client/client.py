@@ -21,7 +21,7 @@ from echelon.store.client.channel import Place
 from echelon.store.client.dialer import Dialer
 from echelon.store.client.hosting import Hosted, host
 from echelon.store.client.our_calls import OurCalls
-from echelon.store.client.pool import Connections
+from echelon.store.client.pool import Pool
 from echelon.store.client.session import Session
 from echelon.store.client.torch_calls import TorchCalls
 from echelon.store.deadline import Deadline, Timeout, seconds
@@ -94,7 +94,7 @@ class TCPStore(Store):
         channel = self._dialer.connect("connect", "", deadline)
         if channel.is_ours:
             return OurCalls(Session(self._dialer, channel), lambda: self._timeout_s)
-        return TorchCalls(Connections(self._dialer, channel), lambda: self._timeout_s)
+        return TorchCalls(Pool(self._dialer, channel), lambda: self._timeout_s)
 
     @property
     def host(self) -> str:

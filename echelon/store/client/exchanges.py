@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from echelon.errors import StoreError
 from echelon.store.client.channel import Channel
-from echelon.store.client.pool import Connections
+from echelon.store.client.pool import Pool
 from echelon.store.client.session import show
 from echelon.store.deadline import Deadline
 
@@ -28,8 +28,8 @@ class Exchanges:
     closes the connection over what it refuses, so nothing is repeated more than twice.
     """
 
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
     def ask(
         self,
@@ -43,25 +43,25 @@ class Exchanges:
     ) -> T:
         """Send a request that is answered at once and read its answer."""
         name = show(key)
-        connections = self._connections
-        lock = connections.turn(operation, name, deadline)
+        pool = self._pool
+        lock = pool.turn(operation, name, deadline)
         try:
             for is_last in (not can_repeat, True):
-                channel = connections.main(operation, name, deadline)
+                channel = pool.main(operation, name, deadline)
                 had_unconfirmed = channel.num_unconfirmed > 0
                 try:
                     channel.send(request, deadline)
                     answer = read(channel, deadline)
                 except TimeoutError as error:
-                    connections.drop(channel)
-                    raise connections.timed_out(operation, name, deadline, str(error)) from None
+                    pool.drop(channel)
+                    raise pool.timed_out(operation, name, deadline, str(error)) from None
                 except OSError as error:
-                    failure = connections.lost(operation, name, channel, error)
+                    failure = pool.lost(operation, name, channel, error)
                     if is_last or had_unconfirmed:
                         raise failure from None
                     continue
                 except BaseException:
-                    connections.drop(channel)
+                    pool.drop(channel)
                     raise
                 channel.num_unconfirmed = 0
                 return answer
@@ -72,20 +72,20 @@ class Exchanges:
     def tell(self, operation: str, key: bytes, request: bytes, deadline: Deadline) -> None:
         """Send a request that has no answer."""
         name = show(key)
-        connections = self._connections
-        lock = connections.turn(operation, name, deadline)
+        pool = self._pool
+        lock = pool.turn(operation, name, deadline)
         try:
-            channel = connections.main(operation, name, deadline)
+            channel = pool.main(operation, name, deadline)
             channel.num_unconfirmed += 1
             try:
                 channel.send(request, deadline)
             except TimeoutError as error:
-                connections.drop(channel)
-                raise connections.timed_out(operation, name, deadline, str(error)) from None
+                pool.drop(channel)
+                raise pool.timed_out(operation, name, deadline, str(error)) from None
             except OSError as error:
-                raise connections.lost(operation, name, channel, error) from None
+                raise pool.lost(operation, name, channel, error) from None
             except BaseException:
-                connections.drop(channel)
+                pool.drop(channel)
                 raise
         finally:
             lock.release()
@@ -105,26 +105,26 @@ class Exchanges:
         `exchange` reads the answer; at the deadline it cancels and returns or raises by itself.
         """
         name = show(key)
-        connections = self._connections
+        pool = self._pool
         for is_last in (not can_repeat, False, True):
-            channel = connections.take_away(operation, name, deadline)
+            channel = pool.take_away(operation, name, deadline)
             try:
                 channel.send(request, deadline)
                 answer = exchange(channel, deadline)
             except StoreError:
-                connections.give_back(channel)
+                pool.give_back(channel)
                 raise
             except TimeoutError as error:
-                connections.drop(channel)
-                raise connections.timed_out(operation, name, deadline, str(error)) from None
+                pool.drop(channel)
+                raise pool.timed_out(operation, name, deadline, str(error)) from None
             except OSError as error:
-                failure = connections.lost(operation, name, channel, error)
-                if not is_last and deadline.left_s > 0 and not connections.is_closed:
+                failure = pool.lost(operation, name, channel, error)
+                if not is_last and deadline.left_s > 0 and not pool.is_closed:
                     continue
                 raise failure from None
             except BaseException:
-                connections.drop(channel)
+                pool.drop(channel)
                 raise
-            connections.give_back(channel)
+            pool.give_back(channel)
             return answer
         raise AssertionError("unreachable")

@@ -23,7 +23,7 @@ from echelon.store.wire import protocol as p
 _MAX_IDLE = 4
 
 
-class Connections:
+class Pool:
     """Own the channels of one client.
 
     Args:

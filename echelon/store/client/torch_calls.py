@@ -25,7 +25,7 @@ from echelon.store.client.answers import (
 )
 from echelon.store.client.channel import Channel
 from echelon.store.client.exchanges import Exchanges
-from echelon.store.client.pool import Connections
+from echelon.store.client.pool import Pool
 from echelon.store.deadline import Deadline
 from echelon.store.pipeline import Step
 from echelon.store.wire import protocol as p
@@ -49,9 +49,9 @@ def _wires(keys: list[bytes]) -> list[bytes]:
 class TorchCalls(Store):
     """The primitives of a client of torch's server; `TCPStore` is its front."""
 
-    def __init__(self, connections: Connections, timeout_s: Callable[[], float]) -> None:
-        self._connections = connections
-        self._exchanges = Exchanges(connections)
+    def __init__(self, pool: Pool, timeout_s: Callable[[], float]) -> None:
+        self._pool = pool
+        self._exchanges = Exchanges(pool)
         self._default_s = timeout_s
 
     def clone(self) -> Store:
@@ -61,11 +61,11 @@ class TorchCalls(Store):
     @property
     def endpoint(self) -> str:
         """The server as "host:port"."""
-        return self._connections.endpoint
+        return self._pool.endpoint
 
     def close(self) -> None:
         """Close the connections."""
-        self._connections.close()
+        self._pool.close()
 
     # Exchanges.
 

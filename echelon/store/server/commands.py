@@ -15,60 +15,60 @@ from echelon.store.state.waiters import Wants
 from echelon.store.wire import protocol as p
 
 if TYPE_CHECKING:
-    from echelon.store.server.peer import Connection
+    from echelon.store.server.peer import Peer
 
 
 # torch's commands.
 
 
-def _on_ping(peer: Connection, nonce: int) -> None:
+def _on_ping(peer: Peer, nonce: int) -> None:
     peer.reply(p.pack_u32(p.OUR_ANSWER if nonce == p.OUR_NONCE else nonce))
 
 
-def _on_set(peer: Connection, key: bytes, value: bytes) -> None:
+def _on_set(peer: Peer, key: bytes, value: bytes) -> None:
     peer.state.set(key, value)
 
 
-def _on_get(peer: Connection, key: bytes) -> None:
+def _on_get(peer: Peer, key: bytes) -> None:
     peer.reply_value(peer.state.values.get(key, b""))
 
 
-def _on_compare_set(peer: Connection, key: bytes, expected: bytes, desired: bytes) -> None:
+def _on_compare_set(peer: Peer, key: bytes, expected: bytes, desired: bytes) -> None:
     peer.reply_value(peer.state.compare_set(key, expected, desired))
 
 
-def _on_add(peer: Connection, key: bytes, amount: int) -> None:
+def _on_add(peer: Peer, key: bytes, amount: int) -> None:
     peer.reply(p.pack_i64(peer.state.add(key, amount)))
 
 
-def _on_check(peer: Connection, keys: list[bytes]) -> None:
+def _on_check(peer: Peer, keys: list[bytes]) -> None:
     is_present = all(map(peer.state.is_present, keys))
     peer.reply(p.CHECK_PRESENT if is_present else p.CHECK_MISSING)
 
 
-def _on_wait(peer: Connection, keys: list[bytes]) -> None:
+def _on_wait(peer: Peer, keys: list[bytes]) -> None:
     demand_room_to_wait(peer)
     wants = Wants.WAKE if peer.is_ours else Wants.CLAIM
     if peer.state.wait(peer, wants, keys) is None:
         peer.reply(p.WAIT_DONE)
 
 
-def _on_num_keys(peer: Connection) -> None:
+def _on_num_keys(peer: Peer) -> None:
     peer.reply(p.pack_i64(len(peer.state.values)))
 
 
-def _on_delete(peer: Connection, key: bytes) -> None:
+def _on_delete(peer: Peer, key: bytes) -> None:
     peer.reply(p.pack_i64(int(peer.state.delete(key))))
 
 
-def _on_append(peer: Connection, key: bytes, value: bytes) -> None:
+def _on_append(peer: Peer, key: bytes, value: bytes) -> None:
     size = len(peer.state.values.get(key, b"")) + len(value)
     if size > peer.hub.limits.value_bytes:
         raise ValueError(f"append: {show_key(key)} would hold {size} bytes")
     peer.state.append(key, value)
 
 
-def _on_multi_get(peer: Connection, keys: list[bytes]) -> None:
+def _on_multi_get(peer: Peer, keys: list[bytes]) -> None:
     values = [peer.state.values.get(key, b"") for key in keys]
     if sum(map(len, values)) > peer.hub.limits.reply_bytes:
         raise ValueError(f"multi_get of more than {peer.hub.limits.reply_bytes} bytes")
@@ -76,37 +76,37 @@ def _on_multi_get(peer: Connection, keys: list[bytes]) -> None:
         peer.reply_value(value)
 
 
-def _on_multi_set(peer: Connection, strings: list[bytes]) -> None:
+def _on_multi_set(peer: Peer, strings: list[bytes]) -> None:
     peer.state.set_many(zip(strings[::2], strings[1::2], strict=True))
 
 
-def _on_cancel_wait(peer: Connection) -> None:
+def _on_cancel_wait(peer: Peer) -> None:
     for waiter in peer.state.waiters_of(peer):
         peer.state.withdraw(waiter)
     peer.reply(p.WAIT_CANCELLED)
 
 
-def _on_queue_push(peer: Connection, key: bytes, item: bytes) -> None:
+def _on_queue_push(peer: Peer, key: bytes, item: bytes) -> None:
     peer.state.push(key, item)
 
 
-def _on_queue_pop(peer: Connection, key: bytes) -> None:
+def _on_queue_pop(peer: Peer, key: bytes) -> None:
     count, item = peer.state.pop(key, peer)
     peer.reply(p.pack_i64(count))
     if count:
         peer.reply_value(item)
 
 
-def _on_queue_len(peer: Connection, key: bytes) -> None:
+def _on_queue_len(peer: Peer, key: bytes) -> None:
     peer.reply(p.pack_i64(peer.state.queue_length(key)))
 
 
-def _on_list_keys(peer: Connection) -> None:
+def _on_list_keys(peer: Peer) -> None:
     keys = list_keys(peer)
     peer.reply(p.pack_i64(len(peer.state.values)) + keys)
 
 
-def list_keys(peer: Connection) -> bytes:
+def list_keys(peer: Peer) -> bytes:
     """Return all keys, encoded one after the other.
 
     Raises:
@@ -118,12 +118,12 @@ def list_keys(peer: Connection) -> bytes:
     return keys
 
 
-def _on_barrier(peer: Connection, key: bytes, world_size: int) -> None:
+def _on_barrier(peer: Peer, key: bytes, world_size: int) -> None:
     demand_room_to_wait(peer)
     peer.state.arrive(peer, Wants.BARRIER, key, -1, world_size)
 
 
-def demand_room_to_wait(peer: Connection) -> None:
+def demand_room_to_wait(peer: Peer) -> None:
     """Raise ValueError if the connection waits for as much as it may."""
     if peer.state.num_waits_of(peer) >= peer.hub.limits.num_waiters:
         raise ValueError(f"more than {peer.hub.limits.num_waiters} open waits")

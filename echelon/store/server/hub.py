@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from echelon.store.server.peer import Connection, Standing
+from echelon.store.server.peer import Peer, Standing
 from echelon.store.state.leases import Leases
 from echelon.store.state.state import StoreState, show_key
 from echelon.store.wire import protocol as p
@@ -61,11 +61,11 @@ class Hub:
         self.num_refused = 0
         self._num_logged = 0
         self._num_unlogged = 0
-        self.connections: set[Connection] = set()
-        self.strangers: set[Connection] = set()
+        self.connections: set[Peer] = set()
+        self.strangers: set[Peer] = set()
         self._num_in_session: Counter[bytes] = Counter()
-        self._watchers: dict[bytes, dict[tuple[Connection, int], None]] = {}
-        self._asked: dict[Connection, tuple[str, int, str, int]] = {}
+        self._watchers: dict[bytes, dict[tuple[Peer, int], None]] = {}
+        self._asked: dict[Peer, tuple[str, int, str, int]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._old_promises: dict[Any, bytes] = {}
         self._sweep_s = min(_SWEEP_S, limits.handshake_s / 2, limits.command_s / 2)
@@ -73,7 +73,7 @@ class Hub:
 
     # Members.
 
-    def accept(self, connection: Connection) -> bool:
+    def accept(self, connection: Peer) -> bool:
         """Take a new connection in; False when the server is full."""
         if len(self.connections) >= self.limits.num_connections:
             return False
@@ -83,13 +83,13 @@ class Hub:
         self.strangers.add(connection)
         return True
 
-    def join_session(self, connection: Connection, session: bytes) -> None:
+    def join_session(self, connection: Peer, session: bytes) -> None:
         """Note that a connection belongs to a client, which may have had others."""
         if not connection.session:
             connection.session = session
             self._num_in_session[session] += 1
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Peer) -> None:
         """Take back everything of a connection; called once or twice for each."""
         if connection not in self.connections:
             return
@@ -106,7 +106,7 @@ class Hub:
         if self.state.woken:
             self.deliver_woken()
 
-    def log_refusal(self, connection: Connection, why: str) -> None:
+    def log_refusal(self, connection: Peer, why: str) -> None:
         """Log in one line which peer was closed and why; a flood of them is counted instead."""
         self.num_refused += 1
         if self._num_logged < _REFUSALS_LOGGED:
@@ -154,7 +154,7 @@ class Hub:
                 if waiter.values is not None and waiter.values is not values:
                     values = waiter.values
                     gathered = p.pack_strings(values)
-                assert isinstance(waiter.owner, Connection)
+                assert isinstance(waiter.owner, Peer)
                 waiter.owner.deliver(waiter, gathered)
 
     def pack_reply(self, operation: str, values: list[bytes]) -> bytes:
@@ -167,7 +167,7 @@ class Hub:
             raise ValueError(f"{operation} of more than {self.limits.reply_bytes} bytes")
         return p.pack_strings(values)
 
-    def watch(self, connection: Connection, tag: int, keys: Iterable[bytes]) -> None:
+    def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
         """Push changes of these keys to the connection until the watch ends.
 
         Raises:
@@ -182,7 +182,7 @@ class Hub:
             self._watchers.setdefault(key, {})[connection, tag] = None
             self.state.watched.add(key)
 
-    def unwatch(self, connection: Connection, tag: int) -> None:
+    def unwatch(self, connection: Peer, tag: int) -> None:
         """End a watch."""
         for key in connection.watches.pop(tag, ()):
             watchers = self._watchers[key]
@@ -198,7 +198,7 @@ class Hub:
 
     # Admission of torch's clients.
 
-    def look_up(self, connection: Connection) -> None:
+    def look_up(self, connection: Peer) -> None:
         """Decide about a client that cannot prove the secret, now or a moment later."""
         ends = connection.address
         if ends is None:

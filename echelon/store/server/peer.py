@@ -45,7 +45,7 @@ class Standing(Enum):
     CLOSED = "closed"
 
 
-class Connection(asyncio.Protocol):
+class Peer(asyncio.Protocol):
     """Serve one peer. All methods run on the server's loop.
 
     Attributes:

@@ -20,7 +20,7 @@ from echelon.store.wire import trust
 from echelon.store.wire.seal import stream_keys
 
 if TYPE_CHECKING:
-    from echelon.store.server.peer import Connection
+    from echelon.store.server.peer import Peer
 
 Act = Callable[..., bytes | None]
 
@@ -32,7 +32,7 @@ def _answering(act: Act) -> Callable[..., None]:
     """Return a handler that answers with what `act` returns, or with why it cannot."""
 
     @wraps(act)
-    def handle(peer: Connection, tag: int, *fields: Any) -> None:
+    def handle(peer: Peer, tag: int, *fields: Any) -> None:
         try:
             payload = act(peer, tag, *fields)
         except ValueError as error:
@@ -47,9 +47,7 @@ def _answering(act: Act) -> Callable[..., None]:
 # The handshake.
 
 
-def _hello(
-    peer: Connection, tag: int, client_nonce: bytes, version: int, session: bytes
-) -> bytes | None:
+def _hello(peer: Peer, tag: int, client_nonce: bytes, version: int, session: bytes) -> bytes | None:
     del tag
     if version != p.EXTENSION_VERSION:
         raise ValueError(f"extension version {version}, this server has {p.EXTENSION_VERSION}")
@@ -67,7 +65,7 @@ def _hello(
     return p.pack_strings((peer.hub.instance, server_nonce, proof))
 
 
-def _proof(peer: Connection, tag: int, mac: bytes) -> None:
+def _proof(peer: Peer, tag: int, mac: bytes) -> None:
     transcript, peer.transcript = peer.transcript, b""
     secret = peer.hub.secret
     if secret is None or peer.is_sealed:
@@ -85,83 +83,83 @@ def _proof(peer: Connection, tag: int, mac: bytes) -> None:
 # Keys and queues.
 
 
-def _set(peer: Connection, _: int, key: bytes, value: bytes) -> bytes:
+def _set(peer: Peer, _: int, key: bytes, value: bytes) -> bytes:
     peer.state.set(key, value)
     return b""
 
 
-def _compare_set(peer: Connection, _: int, key: bytes, expected: bytes, desired: bytes) -> bytes:
+def _compare_set(peer: Peer, _: int, key: bytes, expected: bytes, desired: bytes) -> bytes:
     return peer.state.compare_set(key, expected, desired)
 
 
-def _get_if(peer: Connection, tag: int, key: bytes) -> bytes | None:
+def _get_if(peer: Peer, tag: int, key: bytes) -> bytes | None:
     return _or_nothing(peer, tag, peer.state.values.get(key))
 
 
-def _or_nothing(peer: Connection, tag: int, found: bytes | None) -> bytes | None:
+def _or_nothing(peer: Peer, tag: int, found: bytes | None) -> bytes | None:
     if found is None:
         peer.answer(p.NOTHING, tag, b"")
     return found
 
 
-def _add(peer: Connection, _: int, key: bytes, amount: int) -> bytes:
+def _add(peer: Peer, _: int, key: bytes, amount: int) -> bytes:
     return p.pack_i64(peer.state.add(key, amount))
 
 
-def _check_each(peer: Connection, _: int, keys: list[bytes]) -> bytes:
+def _check_each(peer: Peer, _: int, keys: list[bytes]) -> bytes:
     return bytes(map(peer.state.is_present, keys))
 
 
-def _num_keys(peer: Connection, _: int) -> bytes:
+def _num_keys(peer: Peer, _: int) -> bytes:
     return p.pack_i64(len(peer.state.values))
 
 
-def _delete(peer: Connection, _: int, key: bytes) -> bytes:
+def _delete(peer: Peer, _: int, key: bytes) -> bytes:
     return p.pack_i64(int(peer.state.delete(key)))
 
 
-def _append(peer: Connection, _: int, key: bytes, value: bytes) -> bytes:
+def _append(peer: Peer, _: int, key: bytes, value: bytes) -> bytes:
     TORCH_HANDLERS[p.APPEND](peer, key, value)
     return b""
 
 
-def _multi_set(peer: Connection, _: int, strings: list[bytes]) -> bytes:
+def _multi_set(peer: Peer, _: int, strings: list[bytes]) -> bytes:
     TORCH_HANDLERS[p.MULTI_SET](peer, strings)
     return b""
 
 
-def _push(peer: Connection, _: int, key: bytes, item: bytes) -> bytes:
+def _push(peer: Peer, _: int, key: bytes, item: bytes) -> bytes:
     peer.state.push(key, item)
     return b""
 
 
-def _pop_if(peer: Connection, tag: int, key: bytes) -> bytes | None:
+def _pop_if(peer: Peer, tag: int, key: bytes) -> bytes | None:
     count, item = peer.state.pop(key, peer)
     return _or_nothing(peer, tag, item if count else None)
 
 
-def _queue_len(peer: Connection, _: int, key: bytes) -> bytes:
+def _queue_len(peer: Peer, _: int, key: bytes) -> bytes:
     return p.pack_i64(peer.state.queue_length(key))
 
 
-def _list_keys(peer: Connection, _: int) -> bytes:
+def _list_keys(peer: Peer, _: int) -> bytes:
     return list_keys(peer)
 
 
-def _ping(_: Connection, __: int) -> bytes:
+def _ping(_: Peer, __: int) -> bytes:
     return b""
 
 
 # Waits. Each belongs to its tag, by which it is cancelled.
 
 
-def _demand_tag(peer: Connection, tag: int) -> None:
+def _demand_tag(peer: Peer, tag: int) -> None:
     if not tag or peer.waiter_of(tag) is not None or tag in peer.watches:
         raise ValueError(f"tag {tag} cannot wait: it is 0 or in use")
     demand_room_to_wait(peer)
 
 
-def _wait(peer: Connection, tag: int, wants: Wants, keys: list[bytes]) -> bool:
+def _wait(peer: Peer, tag: int, wants: Wants, keys: list[bytes]) -> bool:
     """Return whether the keys are all there; else the tag waits."""
     _demand_tag(peer, tag)
     waiter = peer.state.wait(peer, wants, keys)
@@ -170,21 +168,21 @@ def _wait(peer: Connection, tag: int, wants: Wants, keys: list[bytes]) -> bool:
     return waiter is None
 
 
-def _await(peer: Connection, tag: int, keys: list[bytes]) -> bytes | None:
+def _await(peer: Peer, tag: int, keys: list[bytes]) -> bytes | None:
     return b"" if _wait(peer, tag, Wants.WAKE, keys) else None
 
 
-def _await_get(peer: Connection, tag: int, key: bytes) -> bytes | None:
+def _await_get(peer: Peer, tag: int, key: bytes) -> bytes | None:
     return peer.state.values[key] if _wait(peer, tag, Wants.VALUE, [key]) else None
 
 
-def _await_multi_get(peer: Connection, tag: int, keys: list[bytes]) -> bytes | None:
+def _await_multi_get(peer: Peer, tag: int, keys: list[bytes]) -> bytes | None:
     if not _wait(peer, tag, Wants.VALUES, keys):
         return None
     return peer.hub.pack_reply("multi_get", [peer.state.values[key] for key in keys])
 
 
-def _await_pop(peer: Connection, tag: int, key: bytes) -> bytes | None:
+def _await_pop(peer: Peer, tag: int, key: bytes) -> bytes | None:
     _demand_tag(peer, tag)
     result = peer.state.wait_item(peer, key)
     if isinstance(result, bytes):
@@ -193,24 +191,22 @@ def _await_pop(peer: Connection, tag: int, key: bytes) -> bytes | None:
     return None
 
 
-def _gather(
-    peer: Connection, tag: int, key: bytes, rank: int, world_size: int, value: bytes
-) -> None:
+def _gather(peer: Peer, tag: int, key: bytes, rank: int, world_size: int, value: bytes) -> None:
     _arrive_as(peer, tag, Wants.GATHER, key, rank, world_size, value)
 
 
-def _arrive(peer: Connection, tag: int, key: bytes, rank: int, world_size: int) -> None:
+def _arrive(peer: Peer, tag: int, key: bytes, rank: int, world_size: int) -> None:
     _arrive_as(peer, tag, Wants.BARRIER, key, rank, world_size, b"")
 
 
 def _arrive_as(
-    peer: Connection, tag: int, wants: Wants, key: bytes, rank: int, world_size: int, value: bytes
+    peer: Peer, tag: int, wants: Wants, key: bytes, rank: int, world_size: int, value: bytes
 ) -> None:
     _demand_tag(peer, tag)
     peer.state.arrive(peer, wants, key, rank, world_size, value).tag = tag
 
 
-def _cancel(peer: Connection, tag: int) -> None:
+def _cancel(peer: Peer, tag: int) -> None:
     """Withdraw a wait or a watch; what is over has been answered already."""
     waiter: Waiter | None = peer.waiter_of(tag)
     if waiter is not None:
@@ -222,7 +218,7 @@ def _cancel(peer: Connection, tag: int) -> None:
         peer.answer(p.CANCELLED, tag, b"")
 
 
-def _watch(peer: Connection, tag: int, keys: list[bytes]) -> bytes:
+def _watch(peer: Peer, tag: int, keys: list[bytes]) -> bytes:
     _demand_tag(peer, tag)
     peer.hub.watch(peer, tag, keys)
     return b""
@@ -231,7 +227,7 @@ def _watch(peer: Connection, tag: int, keys: list[bytes]) -> bytes:
 # Leases.
 
 
-def _presence(peer: Connection, _: int, key: bytes, value: bytes, lease_ms: int) -> bytes:
+def _presence(peer: Peer, _: int, key: bytes, value: bytes, lease_ms: int) -> bytes:
     if not peer.session:
         raise ValueError("a presence needs a session: HELLO first")
     if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
@@ -240,16 +236,16 @@ def _presence(peer: Connection, _: int, key: bytes, value: bytes, lease_ms: int)
     return b""
 
 
-def _beat(peer: Connection, _: int) -> bytes:
+def _beat(peer: Peer, _: int) -> bytes:
     return p.pack_i64(peer.hub.leases.renew(peer.session))
 
 
-def _release(peer: Connection, _: int, key: bytes) -> bytes:
+def _release(peer: Peer, _: int, key: bytes) -> bytes:
     peer.hub.leases.release(peer.session, key)
     return b""
 
 
-def _statistics(peer: Connection, _: int) -> bytes:
+def _statistics(peer: Peer, _: int) -> bytes:
     return peer.hub.statistics().to_json()
 
 

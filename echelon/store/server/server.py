@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store.forks import keep_from_children
 from echelon.store.server.hub import Hub, log
-from echelon.store.server.peer import Connection
+from echelon.store.server.peer import Peer
 from echelon.store.wire import trust
 from echelon.store.wire.keepalive import keep_alive
 from echelon.store.wire.limits import Limits
@@ -238,7 +238,7 @@ class StoreServer:
         assert hub is not None
         servers = [
             loop.run_until_complete(
-                loop.create_server(lambda: Connection(hub), sock=listener, backlog=_BACKLOG)
+                loop.create_server(lambda: Peer(hub), sock=listener, backlog=_BACKLOG)
             )
             for listener in self._sockets
         ]
