@@ -141,12 +141,12 @@ def measure(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
     """Let agents meet, report and fail once."""
     from echelon.launcher.control.link import Mailbox
     from echelon.launcher.control.server import ControlServer
-    from echelon.launcher.coordinator import Coordinator
-    from echelon.launcher.meeting import StoreProcess
-    from echelon.launcher.options import parse
-    from echelon.launcher.output import Terminal
-    from echelon.launcher.report import Report
-    from echelon.launcher.rundir import RunDirectory
+    from echelon.launcher.coordinator.coordinator import Coordinator
+    from echelon.launcher.coordinator.meeting import StoreProcess
+    from echelon.launcher.job.report import Report
+    from echelon.launcher.job.rundir import RunDirectory
+    from echelon.launcher.options.options import parse
+    from echelon.launcher.output.output import Terminal
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(arguments)
     if command == "status":
-        from echelon.launcher.show import main as status
+        from echelon.launcher.status.show import main as status
 
         return status(arguments)
     if command == "doctor":
-        from echelon.launcher.doctor import main as doctor
+        from echelon.launcher.doctor.doctor import main as doctor
 
         return doctor(arguments)
     if command == "store":

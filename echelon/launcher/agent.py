@@ -20,19 +20,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from echelon.errors import LaunchError
-from echelon.launcher import decide
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.link import Link, LocalLink, Mailbox
-from echelon.launcher.coordinator import Coordinator
-from echelon.launcher.explain import explain_now
-from echelon.launcher.meeting import StoreProcess
-from echelon.launcher.node import NodeAgent
-from echelon.launcher.options import Options
-from echelon.launcher.output import Terminal
-from echelon.launcher.patience import UNKILLABLE_S, Asked, UserRequest
-from echelon.launcher.report import Report
-from echelon.launcher.rundir import RunDirectory
-from echelon.launcher.workers import Workers
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.coordinator import Coordinator
+from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.incident.explain import explain_now
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.node.node import NodeAgent
+from echelon.launcher.node.patience import UNKILLABLE_S, Asked, UserRequest
+from echelon.launcher.node.workers import Workers
+from echelon.launcher.options.options import Options
+from echelon.launcher.output.output import Terminal
 
 _LOOP_S = 0.5
 _EXPLAIN_S = 10.0

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from echelon.errors import LaunchError
-from echelon.launcher.options import parse
-from echelon.launcher.report import EXIT_USAGE
+from echelon.launcher.job.report import EXIT_USAGE
+from echelon.launcher.options.options import parse
 
 
 def main(argv: Sequence[str]) -> int:

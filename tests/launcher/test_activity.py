@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from echelon.launcher import activity
-from echelon.launcher.activity import Activity
+from echelon.launcher.node import activity
+from echelon.launcher.node.activity import Activity
 from echelon.recorder.schema import HostThread, Socket
 
 S = 1_000_000_000

@@ -6,7 +6,7 @@ import pytest
 
 from echelon.errors import LaunchError
 from echelon.host.accelerators import num_intel, num_nvidia, numa_nodes_of_gpus, visible_to
-from echelon.launcher.binding import Topology, describe, runs
+from echelon.launcher.node.binding import Topology, describe, runs
 
 
 def write(root, files):

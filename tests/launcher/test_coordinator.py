@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator import Coordinator
-from echelon.launcher.decide import EndedBy
-from echelon.launcher.options import parse
-from echelon.launcher.report import Report
-from echelon.launcher.rundir import RunDirectory
+from echelon.launcher.coordinator.coordinator import Coordinator
+from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.options.options import parse
 
 
 class _Meeting:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from echelon.launcher.decide import (
+from echelon.launcher.coordinator.decide import (
     BACKSTOP_S,
     GIVE_UP_S,
     SETTLE_S,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from echelon.launcher import doctor
-from echelon.launcher.checkup import compare_versions
 from echelon.launcher.control.messages import CheckIn
+from echelon.launcher.doctor import doctor
+from echelon.launcher.doctor.checkup import compare_versions
 from tests.hosts import hosts, needs_hosts
 from tests.launcher.cluster import free_port
 from tests.ranks import run_echelon

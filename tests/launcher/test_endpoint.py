@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launcher.options import parse
+from echelon.launcher.options.options import parse
 
 _ENVIRON = {"ECHELON_SECRET": "a-secret-of-the-tests"}
 

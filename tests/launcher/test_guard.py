@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher import guard as guard_module
-from echelon.launcher.containment import Containment
-from echelon.launcher.guard import Guard, descendants
-from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
+from echelon.launcher.node import guard as guard_module
+from echelon.launcher.node.containment import Containment
+from echelon.launcher.node.guard import Guard, descendants
+from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Workers
 
 pytestmark = pytest.mark.ranks
 _WAIT_S = 60.0

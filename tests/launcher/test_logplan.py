@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.fold import Fold
-from echelon.launcher.logplan import LogPlan, Std, parse_filters, parse_ranks, parse_streams
+from echelon.launcher.options.logplan import LogPlan, Std, parse_filters, parse_ranks, parse_streams
+from echelon.launcher.output.fold import Fold
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ import pytest
 
 from echelon.host.facts import OUTSIDE, SIGNAL
 from echelon.host.stacks import can_spy
-from echelon.launcher.guard import Guard
-from echelon.launcher.harvest import Occasion, Worker, harvest
+from echelon.launcher.incident.harvest import Occasion, Worker, harvest
+from echelon.launcher.node.guard import Guard
 from tests.launcher.background import Node
 from tests.ranks import read_json
 from tests.recorder.conftest import wait_until
@@ -191,7 +191,7 @@ os.read(0, 1)
 def test_a_signal_is_the_last_resort_and_never_writes_into_the_programs_files(
     tmp_path, monkeypatch, closes
 ):
-    monkeypatch.setattr("echelon.launcher.harvest.spy_stacks", lambda _: "")
+    monkeypatch.setattr("echelon.launcher.incident.harvest.spy_stacks", lambda _: "")
     mine, script = tmp_path / "mine", tmp_path / "program.py"
     mine.touch()
     script.write_text(CLOSED.format(closes=closes))
@@ -221,7 +221,7 @@ def test_the_guard_lets_the_agent_read_stacks_where_yama_asks_for_it(
     tmp_path, monkeypatch, scope, allows
 ):
     (tmp_path / "scope").write_text(scope)
-    monkeypatch.setattr("echelon.launcher.guard._YAMA", str(tmp_path / "scope"))
+    monkeypatch.setattr("echelon.launcher.node.guard._YAMA", str(tmp_path / "scope"))
     calls: list[tuple[int, ...]] = []
     one, other = socket.socketpair()
     with one, other:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from echelon.launcher.options import parse
+from echelon.launcher.options.options import parse
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.output import Source, Stream, Terminal
+from echelon.launcher.output.output import Source, Stream, Terminal
 
 
 class _Screen(Terminal):

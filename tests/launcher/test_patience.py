@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from echelon.launcher.patience import ANSWER_S, UNKILLABLE_S, Asked, Due, Grace, UserRequest
+from echelon.launcher.node.patience import ANSWER_S, UNKILLABLE_S, Asked, Due, Grace, UserRequest
 
 
 def test_a_scheduler_that_repeats_itself_hurries_nobody():

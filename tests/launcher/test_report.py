@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launcher.report import Ended, exit_code
+from echelon.launcher.job.report import Ended, exit_code
 
 
 def _ended(rank: int, code: int | None, order: int, *, stopped: bool = False) -> Ended:

@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from echelon.launcher.guard import descendants
+from echelon.launcher.node.guard import descendants
 from echelon.recorder.read import read
 from echelon.recorder.schema import Live
 from tests.launcher.background import Node

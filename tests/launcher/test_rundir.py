@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from echelon.errors import LaunchError
-from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 def test_attempts_take_the_next_free_number(tmp_path):

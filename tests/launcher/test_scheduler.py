@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launcher.options import parse
-from echelon.launcher.scheduler import defaults, first_host, misuse
+from echelon.launcher.options.options import parse
+from echelon.launcher.options.scheduler import defaults, first_host, misuse
 
 _SLURM = {
     "SLURM_JOB_ID": "123456",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.job.rundir import RunDirectory, write_json
 from tests.launcher.cluster import Cluster
 from tests.ranks import read_json
 

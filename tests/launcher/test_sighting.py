@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from echelon.launcher.sighting import Sighting
+from echelon.launcher.node.sighting import Sighting
 from echelon.recorder.recorder import Recorder
 from echelon.recorder.ring import Ring
 from echelon.recorder.schema import Identity

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.error_file import read_error_file
-from echelon.launcher.report import Ended
-from echelon.launcher.story import Victims, last_traceback, story_of
+from echelon.launcher.incident.error_file import read_error_file
+from echelon.launcher.incident.story import Victims, last_traceback, story_of
+from echelon.launcher.job.report import Ended
 from echelon.recorder.dump import empty_record
 from echelon.recorder.schema import HostFacts, Identity
 

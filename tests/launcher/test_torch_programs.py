@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from echelon.host.stacks import can_spy
-from echelon.launcher.torch_dumps import TorchDump, torch_environment
+from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
 from tests.hosts import hosts, needs_hosts
 from tests.launcher.background import Node
 from tests.ranks import read_json, run_echelon

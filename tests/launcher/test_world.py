@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launcher import decide
 from echelon.launcher.control import messages as m
-from echelon.launcher.world import World
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.world import World
 from echelon.recorder.watchdog import StallRule
 
 

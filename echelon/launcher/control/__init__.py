@@ -1,1 +1,1 @@
-"""How the agents of a job's nodes talk: messages, and the links that carry them."""
+"""How the agents of a job's nodes reach each other: the endpoint, messages, and their links."""

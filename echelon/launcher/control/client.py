@@ -14,7 +14,7 @@ import threading
 import time
 
 from echelon.errors import LaunchError
-from echelon.launcher.conf import LOST_AFTER_S
+from echelon.launcher.control.conf import LOST_AFTER_S
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.messages import (
     MAX_MESSAGE_BYTES,
@@ -30,7 +30,7 @@ from echelon.launcher.control.messages import (
 from echelon.launcher.control.quiet import grpc
 from echelon.launcher.control.seal import Seal, new_nonce
 from echelon.launcher.control.session import Session
-from echelon.launcher.tls import TlsFiles
+from echelon.launcher.control.tls import TlsFiles
 
 METHOD = "/echelon.Control/Session"
 HEARTBEAT_S = 0.5

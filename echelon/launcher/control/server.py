@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from echelon.errors import LaunchError
-from echelon.launcher.conf import LOST_AFTER_S
 from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
+from echelon.launcher.control.conf import LOST_AFTER_S
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.messages import (
     Ask,
@@ -39,7 +39,7 @@ from echelon.launcher.control.messages import (
 from echelon.launcher.control.quiet import grpc
 from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
 from echelon.launcher.control.session import Session
-from echelon.launcher.tls import TlsFiles
+from echelon.launcher.control.tls import TlsFiles
 
 _GREETING_S = 5.0
 _CLOSE_S = 10.0

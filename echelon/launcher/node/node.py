@@ -22,20 +22,20 @@ from typing import BinaryIO, cast
 from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills, sample
-from echelon.launcher import environment
-from echelon.launcher.binding import bind, describe
-from echelon.launcher.containment import Containment
 from echelon.launcher.control import messages as m
-from echelon.launcher.harvest import Occasion, Steps, Worker, harvest, harvest_steps
-from echelon.launcher.options import Options
-from echelon.launcher.output import Source, Stream, Terminal
-from echelon.launcher.patience import UNKILLABLE_S, Due, Grace
-from echelon.launcher.ringmemory import RingMemory
-from echelon.launcher.rundir import RunDirectory, write_json
-from echelon.launcher.sighting import Sighting
-from echelon.launcher.status import RankStatus, silent, status_of
-from echelon.launcher.torch_dumps import TorchDump, torch_environment
-from echelon.launcher.workers import Exited, Failed, Started, Swept, Workers
+from echelon.launcher.incident.harvest import Occasion, Steps, Worker, harvest, harvest_steps
+from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
+from echelon.launcher.job.rundir import RunDirectory, write_json
+from echelon.launcher.node import environment
+from echelon.launcher.node.binding import bind, describe
+from echelon.launcher.node.containment import Containment
+from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
+from echelon.launcher.node.ringmemory import RingMemory
+from echelon.launcher.node.sighting import Sighting
+from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Workers
+from echelon.launcher.options.options import Options
+from echelon.launcher.output.output import Source, Stream, Terminal
+from echelon.launcher.status.status import RankStatus, silent, status_of
 from echelon.recorder.dump import pack_dump, write_dump
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import Record

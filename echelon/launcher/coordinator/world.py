@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from echelon.launcher import decide
 from echelon.launcher.control import messages as m
-from echelon.launcher.report import Ended
+from echelon.launcher.coordinator import decide
+from echelon.launcher.job.report import Ended
 from echelon.recorder.watchdog import Sight, Stall, StallRule
 
 

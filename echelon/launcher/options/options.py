@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.launcher import scheduler
-from echelon.launcher.arguments import Parser, make_parser
-from echelon.launcher.conf import Conf, read_conf
-from echelon.launcher.endpoint import Rendezvous, rendezvous
-from echelon.launcher.ignored import notes_on_ignored
-from echelon.launcher.logplan import LogPlan
-from echelon.launcher.tls import TlsFiles, tls_files
+from echelon.launcher.control.conf import Conf, read_conf
+from echelon.launcher.control.endpoint import Rendezvous, rendezvous
+from echelon.launcher.control.tls import TlsFiles, tls_files
+from echelon.launcher.options import scheduler
+from echelon.launcher.options.arguments import Parser, make_parser
+from echelon.launcher.options.ignored import notes_on_ignored
+from echelon.launcher.options.logplan import LogPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

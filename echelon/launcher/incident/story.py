@@ -15,7 +15,7 @@ from typing import Any
 
 from echelon.analysis.finding import rank_list
 from echelon.errors import DumpFormatError
-from echelon.launcher.report import Ended
+from echelon.launcher.job.report import Ended
 from echelon.recorder.read import read
 from echelon.recorder.schema import Record
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from echelon.errors import DumpFormatError
-from echelon.launcher.activity import Activity
 from echelon.launcher.control import messages as m
-from echelon.launcher.harvest import Worker
+from echelon.launcher.incident.harvest import Worker
+from echelon.launcher.node.activity import Activity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.watchdog import Sight
 

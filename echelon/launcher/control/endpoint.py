@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echelon.launcher.conf import Conf
+from echelon.launcher.control.conf import Conf
 from echelon.store.wire.trust import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 29400

@@ -23,10 +23,10 @@ from echelon import __version__
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.client import GrpcLink
+from echelon.launcher.control.endpoint import Rendezvous
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.server import ControlServer
-from echelon.launcher.endpoint import Rendezvous
-from echelon.launcher.tls import TlsFiles
+from echelon.launcher.control.tls import TlsFiles
 
 _NUM_TICKS = 8
 _TICK_S = 2.0

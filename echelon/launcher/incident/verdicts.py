@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.launcher.explain import Analysis, Explanation
-from echelon.launcher.output import Terminal
-from echelon.launcher.report import Incident
-from echelon.launcher.rundir import RunDirectory
-from echelon.launcher.story import Victims
+from echelon.launcher.incident.explain import Analysis, Explanation
+from echelon.launcher.incident.story import Victims
+from echelon.launcher.job.report import Incident
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.output.output import Terminal
 
 _POLL_S = 0.02
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.launcher.decide import EndedBy
-from echelon.launcher.rundir import write_json
+from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.job.rundir import write_json
 
 EXIT_USAGE = 2
 EXIT_STALL = 3

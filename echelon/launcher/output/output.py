@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, TextIO
 
-from echelon.launcher.fold import Fold
+from echelon.launcher.output.fold import Fold
 
 _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut into several, so that memory stays bounded

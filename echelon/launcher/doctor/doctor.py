@@ -29,11 +29,11 @@ from echelon import __version__
 from echelon.host.cgroup import usable_cores
 from echelon.host.process import sample
 from echelon.host.stacks import can_spy
-from echelon.launcher.arguments import Defaults, Parser, add_node_options
-from echelon.launcher.conf import read_conf
-from echelon.launcher.endpoint import Rendezvous, is_local, rendezvous, split
-from echelon.launcher.options import dashes
-from echelon.launcher.tls import TlsFiles, tls_files
+from echelon.launcher.control.conf import read_conf
+from echelon.launcher.control.endpoint import Rendezvous, is_local, rendezvous, split
+from echelon.launcher.control.tls import TlsFiles, tls_files
+from echelon.launcher.options.arguments import Defaults, Parser, add_node_options
+from echelon.launcher.options.options import dashes
 from echelon.recorder.place import file_system, is_remote
 
 _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
@@ -111,7 +111,7 @@ def _prepare(args: argparse.Namespace) -> Iterator[Check]:
 def _met(
     meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
 ) -> Iterator[Check]:
-    from echelon.launcher.checkup import check_nodes  # gRPC only where needed
+    from echelon.launcher.doctor.checkup import check_nodes  # gRPC only where needed
 
     for result in check_nodes(meeting, num_nodes, timeout_s, tls):
         yield Check(result.name, result.text, result.ok)

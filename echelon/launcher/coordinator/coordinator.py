@@ -20,18 +20,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launcher import decide
-from echelon.launcher.collection import Collection
 from echelon.launcher.control import messages as m
-from echelon.launcher.decide import EndedBy
-from echelon.launcher.meeting import MeetingPlace
-from echelon.launcher.options import Options
-from echelon.launcher.output import Terminal
-from echelon.launcher.report import EXIT_STALL, NOT_CONCLUDED, Report, exit_code
-from echelon.launcher.roster import Node, Roster
-from echelon.launcher.rundir import RunDirectory
-from echelon.launcher.verdicts import Verdicts
-from echelon.launcher.world import World
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.coordinator.meeting import MeetingPlace
+from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.incident.collection import Collection
+from echelon.launcher.incident.verdicts import Verdicts
+from echelon.launcher.job.report import EXIT_STALL, NOT_CONCLUDED, Report, exit_code
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.options.options import Options
+from echelon.launcher.output.output import Terminal
 from echelon.recorder.watchdog import StallRule
 
 _COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out

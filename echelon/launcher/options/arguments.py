@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from echelon import __version__
-from echelon.launcher import scheduler
-from echelon.launcher.binding import MODES
-from echelon.launcher.ignored import add_ignored
-from echelon.launcher.logplan import parse_filters, parse_ranks, parse_streams
-from echelon.launcher.texts import (
+from echelon.launcher.node.binding import MODES
+from echelon.launcher.options import scheduler
+from echelon.launcher.options.ignored import add_ignored
+from echelon.launcher.options.logplan import parse_filters, parse_ranks, parse_streams
+from echelon.launcher.options.texts import (
     min_max,
     not_negative,
     num_workers,

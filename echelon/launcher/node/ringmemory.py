@@ -23,7 +23,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from echelon.launcher.options import Options
+from echelon.launcher.options.options import Options
 from echelon.recorder.layout import Layout
 from echelon.recorder.place import bring_home, file_system
 from echelon.recorder.schema import DEFAULT_NUM_SPANS

@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from echelon.launcher.endpoint import Rendezvous
+from echelon.launcher.control.endpoint import Rendezvous
 
 if TYPE_CHECKING:
     import grpc

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.report import Ended, Incident
-from echelon.launcher.rundir import RunDirectory, write_json
+from echelon.launcher.job.report import Ended, Incident
+from echelon.launcher.job.rundir import RunDirectory, write_json
 
 
 class Collection:

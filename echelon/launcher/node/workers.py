@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launcher.guard import descendants
+from echelon.launcher.node.guard import descendants
 
 _GUARD = Path(__file__).with_name("guard.py")
 _CLOSE_S = 5.0

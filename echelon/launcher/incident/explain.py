@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import LaunchError
-from echelon.launcher.rundir import write_json
+from echelon.launcher.job.rundir import write_json
 
 DEADLINE_S = 180.0
 _NICE = 10
@@ -70,7 +70,7 @@ class Analysis:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "echelon.launcher.explain"],
+            [sys.executable, "-m", "echelon.launcher.incident.explain"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -152,7 +152,7 @@ def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation
 def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
     """Analyse an incident; return the fields of its `Explanation`."""
     from echelon.analysis import analyze
-    from echelon.launcher.story import root_cause_story
+    from echelon.launcher.incident.story import root_cause_story
 
     report = analyze(incident)
     answer = report.to_json()
@@ -198,7 +198,7 @@ def main() -> None:
     import rich.console  # noqa: F401 -- while the incident is being collected
 
     import echelon.analysis
-    import echelon.launcher.story  # noqa: F401
+    import echelon.launcher.incident.story  # noqa: F401
 
     line = sys.stdin.readline()
     if not line:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from echelon import __version__
 from echelon.errors import LaunchError
-from echelon.launcher.endpoint import join, read_secret, split
-from echelon.launcher.status import RankStatus, newest_run, read_statuses, ring_paths
-from echelon.launcher.tls import TlsFiles, tls_files
+from echelon.launcher.control.endpoint import join, read_secret, split
+from echelon.launcher.control.tls import TlsFiles, tls_files
+from echelon.launcher.status.status import RankStatus, newest_run, read_statuses, ring_paths
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,7 +15,7 @@ import sys
 from typing import Protocol
 
 from echelon.errors import LaunchError
-from echelon.launcher.decide import describe_code
+from echelon.launcher.coordinator.decide import describe_code
 
 _START_S = 30.0
 _ANSWER_S = 5.0

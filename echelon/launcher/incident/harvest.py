@@ -32,8 +32,8 @@ from echelon.host.facts import OUTSIDE, SIGNAL
 from echelon.host.native_stacks import named, native_stacks
 from echelon.host.stacks import spy_stacks
 from echelon.host.threads import program_of, threads
-from echelon.launcher.error_file import read_error_file
-from echelon.launcher.torch_dumps import TorchDump
+from echelon.launcher.incident.error_file import read_error_file
+from echelon.launcher.incident.torch_dumps import TorchDump
 from echelon.recorder.dump import empty_record
 from echelon.recorder.read import read_ring
 from echelon.recorder.schema import Fault, HostFacts, Identity, Live, Record, State

@@ -1,0 +1,1 @@
+"""An incident: what the nodes collect of it, its analysis, and its story."""

@@ -1,0 +1,1 @@
+"""What is left of a job: the run directory and the report."""

@@ -1,0 +1,1 @@
+"""The options of `echelon run`: parsing, and defaults of a scheduler."""

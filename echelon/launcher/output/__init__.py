@@ -1,0 +1,1 @@
+"""The workers' output: files, the terminal, and lines that many ranks print."""

@@ -1,0 +1,1 @@
+"""`echelon status`: what ranks do, read from their rings."""
