@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from echelon import __version__
 
 if TYPE_CHECKING:
+    from echelon.analysis.evidence.picture import Picture
     from echelon.analysis.finding import Report
-    from echelon.analysis.picture import Picture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     picture, report = examine(arguments.path)
     if arguments.html is not None:
-        from echelon.analysis.report.html import write_html
+        from echelon.analysis.report.page.html import write_html
 
         write_html(picture, report, arguments.html)
     if arguments.trace is not None:
@@ -104,7 +104,7 @@ def _print_json(report: Report) -> None:
 def _print_text(report: Report, picture: Picture | None = None) -> None:
     from rich.console import Console
 
+    from echelon.analysis.evidence.timing import timing_of
     from echelon.analysis.report.text import render_text
-    from echelon.analysis.timing import timing_of
 
     render_text(report, Console(highlight=False), timing_of(picture) if picture else None)

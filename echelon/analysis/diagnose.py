@@ -8,26 +8,26 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from echelon.analysis.evidence import Evidence
+from echelon.analysis.evidence.model import Evidence
+from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.finding import Finding, Report
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
-from echelon.analysis.load import load
-from echelon.analysis.picture import Picture, take_picture
-from echelon.analysis.rules.desync import find_desync
-from echelon.analysis.rules.device import find_unstarted
-from echelon.analysis.rules.ended import find_ended
-from echelon.analysis.rules.messages import find_messages
-from echelon.analysis.rules.mismatch import find_mismatch
-from echelon.analysis.rules.missing import find_missing, find_unknown
-from echelon.analysis.rules.p2p import find_unmatched
-from echelon.analysis.rules.pipeline import find_pipeline
-from echelon.analysis.rules.sizes import find_misfit
-from echelon.analysis.rules.skipped import find_skipped
-from echelon.analysis.rules.splits import find_split_mismatch
-from echelon.analysis.rules.straggler import find_straggler
-from echelon.analysis.rules.stuck import find_all_busy, find_lost, find_stuck
-from echelon.analysis.rules.transport import find_transport
-from echelon.analysis.rules.watchdog import find_given_up
+from echelon.analysis.rules.calls.mismatch import find_mismatch
+from echelon.analysis.rules.calls.sizes import find_misfit
+from echelon.analysis.rules.calls.skipped import find_skipped
+from echelon.analysis.rules.calls.splits import find_split_mismatch
+from echelon.analysis.rules.endings.ended import find_ended
+from echelon.analysis.rules.endings.missing import find_missing, find_unknown
+from echelon.analysis.rules.endings.watchdog import find_given_up
+from echelon.analysis.rules.messages.p2p import find_unmatched
+from echelon.analysis.rules.messages.torch_dumps import find_messages
+from echelon.analysis.rules.waits.desync import find_desync
+from echelon.analysis.rules.waits.device import find_unstarted
+from echelon.analysis.rules.waits.pipeline import find_pipeline
+from echelon.analysis.rules.waits.straggler import find_straggler
+from echelon.analysis.rules.waits.stuck import find_all_busy, find_lost, find_stuck
+from echelon.analysis.rules.waits.transport import find_transport
+from echelon.analysis.sources.load import load
 
 # The nearer to a cause, the earlier: a slip explains a mismatch, a mismatch explains endings.
 RULES: tuple[Rule, ...] = (

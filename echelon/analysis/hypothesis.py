@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.finding import Alternative, Cause, Confidence, Finding, Scope, rank_list
-from echelon.analysis.picture import Picture
 
 Rule = Callable[[Picture], list[Finding]]
 _WEAK = 0.75  # of a record: how much a rank without a record counts against one that shows a fault

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from echelon.analysis.diagnose import report_of
-from echelon.analysis.evidence import Evidence, RankEvidence
+from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.evidence.picture import take_picture
 from echelon.analysis.finding import Report
-from echelon.analysis.load import find, find_rings, load, load_place
-from echelon.analysis.picture import take_picture
+from echelon.analysis.sources.load import find, find_rings, load, load_place
 from echelon.errors import DumpFormatError
 from echelon.recorder.schema import Live
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from echelon.analysis.builder import EvidenceBuilder
 from echelon.analysis.diagnose import diagnose
-from echelon.analysis.evidence import Evidence, Incident
+from echelon.analysis.evidence.model import Evidence, Incident
 from echelon.analysis.finding import Report
+from echelon.analysis.sources.builder import EvidenceBuilder
 from echelon.recorder.dump import write_dump
 from echelon.recorder.schema import (
     OPERATION,

@@ -11,14 +11,14 @@ import pytest
 from imagined_job import Job
 
 from echelon.analysis import analyze
-from echelon.analysis.builder import EvidenceBuilder
 from echelon.analysis.diagnose import diagnose
-from echelon.analysis.evidence import Incident
+from echelon.analysis.evidence.model import Incident
+from echelon.analysis.evidence.picture import take_picture
+from echelon.analysis.evidence.stacks import Frame, main_thread
 from echelon.analysis.finding import Report
-from echelon.analysis.picture import take_picture
-from echelon.analysis.report.html import render_html
+from echelon.analysis.report.page.html import render_html
 from echelon.analysis.report.trace import events
-from echelon.analysis.stacks import Frame, main_thread
+from echelon.analysis.sources.builder import EvidenceBuilder
 from echelon.errors import DumpFormatError
 from echelon.recorder.schema import Record
 

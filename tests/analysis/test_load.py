@@ -9,7 +9,7 @@ import pytest
 from imagined_job import Job
 
 from echelon.analysis import analyze
-from echelon.analysis.load import load, read_incident
+from echelon.analysis.sources.load import load, read_incident
 from echelon.errors import DumpFormatError
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from echelon.analysis.evidence import RankEvidence
-from echelon.analysis.rules.signals import (
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.rules.one_rank.signals import (
     fault_lines,
     interrupted_lines,
     native_heartbeat_age_s,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from imagined_torch import TorchJob
 
 from echelon.analysis import analyze
-from echelon.analysis.plain_pickle import load_plain, refuse
+from echelon.analysis.sources.torch.plain_pickle import load_plain, refuse
 from echelon.errors import DumpFormatError
 
 

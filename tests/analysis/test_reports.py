@@ -15,15 +15,15 @@ from imagined_job import Job
 from rich.console import Console
 
 from echelon.analysis.diagnose import report_of
+from echelon.analysis.evidence.picture import Picture, take_picture
+from echelon.analysis.evidence.timing import timing_of
 from echelon.analysis.finding import rank_list, seconds
-from echelon.analysis.picture import Picture, take_picture
 from echelon.analysis.report.clean import clean
-from echelon.analysis.report.graph import draw
-from echelon.analysis.report.html import render_html, write_html
+from echelon.analysis.report.page.graph import draw
+from echelon.analysis.report.page.html import render_html, write_html
+from echelon.analysis.report.page.timeline import MAX_BOXES, timeline
 from echelon.analysis.report.text import render_text
-from echelon.analysis.report.timeline import MAX_BOXES, timeline
 from echelon.analysis.report.trace import events, write_trace
-from echelon.analysis.timing import timing_of
 from echelon.analysis.watch import Watch
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

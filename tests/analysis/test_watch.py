@@ -9,10 +9,10 @@ import pytest
 from imagined_job import Job
 
 from echelon.analysis import analyze
-from echelon.analysis import load as loading
 from echelon.analysis import watch as watching
-from echelon.analysis.evidence import Incident
-from echelon.analysis.load import Place
+from echelon.analysis.evidence.model import Incident
+from echelon.analysis.sources import load as loading
+from echelon.analysis.sources.load import Place
 from echelon.analysis.watch import current
 
 

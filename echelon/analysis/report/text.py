@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from echelon.analysis.timing import RankTime, Timing
+    from echelon.analysis.evidence.timing import RankTime, Timing
 
 _MAX_EVIDENCE = 7
 _MAX_OTHERS = 3

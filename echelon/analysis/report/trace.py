@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from echelon.analysis.evidence import Evidence, RankEvidence
+from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.report.clean import clean
-from echelon.analysis.stacks import short_site
 from echelon.recorder.schema import State
 
 _OPERATIONS, _SPANS = 1, 2

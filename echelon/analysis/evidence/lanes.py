@@ -1,0 +1,174 @@
+"""Collectives side by side: for each group a matrix of members by sequence numbers.
+
+This is the matching of collectives: the same column is the same collective, whatever order, ring
+length or process-wide number its rows had. Everything downstream (vote, wait-for graph, arrival
+lags) reads these matrices and loops over no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.model import Evidence
+from echelon.recorder.schema import State
+
+ABSENT = -1
+# Operations of which some members may finish before all have entered them.
+ROOTED = frozenset({"reduce", "gather", "broadcast", "scatter"})
+_FEW = 32  # groups a rank has, before sorting is cheaper
+_REACH = 4  # how far from the middle rank the axis may reach, in lengths of the longest lane
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """One group's collectives.
+
+    Attributes:
+        members: global ranks of the members that left a record, in group order. [num_members]
+        strangers: members that left none, rising.
+        sequences: the sequence number of each column, rising. [num_columns]
+        rows: index of the row in that member's rows, ABSENT where it has none.
+            [num_members, num_columns]
+    """
+
+    group: int
+    name: str
+    evidence: Evidence
+    members: npt.NDArray[np.int64]
+    strangers: tuple[int, ...]
+    sequences: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int32]
+
+    def column(self, field: str, absent: int = ABSENT) -> npt.NDArray[Any]:
+        """Return one field of all rows, `absent` where there is none. [num_members, num_columns]"""
+        dtype = np.int64 if field.endswith("_ns") or field == "num_bytes" else np.int32
+        out = np.full(self.rows.shape, absent, dtype)
+        for index, rank in enumerate(self.members.tolist()):
+            own = self.rows[index]
+            here = own >= 0
+            values = self.evidence.ranks[rank].rows[field]
+            out[index, here] = values[own[here]]
+        return out
+
+    @cached_property
+    def state(self) -> npt.NDArray[np.int32]:
+        """Each row's `State`, ABSENT where there is none. [num_members, num_columns]"""
+        return self.column("state")
+
+    @cached_property
+    def comparable(self) -> npt.NDArray[np.int32]:
+        """Each row's comparable call, ABSENT where there is none. [num_members, num_columns]"""
+        lookup = np.array([*self.evidence.tables.comparable, ABSENT], np.int32)
+        votes: npt.NDArray[np.int32] = lookup[self.column("call")]
+        return votes
+
+    @cached_property
+    def first(self) -> npt.NDArray[np.int64]:
+        """The first column each member has, the number of columns if none. [num_members]"""
+        present = self.rows >= 0
+        none = self.rows.shape[1]
+        return np.asarray(np.where(present.any(axis=1), present.argmax(axis=1), none), np.int64)
+
+    @cached_property
+    def last(self) -> npt.NDArray[np.int64]:
+        """The last column each member has, -1 if none. [num_members]"""
+        present = self.rows[:, ::-1] >= 0
+        place = self.rows.shape[1] - 1 - present.argmax(axis=1)
+        return np.asarray(np.where(present.any(axis=1), place, -1), np.int64)
+
+    @cached_property
+    def pending(self) -> npt.NDArray[np.int64]:
+        """The first column in which each member is still inside, -1 if in none. [num_members]
+
+        A failed operation counts as long as it is the member's last: that is where it gave up.
+        """
+        waiting = (self.state == State.CREATED) | (self.state == State.STARTED)
+        has_last = np.flatnonzero(self.last >= 0)
+        at_last = self.last[has_last]
+        waiting[has_last, at_last] |= self.state[has_last, at_last] == State.FAILED
+        return np.asarray(np.where(waiting.any(axis=1), waiting.argmax(axis=1), -1), np.int64)
+
+    @cached_property
+    def proven(self) -> npt.NDArray[np.bool_]:
+        """Columns that some member completed, so that all must have entered. [num_columns]
+
+        Of a rooted operation, some members may finish before all have entered it.
+        """
+        calls = self.evidence.tables.calls
+        is_rooted = np.array([call.operation in ROOTED for call in calls] + [False], bool)
+        done = (self.state == State.COMPLETED) & ~is_rooted[self.column("call")]
+        return np.asarray(done.any(axis=0), np.bool_)
+
+    def row(self, member: int, column: int) -> Any | None:
+        """Return one member's row of one column, None where it has none."""
+        index = int(self.rows[member, column])
+        if index < 0:
+            return None
+        return self.evidence.ranks[int(self.members[member])].rows[index]
+
+    def ranks(self, members: npt.NDArray[Any] | Sequence[int]) -> tuple[int, ...]:
+        """Return the global ranks of member indices, in rising order."""
+        return tuple(sorted(int(rank) for rank in self.members[np.asarray(members, np.int64)]))
+
+
+def all_lanes(evidence: Evidence) -> list[Lanes]:
+    """Lay out every group that has a collective."""
+    own: dict[int, dict[int, npt.NDArray[Any]]] = {}
+    for rank, facts in evidence.ranks.items():
+        collective = np.flatnonzero(facts.rows["sequence"] >= 0)
+        groups = facts.rows["group"][collective]
+        for group in _distinct(groups):
+            own.setdefault(group, {})[rank] = collective[groups == group].astype(np.int32)
+    return [_lanes(evidence, group, own[group]) for group in sorted(own)]
+
+
+def _distinct(numbers: npt.NDArray[Any]) -> list[int]:
+    """Return the few different values of a long column, without sorting it."""
+    found: list[int] = []
+    while len(numbers) and len(found) < _FEW:
+        found.append(int(numbers[0]))
+        numbers = numbers[numbers != numbers[0]]
+    return found + [int(number) for number in np.unique(numbers)]
+
+
+def _lanes(evidence: Evidence, group: int, own: dict[int, npt.NDArray[Any]]) -> Lanes:
+    recorded = evidence.groups[group].ranks
+    known = [rank for rank in recorded if rank in evidence.ranks]
+    members = known + sorted(set(own) - set(known))
+    numbers = {rank: evidence.ranks[rank].rows["sequence"][index] for rank, index in own.items()}
+    sequences = _axis(list(numbers.values()))
+    rows = np.full((len(members), len(sequences)), ABSENT, np.int32)
+    for position, rank in enumerate(members):
+        if rank in own and len(sequences):
+            columns = numbers[rank] - sequences[0]
+            inside = (columns >= 0) & (columns < len(sequences))
+            rows[position, columns[inside]] = own[rank][inside]
+    return Lanes(
+        group=group,
+        name=evidence.groups[group].name,
+        evidence=evidence,
+        members=np.array(members, np.int64),
+        strangers=tuple(sorted(set(recorded) - set(known))),
+        sequences=sequences,
+        rows=rows,
+    )
+
+
+def _axis(numbers: list[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
+    """Return the column axis, a plain range.
+
+    Numbers of a group are consecutive on every rank, so a range is as dense as the records are. A
+    rank whose numbers lie far off the others' (a broken file) must not stretch it without bound.
+    """
+    longest = max(len(n) for n in numbers)
+    middle = int(np.median([int(n.max()) for n in numbers]))
+    reach = _REACH * longest + 1024
+    low = max(min(int(n.min()) for n in numbers), middle - reach)
+    high = min(max(int(n.max()) for n in numbers), middle + reach)
+    return np.arange(low, high + 1, dtype=np.int64)

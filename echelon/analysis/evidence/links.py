@@ -1,0 +1,113 @@
+"""The TCP connections between ranks that carry nothing: which pairs, and which end they share.
+
+Each rank's snapshot lists its connections as its host sees them. A connection whose two ends are
+both ranks of the job is a link; it is broken where bytes wait to be acknowledged, or to be read by
+the other end, and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.recorder.schema import Socket
+
+_ESTABLISHED = "ESTABLISHED"
+_End = TypeVar("_End", int, str)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenLink:
+    """A connection on which something waits and nothing moves, seen from the end that sends."""
+
+    sender: int
+    receiver: int
+    sender_host: str  # addresses, without ports
+    receiver_host: str
+    unsent_bytes: int
+    unread_bytes: int
+    retransmits: int  # -1: the kernel did not say
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether packets vanish: sent, not acknowledged, and the other end is not just slow."""
+        return bool(self.unsent_bytes) and not self.unread_bytes
+
+    def __str__(self) -> str:
+        """Say what was seen: `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
+        ends = (
+            f"rank {self.sender} ({self.sender_host}) to rank {self.receiver}"
+            f" ({self.receiver_host})"
+        )
+        if self.unread_bytes:
+            return f"{ends}: {self.unread_bytes:,} bytes have come and are not read"
+        again = f", sent again {self.retransmits} times" if self.retransmits > 0 else ""
+        return f"{ends}: {self.unsent_bytes:,} bytes sent and not acknowledged{again}"
+
+
+def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
+    """Return the links that carry nothing, those with the most bytes waiting first."""
+    ends = {
+        (one.local, one.peer): (rank, one)
+        for rank, facts in ranks.items()
+        for one in facts.host.sockets
+        if one.state == _ESTABLISHED and not _is_loopback(one.local)
+    }
+    found = [
+        link
+        for (local, peer), (rank, socket) in ends.items()
+        if (peer, local) in ends
+        for link in _judge(rank, socket, *ends[peer, local])
+    ]
+    return tuple(sorted(found, key=lambda link: -(link.unsent_bytes + link.unread_bytes)))
+
+
+def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
+    """Return the ranks at the end that most broken links share; () if none stands out.
+
+    First by host: the one that most other hosts have lost. If hosts tie, the same by rank.
+    """
+    links = tuple(links)
+    host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})
+    if host is not None:
+        at_host = {one.sender for one in links if one.sender_host == host}
+        at_host |= {one.receiver for one in links if one.receiver_host == host}
+        return tuple(sorted(at_host))
+    rank = _most_frequent({frozenset((one.sender, one.receiver)) for one in links})
+    return () if rank is None else (rank,)
+
+
+def _judge(rank: int, mine: Socket, other: int, theirs: Socket) -> Iterator[BrokenLink]:
+    if mine.moved_bytes > 0 or theirs.moved_bytes > 0:
+        return
+    # A packet for which there is no route is not even counted as sent again.
+    unacknowledged = mine.unsent_bytes > 0 and (mine.retransmits != 0 or mine.moved_bytes == 0)
+    if unacknowledged or theirs.unread_bytes > 0:
+        yield BrokenLink(
+            sender=rank,
+            receiver=other,
+            sender_host=_host(mine.local),
+            receiver_host=_host(mine.peer),
+            unsent_bytes=mine.unsent_bytes,
+            unread_bytes=theirs.unread_bytes,
+            retransmits=mine.retransmits,
+        )
+
+
+def _most_frequent(pairs: Iterable[frozenset[_End]]) -> _End | None:
+    counts = Counter(end for pair in pairs for end in pair).most_common(2)
+    if not counts or (len(counts) == 2 and counts[0][1] == counts[1][1]):
+        return None
+    return counts[0][0]
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def _is_loopback(address: str) -> bool:
+    host = _host(address).strip("[]").removeprefix("::ffff:")
+    return host.startswith("127.") or host == "::1"

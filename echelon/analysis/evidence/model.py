@@ -1,0 +1,130 @@
+"""All ranks' records in one common form: what the rules look at.
+
+Readers hand over one record a rank, each with its own string table. Here they are rows over shared
+tables, so that "the same call" is "the same number" and thousands of ranks can be compared as
+arrays. Stamps are on rank 0's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.calls import Call, Tables
+from echelon.recorder.schema import Fault, Group, HostFacts, Identity, LastWords, Live
+
+ROW = np.dtype(
+    [
+        ("sequence", "<i8"),  # among the group's collectives; -1 for p2p
+        ("created_ns", "<i8"),  # all stamps on rank 0's clock; 0: has not happened
+        ("started_ns", "<i8"),
+        ("ended_ns", "<i8"),
+        ("num_bytes", "<i8"),
+        ("p2p_sequence", "<i4"),
+        ("step", "<i4"),
+        ("group", "<i4"),  # into Evidence.groups
+        ("call", "<i4"),  # into Tables.calls
+        ("site", "<i4"),  # into Tables.texts
+        ("stack", "<i4"),  # into Tables.texts
+        ("error", "<i4"),  # into Tables.texts
+        ("peer", "<i4"),
+        ("tag", "<i4"),
+        ("coalesced", "<i4"),
+        ("thread", "<u4"),
+        ("flags", "<u2"),
+        ("state", "u1"),
+    ]
+)
+SPAN_ROW = np.dtype(
+    [("started_ns", "<i8"), ("ended_ns", "<i8"), ("name", "<i4"), ("site", "<i4"), ("step", "<i4")]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """What `incident.json` says about why a snapshot was taken."""
+
+    kind: str = ""  # "failure", "stall", "signal"; "": no incident, rings or foreign dumps
+    number: int = 0
+    attempt: int = 0
+    world_size: int = 0
+    reason: str = ""
+    lost: tuple[int, ...] = ()  # ranks of a lost node, if that loss was the first failure
+    ended: tuple[int, ...] = ()  # ranks in the order in which the coordinator heard of their ends
+    absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A phase of a rank: its name, where it began and when, on rank 0's clock."""
+
+    name: str
+    detail: str
+    site: str
+    step: int
+    started_ns: int
+    ended_ns: int  # 0: still open
+    thread: int
+    depth: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEvidence:
+    """One rank: its rows `[num_operations]` of dtype `ROW`, oldest first, and what else it left."""
+
+    rank: int
+    rows: npt.NDArray[Any]
+    identity: Identity
+    open_spans: tuple[Span, ...] = ()
+    spans: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, SPAN_ROW))
+    live: tuple[int, ...] = (0,) * Live.NUM_WORDS
+    last_words: LastWords | None = None
+    fault: Fault | None = None
+    host: HostFacts = field(default_factory=HostFacts)
+    has_ring: bool = True
+    seen_ns: int = 0  # when the rank was last looked at, on rank 0's clock; 0: not known
+    # Group -> number of the last collective entered, where counters tell it beside the rows.
+    entered: Mapping[int, int] = field(default_factory=dict)
+    completed: Mapping[int, int] = field(default_factory=dict)  # the same of the last completed
+
+    @property
+    def offset_ns(self) -> int:
+        """What to add to this rank's monotonic clock to get rank 0's."""
+        return self.identity.clock_offset_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Everything that was read, over shared tables."""
+
+    world_size: int
+    ranks: Mapping[int, RankEvidence]
+    groups: Sequence[Group]
+    tables: Tables
+    incident: Incident = field(default_factory=Incident)
+    origin: str = ""
+    foreign: str = ""  # "": our own black boxes; else whose, such as "torch nccl"
+    vague_groups: frozenset[int] = frozenset()  # members were inferred, not recorded
+    unreadable: tuple[int, ...] = ()  # ranks whose file is there and cannot be read
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks of the world without a readable record."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
+
+    def call(self, row: Any) -> Call:
+        """Return what a row called."""
+        return self.tables.calls[int(row["call"])]
+
+    def site(self, row: Any) -> str:
+        """Return where a row was called, "" if not known."""
+        return self.tables.texts[int(row["site"])]
+
+    def error(self, row: Any) -> str:
+        """Return a row's error, "" if none."""
+        return self.tables.texts[int(row["error"])]

@@ -1,0 +1,206 @@
+"""What the rules look at: the evidence with the common questions about it answered once.
+
+A `Picture` is made once per analysis. It holds facts (who is inside what, who ended how, who waits
+for whom), never conclusions: those are the rules'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from echelon.analysis.evidence.exchange import Exchanges
+from echelon.analysis.evidence.lanes import Lanes, all_lanes
+from echelon.analysis.evidence.links import BrokenLink, broken_links
+from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.evidence.stacks import main_thread
+from echelon.analysis.evidence.stream_waits import stream_graph
+from echelon.analysis.evidence.streams import Streams
+from echelon.analysis.evidence.waits import Wait, WaitGraph, wait_graph
+from echelon.recorder.schema import State
+
+_Found = TypeVar("_Found")
+STUCK_AFTER_S = 5.0  # without an incident to say so, a wait this long is one
+_YOUNG_SHARE = 0.2  # of the oldest wait's age: what is younger is in flight
+_CONCLUSIVE = frozenset({"stall", "failure"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """The evidence, its lanes, and its wait-for graph."""
+
+    evidence: Evidence
+    lanes: Sequence[Lanes]
+    exchanges: Exchanges
+    all_waits: WaitGraph
+    streams: Streams | None = None  # of torch's dumps
+    _memory: dict[str, Any] = field(default_factory=dict)
+
+    def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
+        """Return what was found out about the whole job, once for all ranks that ask."""
+        if key not in self._memory:
+            self._memory[key] = find(self)
+        found: _Found = self._memory[key]
+        return found
+
+    @cached_property
+    def graph(self) -> WaitGraph:
+        """The waits that count: those of a snapshot made because of trouble, and long ones."""
+        waits = [wait for wait in self.all_waits.waits if not self.is_over(wait)]
+        old = [wait for wait in waits if self.is_stuck(wait)]
+        return WaitGraph(tuple(self._with_reached(old, waits)))
+
+    def is_stuck(self, wait: Wait) -> bool:
+        """Tell a wait that counts from an operation in flight.
+
+        A job may be in the midst of its work while a few of its ranks are stalled: a wait that is
+        far younger than the oldest one is in flight.
+        """
+        if self.evidence.foreign or self.evidence.incident.kind == "failure":
+            return True
+        return not self.is_in_flight(wait.age_s)
+
+    def is_in_flight(self, age_s: float) -> bool:
+        """Tell whether something that has lasted so long is still nothing to wonder at."""
+        if self.evidence.incident.kind == "stall":
+            return age_s < _YOUNG_SHARE * self._oldest_s
+        return age_s < STUCK_AFTER_S
+
+    def is_over(self, wait: Wait) -> bool:
+        """Tell whether all ranks of a wait recorded more between the two looks at them."""
+        return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
+
+    @cached_property
+    def _moved(self) -> frozenset[int]:
+        return frozenset(rank for rank, facts in self.evidence.ranks.items() if has_moved(facts))
+
+    @cached_property
+    def _oldest_s(self) -> float:
+        return max((wait.age_s for wait in self.all_waits.waits), default=0.0)
+
+    @staticmethod
+    def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
+        """Add the younger waits of ranks that those in old ones wait for: they lead to the root."""
+        kept = {id(wait) for wait in old}
+        by_rank: dict[int, list[Wait]] = {}
+        for wait in waits:
+            for rank in wait.waiting if id(wait) not in kept else ():
+                by_rank.setdefault(rank, []).append(wait)
+        open_ = [rank for wait in old for rank in wait.absent]
+        while open_:
+            for wait in by_rank.pop(open_.pop(), ()):
+                if id(wait) not in kept:
+                    kept.add(id(wait))
+                    open_ += wait.absent
+        return [wait for wait in waits if id(wait) in kept]
+
+    def waited_s(self, wait: Wait) -> float:
+        """Return how long a wait had lasted when its ranks were last seen; 0 if not known."""
+        return wait.age_s
+
+    @cached_property
+    def heads(self) -> dict[int, tuple[int, int]]:
+        """Each rank's first pending row, as (group, sequence): only it holds its stream up."""
+        found: dict[int, tuple[int, int]] = {}
+        for rank, facts in self.evidence.ranks.items():
+            pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
+            if len(pending):
+                row = facts.rows[int(pending[0])]
+                found[rank] = int(row["group"]), int(row["sequence"])
+        return found
+
+    @cached_property
+    def disturbed(self) -> frozenset[int]:
+        """Ranks that wait inside an operation, gave up in one, or did not end well."""
+        inside = {rank for wait in self.graph.waits for rank in wait.waiting}
+        failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
+        ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
+        return frozenset(inside | failed | ended)
+
+    @cached_property
+    def broken_links(self) -> tuple[BrokenLink, ...]:
+        """Connections between ranks that carry nothing although something waits."""
+        return broken_links(self.evidence.ranks)
+
+    def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
+        """Return the broken connections whose ends are both among `ranks`."""
+        within = set(ranks)
+        return tuple(
+            one for one in self.broken_links if one.sender in within and one.receiver in within
+        )
+
+    def is_cut_off(self, wait: Wait) -> bool:
+        """Tell whether packets vanish between ranks of a wait, or those that completed it."""
+        return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether anything at all is amiss, beyond rows that look odd."""
+        return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
+
+    def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks that suffer from `culprits`."""
+        culprits = set(culprits)
+        reached = set(self.graph.fallout(culprits)) | self.disturbed
+        return tuple(sorted(reached - culprits))
+
+    def dragged_along(self, gone: set[int]) -> set[int]:
+        """Return the ranks that share a pending operation with ranks that are gone.
+
+        A rank that died inside an operation had entered it: the others wait for nobody there.
+        """
+        reached: set[int] = set(gone)
+        for wait in self.graph.waits:
+            if not gone.isdisjoint(wait.waiting):
+                reached.update(wait.waiting)
+        return reached | set(self.graph.fallout(reached))
+
+    def wait_for(self, ranks: Iterable[int]) -> Wait | None:
+        """Return the earliest wait for one of `ranks`."""
+        return next(iter(self.graph.waits_for(ranks)), None)
+
+
+def take_picture(evidence: Evidence) -> Picture:
+    """Match the records and build the wait-for graph."""
+    lanes = all_lanes(evidence)
+    exchanges = Exchanges(evidence)
+    streams = Streams(evidence) if evidence.foreign == "torch" else None
+    waits = wait_graph(evidence, lanes, exchanges) if streams is None else stream_graph(streams)
+    return Picture(
+        evidence=evidence, lanes=lanes, exchanges=exchanges, all_waits=waits, streams=streams
+    )
+
+
+def failed_last(facts: RankEvidence) -> Any | None:
+    """Return a rank's last row if that operation failed, else None."""
+    if not len(facts.rows):
+        return None
+    last = facts.rows[-1]
+    return last if last["state"] == State.FAILED else None
+
+
+def last_row(facts: RankEvidence) -> Any | None:
+    """Return the row a rank began last, None if it recorded none."""
+    return facts.rows[-1] if len(facts.rows) else None
+
+
+def has_moved(facts: RankEvidence) -> bool:
+    """Tell whether a rank made progress between the two looks at it.
+
+    Its other threads may record too: where both looks saw its main thread at one place, it stayed.
+    """
+    host = facts.host
+    if host.later_gap_s <= 0 or host.later_recorded <= 0:
+        return False
+    first, later = main_thread(host.stacks), main_thread(host.later_stacks)
+    return first is None or later is None or first.frames != later.frames
+
+
+def is_inside(facts: RankEvidence) -> bool:
+    """Tell whether any operation of a rank is still pending."""
+    states = facts.rows["state"]
+    return bool(np.isin(states, (State.CREATED, State.STARTED)).any())

@@ -1,0 +1,207 @@
+"""Where the time goes: arrival lags, phases of each rank, collectives by time and bandwidth.
+
+The lag of a rank at a collective is how much later it came than the first. Clocks of ranks on one
+host are the same; across hosts the recorded offset and its error count. Where the offset was never
+measured the lag is taken from the time spent inside instead: who came last waited least, and that
+needs no common clock.
+
+A collective's own time is that of the member that came last: the others' includes their waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.lanes import Lanes
+from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.evidence.picture import Picture
+from echelon.recorder.schema import Flag, State
+
+COMMUNICATION = "communication"
+_MAX_CALLS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """How late members came to the collectives that all of them completed.
+
+    Attributes:
+        members: global ranks. [num_members]
+        columns: which columns of the lanes these are. [num_collectives]
+        lag_ns: how much later than the first. [num_members, num_collectives]
+        own_ns: from the last one's arrival to its end. [num_collectives]
+        created_ns: when the first member came. [num_collectives]
+    """
+
+    group: str
+    members: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    lag_ns: npt.NDArray[np.int64]
+    own_ns: npt.NDArray[np.int64]
+    created_ns: npt.NDArray[np.int64]
+
+    @property
+    def span_s(self) -> float:
+        """From the first to the last of these collectives."""
+        if len(self.created_ns) < 2:
+            return 0.0
+        return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
+
+    @property
+    def last(self) -> npt.NDArray[np.int64]:
+        """Index of the member that came last, per collective. [num_collectives]"""
+        return np.asarray(self.lag_ns.argmax(axis=0), np.int64)
+
+    @property
+    def cost_ns(self) -> npt.NDArray[np.int64]:
+        """How much later the last came than the one before it, per collective."""
+        if self.lag_ns.shape[0] < 2:
+            return np.zeros(self.lag_ns.shape[1], np.int64)
+        upper = np.partition(self.lag_ns, -2, axis=0)
+        return np.asarray(upper[-1] - upper[-2], np.int64)
+
+
+def arrivals(lanes: Lanes) -> Arrivals | None:
+    """Return the arrival lags of one group, None if fewer than two members took part."""
+    done = (lanes.state == State.COMPLETED).all(axis=0)
+    if len(lanes.members) < 2 or not done.any() or lanes.strangers:
+        return None
+    created = lanes.column("created_ns", 0)[:, done]
+    inside: npt.NDArray[Any] = lanes.column("ended_ns", 0)[:, done] - created
+    if clocks_are_common(lanes.evidence, lanes.members.tolist()):
+        first = created.min(axis=0)
+        lag = created - first
+    else:
+        lag = inside.max(axis=0) - inside
+        first = created[0]
+    return Arrivals(
+        group=lanes.name,
+        members=lanes.members,
+        columns=np.flatnonzero(done).astype(np.int64),
+        lag_ns=lag,
+        own_ns=np.asarray(np.maximum(inside.min(axis=0), 0), np.int64),
+        created_ns=first,
+    )
+
+
+def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
+    """Tell whether stamps of these ranks can be compared: one host, or measured offsets."""
+    if evidence.foreign:
+        return True  # wall clocks: all there is
+    identities = [evidence.ranks[rank].identity for rank in ranks]
+    if len({identity.boot_id or identity.host for identity in identities}) <= 1:
+        return True
+    return all(identity.rank == 0 or identity.clock_error_ns >= 0 for identity in identities)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTime:
+    """One rank's time. `phases_s` holds spans by name, and communication that was waited for."""
+
+    rank: int
+    window_s: float
+    phases_s: Mapping[str, float]
+    mean_lag_s: float
+    last_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallTime:
+    """One kind of collective: how often, how long, how fast."""
+
+    group: str
+    call: str
+    count: int
+    total_s: float  # the last member's time, summed
+    bytes_per_s: float  # of the input on one rank; 0 if not known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Where the time of a job went."""
+
+    ranks: tuple[RankTime, ...]
+    calls: tuple[CallTime, ...]
+
+    @property
+    def slowest(self) -> tuple[RankTime, ...]:
+        """Ranks by how late they come, the latest first."""
+        return tuple(sorted(self.ranks, key=lambda rank: (-rank.mean_lag_s, rank.rank)))
+
+
+def timing_of(picture: Picture) -> Timing:
+    """Measure lags, phases and collectives over what the records hold."""
+    size = picture.evidence.world_size
+    lag_ns, counts, last = np.zeros(size), np.zeros(size), np.zeros(size)
+    calls: dict[tuple[str, int], list[float]] = {}
+    for lanes in picture.lanes:
+        found = arrivals(lanes)
+        if found is None:
+            continue
+        lag_ns[found.members] += found.lag_ns.sum(axis=1)
+        counts[found.members] += found.lag_ns.shape[1]
+        last[found.members] += np.bincount(found.last, minlength=len(found.members))
+        _add_calls(calls, lanes, found)
+    counts = np.maximum(counts, 1)
+    ranks = [
+        _rank_time(picture.evidence, facts, float(lag_ns[rank] / counts[rank]) / 1e9,
+                   float(last[rank] / counts[rank]))
+        for rank, facts in picture.evidence.ranks.items()
+    ]  # fmt: skip
+    shown = [
+        _call_time(picture.evidence, group, call, sums) for (group, call), sums in calls.items()
+    ]
+    shown = sorted((call for call in shown if call.total_s > 0), key=lambda call: -call.total_s)
+    return Timing(ranks=tuple(ranks), calls=tuple(shown[:_MAX_CALLS]))
+
+
+def _add_calls(calls: dict[tuple[str, int], list[float]], lanes: Lanes, found: Arrivals) -> None:
+    """Add count, nanoseconds and bytes of each kind of call, as its first member made it."""
+    numbers = lanes.column("call")[0, found.columns]
+    sizes = lanes.column("num_bytes", 0)[0, found.columns]
+    for number in np.unique(numbers).tolist():
+        mine = numbers == number
+        sums = calls.setdefault((lanes.name, number), [0.0, 0.0, 0.0])
+        sums[0] += float(mine.sum())
+        sums[1] += float(found.own_ns[mine].sum())
+        sums[2] += float(sizes[mine].sum())
+
+
+def _call_time(evidence: Evidence, group: str, call: int, sums: list[float]) -> CallTime:
+    count, nanoseconds, num_bytes = sums
+    return CallTime(
+        group=group,
+        call=str(evidence.tables.calls[call]),
+        count=int(count),
+        total_s=nanoseconds / 1e9,
+        bytes_per_s=num_bytes / nanoseconds * 1e9 if nanoseconds and num_bytes else 0.0,
+    )
+
+
+def _rank_time(
+    evidence: Evidence, facts: RankEvidence, mean_lag_s: float, last_share: float
+) -> RankTime:
+    rows, spans = facts.rows, facts.spans
+    done = rows["ended_ns"] > 0
+    waited = done & ((rows["flags"] & Flag.ASYNC) == 0)
+    phases = {COMMUNICATION: float((rows["ended_ns"] - rows["created_ns"])[waited].sum()) / 1e9}
+    for name in np.unique(spans["name"]).tolist():
+        mine = spans["name"] == name
+        length = float((spans["ended_ns"] - spans["started_ns"])[mine].sum()) / 1e9
+        phases[evidence.tables.texts[name]] = length
+    firsts, lasts = (rows["created_ns"], spans["started_ns"]), (rows["ended_ns"], spans["ended_ns"])
+    begins = [int(column.min()) for column in firsts if len(column)]
+    ends = [int(column.max()) for column in lasts if len(column)]
+    window_s = max(0, max(ends, default=0) - min(begins, default=0)) / 1e9
+    return RankTime(
+        rank=facts.rank,
+        window_s=window_s,
+        phases_s=phases,
+        mean_lag_s=mean_lag_s,
+        last_share=last_share,
+    )

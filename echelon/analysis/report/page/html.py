@@ -1,0 +1,275 @@
+"""The report as one HTML file: no network, nothing beside it, light and dark.
+
+The verdict comes first, then the timeline, the wait-for graph, the stacks side by side, and where
+the time went. Everything recorded is untrusted: it is cleaned, then escaped, and the data block
+cannot end its own element. A content security policy forbids the page to load or send anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from echelon import __version__
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.picture import Picture, last_row
+from echelon.analysis.evidence.stacks import Frame, main_thread, site_frame, users_frame
+from echelon.analysis.evidence.timing import COMMUNICATION, CallTime, RankTime, Timing, timing_of
+from echelon.analysis.finding import Finding, Report, rank_list, rate, seconds
+from echelon.analysis.report.clean import safe
+from echelon.analysis.report.page.graph import draw
+from echelon.analysis.report.page.graph_svg import render_graph
+from echelon.analysis.report.page.page_script import SCRIPT
+from echelon.analysis.report.page.page_style import STYLE
+from echelon.analysis.report.page.timeline import timeline
+from echelon.analysis.report.text import alternative_line
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_MAX_STACKS = 8
+_MAX_ROWS = 16
+_PHASE_COLOURS = {
+    COMMUNICATION: "#5b8def",
+    "compute": "#4fae7b",
+    "data_wait": "#e0a63b",
+    "checkpoint": "#a775d8",
+}
+
+
+def write_html(picture: Picture, report: Report, path: Path) -> None:
+    """Write the page.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(render_html(picture, report), encoding="utf-8")
+
+
+def render_html(picture: Picture, report: Report) -> str:
+    """Return the page."""
+    verdict = report.verdict
+    culprits = list(verdict.culprit_ranks) if verdict else []
+    data = {"timeline": timeline(picture), "culprits": culprits}
+    parts = [
+        _verdict(report),
+        _timeline_frame(picture),
+        render_graph(draw(picture.graph, culprits), set(culprits)),
+        _stacks(picture, report),
+        _others(report),
+        _time(timing_of(picture)),
+    ]
+    title = f"{verdict.cause.value}: {rank_list(verdict.culprit_ranks)}" if verdict else "healthy"
+    return (
+        "<!doctype html>\n"
+        f'<html lang="en"><head><meta charset="utf-8"><title>{safe(title)} · fr-analyze</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head><body><main>{''.join(parts)}"
+        f'<p class="small">echelon {safe(__version__)} · {safe(report.origin)}</p></main>'
+        '<div id="tip" role="tooltip"></div>'
+        f'<script type="application/json" id="data">{_json(data)}</script>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _json(value: Any) -> str:
+    """Write JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# ---- the verdict ----
+
+
+def _verdict(report: Report) -> str:
+    verdict = report.verdict
+    if verdict is None:
+        head = '<div class="tags"><span class="tag cause">healthy</span></div>'
+        body = f"<h1>Nothing is wrong in {len(report.ranks_present)} ranks</h1>"
+        return f'<section class="verdict well">{head}{body}{_warnings(report)}</section>'
+    tags = [f'<span class="tag cause">{safe(verdict.cause.value)}</span>']
+    if verdict.culprit_ranks:
+        tags.append(f'<span class="tag">{safe(rank_list(verdict.culprit_ranks))}</span>')
+    tags.append(f'<span class="tag">{safe(verdict.confidence.value)}</span>')
+    return (
+        f'<section class="verdict" id="verdict"><div class="tags">{"".join(tags)}</div>'
+        f"<h1>{safe(verdict.summary)}</h1>"
+        f'<p class="next"><b>Next</b>{safe(verdict.next_action)}</p>'
+        f'<div class="cols"><div><h2>Evidence</h2>{_list(verdict.evidence)}</div>'
+        f"<div><h2>At a glance</h2>{_glance(report, verdict)}</div></div>"
+        f"{_warnings(report)}</section>"
+    )
+
+
+def _glance(report: Report, verdict: Finding) -> str:
+    pairs = [("ranks", f"{len(report.ranks_present)} of {report.world_size}")]
+    if report.ranks_missing:
+        pairs.append(("missing", rank_list(report.ranks_missing)))
+    if verdict.operation is not None:
+        number = f" #{verdict.sequence}" if verdict.sequence is not None else ""
+        pairs.append(("operation", f"{verdict.operation}{number}"))
+    if verdict.group:
+        pairs.append(("group", verdict.group))
+    if verdict.fallout_ranks:
+        pairs.append(("fallout", rank_list(verdict.fallout_ranks)))
+    if verdict.would_settle:
+        pairs.append(("missing evidence", "; ".join(verdict.would_settle)))
+    for other in verdict.alternatives[:1]:
+        pairs.append(("runner-up", alternative_line(other)))
+    items = "".join(f"<dt>{safe(name)}</dt><dd>{safe(value)}</dd>" for name, value in pairs)
+    return f"<dl>{items}</dl>"
+
+
+def _warnings(report: Report) -> str:
+    shown = report.warnings[:5]
+    more = len(report.warnings) - len(shown)
+    lines = [f"warning: {safe(warning)}" for warning in shown]
+    lines += [f"and {more} more warnings"] if more > 0 else []
+    return f'<p class="small">{"<br>".join(lines)}</p>' if lines else ""
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{safe(line)}</li>" for line in lines) + "</ul>"
+
+
+def _others(report: Report) -> str:
+    rest = [finding for finding in report.findings if finding is not report.verdict]
+    if not rest:
+        return ""
+    lines = [
+        f"{finding.cause.value}{' (note)' if finding.info else ''}: {finding.summary}"
+        for finding in rest[:_MAX_ROWS]
+    ]
+    return f"<section><h2>Also found</h2>{_list(lines)}</section>"
+
+
+# ---- the timeline ----
+
+
+def _timeline_frame(picture: Picture) -> str:
+    count = len(picture.evidence.ranks)
+    return (
+        '<section><div class="bar"><h2>Timeline</h2>'
+        '<button id="in" title="zoom in (+)">zoom in</button>'
+        '<button id="out" title="zoom out (-)">zoom out</button>'
+        '<button id="stall">the trouble</button><button id="fit">everything</button></div>'
+        '<div id="frame"><canvas id="timeline" role="img" '
+        f'aria-label="operations of {count} ranks over time"></canvas></div>'
+        '<div id="legend"></div>'
+        '<p class="small">Drag to move, wheel or double click to zoom, Shift + wheel for '
+        "more ranks, arrows and + - on the keyboard.</p></section>"
+    )
+
+
+# ---- the stacks ----
+
+
+def _stacks(picture: Picture, report: Report) -> str:
+    culprits = set(report.verdict.culprit_ranks) if report.verdict else set()
+    stuck = sorted(picture.disturbed | culprits, key=lambda rank: (rank not in culprits, rank))
+    columns = []
+    for rank in stuck:
+        facts = picture.evidence.ranks.get(rank)
+        column = _stack(picture, facts, bad=rank in culprits) if facts is not None else ""
+        if column:
+            columns.append(column)
+        if len(columns) == _MAX_STACKS:
+            break
+    if not columns:
+        return ""
+    note = (
+        f"{len(columns)} of {len(stuck)} ranks, culprits first" if len(stuck) > len(columns) else ""
+    )
+    return (
+        f'<section><h2>Stacks side by side</h2><div class="stacks">{"".join(columns)}</div>'
+        f'<p class="small">{safe(note)}</p></section>'
+    )
+
+
+def _stack(picture: Picture, facts: RankEvidence, *, bad: bool) -> str:
+    frames, source = _frames(picture, facts)
+    if not frames:
+        return ""
+    here = users_frame(frames)
+    items = []
+    for frame in frames[:24]:
+        kind = "here" if frame is here else "own" if frame.is_users else ""
+        items.append(f'<li class="{kind}">{safe(str(frame))}</li>')
+    style = "stack bad" if bad else "stack"
+    return (
+        f'<div class="{style}"><h3>rank {facts.rank}</h3><p class="small">{safe(source)}</p>'
+        f"<ol>{''.join(items)}</ol></div>"
+    )
+
+
+def _frames(picture: Picture, facts: RankEvidence) -> tuple[tuple[Frame, ...], str]:
+    thread = main_thread(facts.host.stacks)
+    if thread is not None and thread.frames:
+        return thread.frames, "main thread at the snapshot"
+    row = last_row(facts)
+    if row is None:
+        return (), ""
+    text = picture.evidence.tables.texts[int(row["stack"])] or picture.evidence.site(row)
+    frames = tuple(frame for line in text.splitlines() if (frame := site_frame(line)) is not None)
+    return frames, f"at its last call, {picture.evidence.call(row).operation}"
+
+
+# ---- where the time went ----
+
+
+def _time(timing: Timing) -> str:
+    ranks = [rank for rank in timing.slowest if rank.window_s > 0]
+    if not ranks and not timing.calls:
+        return ""
+    tables = ""
+    if ranks:
+        tables += _table(
+            ("rank", "late by, on average", "last in", "phases", ""),
+            [_rank_row(rank) for rank in ranks[:_MAX_ROWS]],
+        )
+        more = len(ranks) - _MAX_ROWS
+        tables += f'<p class="small">and {more} ranks that are less late</p>' if more > 0 else ""
+    if timing.calls:
+        tables += "<br>" * bool(ranks) + _table(
+            ("collective", "group", "times", "own time", "each", "rate per rank"),
+            [_call_row(call) for call in timing.calls[:10]],
+        )
+    return f"<section><h2>Where the time went</h2>{tables}</section>"
+
+
+def _rank_row(rank: RankTime) -> Sequence[str]:
+    parts = []
+    words = []
+    for name, length_s in sorted(rank.phases_s.items(), key=lambda item: -item[1])[:6]:
+        share = min(1.0, length_s / rank.window_s)
+        if share < 0.005:
+            continue
+        colour = _PHASE_COLOURS.get(name, "#8a94a6")
+        parts.append(f'<div style="width:{share * 100:.1f}%;background:{colour}"></div>')
+        words.append(f"{name} {share:.0%}")
+    return (
+        f"<td>rank {rank.rank}</td>",
+        f'<td class="n">{safe(seconds(rank.mean_lag_s))}</td>',
+        f'<td class="n">{rank.last_share:.0%}</td>',
+        f'<td><div class="phases">{"".join(parts)}</div></td>',
+        f"<td>{safe(', '.join(words))}</td>",
+    )
+
+
+def _call_row(call: CallTime) -> Sequence[str]:
+    each_s = call.total_s / max(1, call.count)
+    return (
+        f"<td>{safe(call.call)}</td>",
+        f"<td>{safe(call.group)}</td>",
+        f'<td class="n">{call.count}</td>',
+        f'<td class="n">{safe(seconds(call.total_s))}</td>',
+        f'<td class="n">{safe(seconds(each_s))}</td>',
+        f'<td class="n">{safe(rate(call.bytes_per_s))}</td>',
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{safe(head)}</th>" for head in heads)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

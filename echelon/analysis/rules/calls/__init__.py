@@ -1,0 +1,1 @@
+"""Collectives that do not match: signatures, sizes, splits, slipped streams."""

@@ -1,0 +1,93 @@
+"""What remains when nothing waits: ranks without a record, and trouble without an explanation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.timing import arrivals
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
+
+_LATE_S = 1.0  # a stall that was over before the snapshot: how late somebody must have been
+
+
+def find_missing(picture: Picture) -> list[Finding]:
+    """Suspect the ranks that left no readable record."""
+    missing = picture.evidence.missing
+    if not missing or not picture.evidence.ranks:
+        return []
+    unreadable = set(picture.evidence.unreadable) >= set(missing)
+    left = "has a record that cannot be read" if unreadable else "left no record"
+    who = rank_list(missing)
+    return [
+        Finding(
+            cause=Cause.DEAD_PROCESS,
+            culprit_ranks=missing,
+            confidence=Confidence.POSSIBLE,
+            summary=f"{who} {left}, the others did: a process that is gone cannot write one",
+            evidence=(f"{who}: {left}", f"{rank_list(tuple(picture.evidence.ranks))} left theirs"),
+            fallout_ranks=picture.fallout(missing),
+            would_settle=(f"the exit status of {who}, or a record of it",),
+            next_action=f"Look at how {who} ended, and whether its record was written elsewhere.",
+        )
+    ]
+
+
+def find_unknown(picture: Picture) -> list[Finding]:
+    """Say plainly that there was trouble and that nothing recorded explains it."""
+    incident = picture.evidence.incident
+    if incident.kind not in ("failure", "stall"):
+        return []
+    late = _latest_arrival(picture)
+    if late is not None and incident.kind == "stall":
+        return [late]
+    ringless = tuple(rank for rank, facts in picture.evidence.ranks.items() if not facts.has_ring)
+    settles = ["a second snapshot a few seconds later", "the stderr of every rank"]
+    if ringless:
+        settles.insert(0, f"a recording of {rank_list(ringless)}")
+    reason = f" ({incident.reason})" if incident.reason else ""
+    return [
+        Finding(
+            cause=Cause.UNKNOWN,
+            culprit_ranks=(),
+            confidence=Confidence.POSSIBLE,
+            summary=f"a {incident.kind} was seen{reason}, and nothing recorded explains it",
+            evidence=(f"incident {incident.number}: {incident.kind}{reason}",),
+            fallout_ranks=tuple(sorted(picture.disturbed)),
+            would_settle=tuple(settles),
+            next_action="Take another snapshot a few seconds later, and read the ranks' stderr.",
+        )
+    ]
+
+
+def _latest_arrival(picture: Picture) -> Finding | None:
+    """Look for a stall that was over before the snapshot: who came far later than all others?"""
+    worst: tuple[int, int, str, int, str] | None = None
+    for lanes in picture.lanes:
+        found = arrivals(lanes)
+        if found is None:
+            continue
+        place = int(np.argmax(found.cost_ns))
+        member = int(found.last[place])
+        row = lanes.row(member, int(found.columns[place]))
+        call = picture.evidence.call(row).operation
+        sequence = int(lanes.sequences[found.columns[place]])
+        this = (int(found.cost_ns[place]), int(found.members[member]), lanes.name, sequence, call)
+        worst = this if worst is None else max(worst, this)
+    if worst is None or worst[0] < _LATE_S * 1e9:
+        return None
+    cost_ns, rank, group, sequence, operation = worst
+    late = seconds(cost_ns / 1e9)
+    return Finding(
+        cause=Cause.UNKNOWN,
+        culprit_ranks=(rank,),
+        confidence=Confidence.POSSIBLE,
+        group=group,
+        operation=operation,
+        sequence=sequence,
+        summary=f"rank {rank} came {late} after all others to {operation} #{sequence} of group "
+        f"'{group}'; the job went on before the snapshot could show why",
+        evidence=(f"rank {rank} came {late} late, and all completed the {operation}",),
+        would_settle=(f"a snapshot while rank {rank} is late",),
+        next_action=f"Look at what rank {rank} did before that call; mark it by a span.",
+    )

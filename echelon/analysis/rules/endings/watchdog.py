@@ -1,0 +1,69 @@
+"""Ranks whose watchdogs gave up, where no record says in what: their stderr does.
+
+torch's watchdog writes which operation it gave up in before it ends the process. A rank that no
+watchdog ended did not wait there: it is what the others waited for.
+"""
+
+from __future__ import annotations
+
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
+from echelon.analysis.rules.endings.errors import watchdog_timeout
+from echelon.analysis.rules.one_rank.reading import read_rank
+from echelon.analysis.rules.waits.stuck import describe_sinks
+
+_MAX_LINES = 4
+
+
+def find_given_up(picture: Picture) -> list[Finding]:
+    """Report the ranks that others' watchdogs waited for, by what they wrote on stderr."""
+    gave_up = {
+        rank: told
+        for rank, facts in picture.evidence.ranks.items()
+        if (told := watchdog_timeout(facts.host.stderr_tail)) is not None
+    }
+    if not gave_up:
+        return []
+    number, operation = max(gave_up.values())
+    lines = tuple(
+        f"rank {rank}'s watchdog gave up in {kind} #{at}"
+        for rank, (at, kind) in sorted(gave_up.items())[:_MAX_LINES]
+    )
+    apart = tuple(rank for rank in picture.evidence.ranks if rank not in gave_up)
+    behind = apart or tuple(rank for rank, (at, _) in gave_up.items() if at < number)
+    if not behind or 2 * len(behind) > picture.evidence.world_size:
+        return [_all_gave_up(operation, number, tuple(gave_up), lines)]
+    finding = describe_sinks(picture, behind, read_rank(picture, behind[0]), behind[0])
+    sure = finding.confidence is Confidence.CERTAIN
+    others = tuple(rank for rank in gave_up if rank not in behind)
+    return [
+        finding.changed(
+            confidence=Confidence.LIKELY if sure else finding.confidence,
+            operation=operation,
+            sequence=number,
+            summary=f"{finding.summary}; the watchdogs of {rank_list(others)} gave up waiting in "
+            f"{operation} #{number}",
+            evidence=(*finding.evidence, *lines),
+            fallout_ranks=others,
+            scope=Scope.FALLOUT,
+        )
+    ]
+
+
+def _all_gave_up(
+    operation: str, number: int, ranks: tuple[int, ...], lines: tuple[str, ...]
+) -> Finding:
+    return Finding(
+        cause=Cause.NETWORK,
+        culprit_ranks=(),
+        confidence=Confidence.POSSIBLE,
+        operation=operation,
+        sequence=number,
+        summary=f"the watchdogs of {rank_list(ranks)} gave up in {operation} #{number}, and "
+        "nothing recorded singles out a rank",
+        evidence=lines,
+        fallout_ranks=ranks,
+        scope=Scope.FALLOUT,
+        would_settle=("torch's flight recorder: which ranks had entered the operation",),
+        next_action="Run under TORCH_NCCL_TRACE_BUFFER_SIZE=2000 to have torch record operations.",
+    )

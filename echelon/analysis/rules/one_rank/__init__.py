@@ -1,0 +1,1 @@
+"""What one rank shows of itself, from inside and from outside."""

@@ -1,0 +1,151 @@
+"""Ranks that record nothing, seen from outside: which of them wait for their peers?
+
+torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; a
+backend that has nothing to do waits without one. So the kernel shows who is inside a collective,
+and the rank that is not keeps the others waiting. Before there is a group, ranks sit in a call on a
+connection until all have come to the store.
+
+What this cannot tell: which collective, and where in the code a rank stands. That takes its stacks.
+"""
+
+from __future__ import annotations
+
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.stacks import main_thread
+
+_NETWORK_CALLS = frozenset(
+    {
+        "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "epoll_pwait2",
+        "recvfrom", "recvmsg", "read", "connect",
+    }
+)  # fmt: skip
+_SLEEPS = frozenset({"nanosleep", "clock_nanosleep", "pause", "rt_sigsuspend", "rt_sigtimedwait"})
+_COLLECTIVES = "distributed_c10d.py"  # torch's own Python around every collective
+_WORDS = {
+    "futex": "waits for another thread",
+    "wait4": "waits for a child process",
+    "waitid": "waits for a child process",
+    "flock": "waits for a file's lock",
+    "fcntl": "waits for a file's lock",
+    "fsync": "waits for a disk",
+    "fdatasync": "waits for a disk",
+}
+
+
+def waits_for_peers(facts: RankEvidence) -> bool:
+    """Tell whether a rank is seen inside a collective, or at the rendezvous."""
+    return is_in_collective(facts) or _is_at_rendezvous(facts)
+
+
+def is_in_collective(facts: RankEvidence) -> bool:
+    """Tell whether its stack, or one of its Gloo threads, is inside a collective.
+
+    The threads say more: a backward pass, a functional collective or a pipeline waits in C++, with
+    no Python of a collective on its stack.
+    """
+    if facts.host.process_state in ("T", "t"):
+        return False
+    if any(thread.is_in_collective for thread in facts.host.threads):
+        return True
+    stack = main_thread(facts.host.stacks)
+    return stack is not None and any(frame.file.endswith(_COLLECTIVES) for frame in stack.frames)
+
+
+def is_seen_outside(facts: RankEvidence) -> bool:
+    """Tell whether a rank's Gloo threads are seen, and none of them is inside a collective."""
+    return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
+
+
+def outside_words(facts: RankEvidence) -> str:
+    """Say what the main thread does, after "rank R "; "" if that is not known."""
+    if not facts.host.threads:
+        return ""
+    call = facts.host.threads[0].call
+    if not call:
+        return "runs" if facts.host.process_state == "R" else ""
+    if call in _SLEEPS:
+        return f"sleeps ({call})"
+    if call in _NETWORK_CALLS:
+        return f"waits for data ({call})"
+    return f"{_WORDS.get(call, 'is in the kernel')} ({call})"
+
+
+def outside_lines(facts: RankEvidence) -> list[str]:
+    """Say what the kernel shows of a rank's threads."""
+    words = outside_words(facts)
+    lines = [f"rank {facts.rank}: its main thread {words}"] if words else []
+    gloo = [thread for thread in facts.host.threads if thread.is_gloos]
+    if gloo:
+        inside = is_in_collective(facts)
+        what = "one waits for a peer" if inside else "none is in a collective"
+        lines.append(f"rank {facts.rank}: of its {len(gloo)} Gloo threads {what}")
+    return lines
+
+
+def keeps_waiting(picture: Picture) -> tuple[int, ...]:
+    """Return who, of living ranks without any record, is where none of the waiting ones is.
+
+    () where that says nothing: a rank recorded, none is seen waiting, or all are.
+    """
+    return picture.remembered("keeps_waiting", _keeps_waiting)
+
+
+def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
+    ranks = [facts for facts in picture.evidence.ranks.values() if facts.host.alive]
+    if any(facts.has_ring or len(facts.rows) for facts in ranks):
+        return ()
+    for waits in (is_in_collective, waits_for_peers):
+        if any(waits(facts) for facts in ranks):
+            return tuple(facts.rank for facts in ranks if not waits(facts))
+    return ()
+
+
+def sleepers(picture: Picture) -> tuple[int, ...]:
+    """Return the few ranks without any record whose main thread sleeps while the others' wait.
+
+    With sends and receives the main thread itself waits, and no Gloo thread is in a collective.
+    """
+    return picture.remembered("sleepers", _sleepers)
+
+
+def _sleepers(picture: Picture) -> tuple[int, ...]:
+    ranks = [facts for facts in picture.evidence.ranks.values() if facts.host.alive]
+    if any(facts.has_ring or len(facts.rows) or not facts.host.threads for facts in ranks):
+        return ()
+    asleep = [facts.rank for facts in ranks if facts.host.threads[0].call in _SLEEPS]
+    waits = _NETWORK_CALLS | {"futex"}
+    rest = [facts for facts in ranks if facts.rank not in asleep]
+    if not all(facts.host.threads[0].call in waits for facts in rest):
+        return ()
+    return tuple(asleep) if 0 < 2 * len(asleep) < len(ranks) else ()
+
+
+def waits_unrecorded(picture: Picture, rank: int) -> bool:
+    """Tell whether a rank whose own record is missing is seen inside a collective all the same."""
+    facts = picture.evidence.ranks.get(rank)
+    if facts is None or facts.has_ring or len(facts.rows):
+        return False
+    return is_in_collective(facts)
+
+
+def waiting_ranks(picture: Picture) -> tuple[int, ...]:
+    """Return who, of living ranks, is seen waiting for its peers."""
+    return picture.remembered("waiting_ranks", _waiting_ranks)
+
+
+def _waiting_ranks(picture: Picture) -> tuple[int, ...]:
+    ranks = picture.evidence.ranks.values()
+    return tuple(facts.rank for facts in ranks if facts.host.alive and waits_for_peers(facts))
+
+
+def _is_at_rendezvous(facts: RankEvidence) -> bool:
+    """Before there is a group: the main thread itself waits on an open connection."""
+    host = facts.host
+    connected = any(one.state == "ESTABLISHED" for one in host.sockets)
+    return bool(
+        connected
+        and host.threads
+        and host.threads[0].call in _NETWORK_CALLS
+        and not any(thread.is_gloos for thread in host.threads)
+    )

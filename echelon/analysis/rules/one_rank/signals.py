@@ -1,0 +1,146 @@
+"""What one rank shows of itself: its innermost span, its line, its heartbeat, its process."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+
+from echelon.analysis.evidence.model import RankEvidence, Span
+from echelon.analysis.evidence.picture import last_row
+from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
+from echelon.analysis.finding import seconds
+from echelon.recorder.schema import SIGNAL, Live
+
+PRESSURE = 0.3  # of the time that tasks waited for a resource: from here on it is worth a line
+_NUM_FRAMES = 5
+_OWN_FRAME = re.compile(r"recorder/_native\.|^(__restore_rt|raise|gsignal|pthread_kill|abort)\b")
+STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
+
+
+def innermost_span(facts: RankEvidence) -> Span | None:
+    """Return the innermost open span of the thread that makes the rank's collectives.
+
+    Where that thread has none open, or there was no collective yet, of the thread that opened one
+    last.
+    """
+    if not facts.open_spans:
+        return None
+    row = last_row(facts)
+    if row is not None:
+        own = [span for span in facts.open_spans if span.thread == int(row["thread"])]
+        if own:
+            return max(own, key=lambda span: (span.depth, span.started_ns))
+    newest = max(facts.open_spans, key=lambda span: span.started_ns).thread
+    own = [span for span in facts.open_spans if span.thread == newest]
+    return max(own, key=lambda span: (span.depth, span.started_ns))
+
+
+def heartbeat_age_s(facts: RankEvidence) -> float:
+    """Return how old the Python heartbeat was at the last look, 0 if that is not known."""
+    beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
+    seen = facts.host.snapshot_mono_ns
+    if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
+        return 0.0  # unknown, or it was only late
+    return max(0, seen - beat) / 1e9 + facts.host.later_gap_s
+
+
+def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
+    """Say how old the heartbeat is, if it is old."""
+    age = heartbeat_age_s(facts)
+    return (f"rank {facts.rank}: its heartbeat is {seconds(age)} old",) if age > 1 else ()
+
+
+def users_line(facts: RankEvidence) -> Frame | None:
+    """Return where the main thread stands in the user's own code, None if no stack is there."""
+    thread = main_thread(facts.host.stacks)
+    return users_frame(thread.frames) if thread else None
+
+
+def process_lines(facts: RankEvidence) -> list[str]:
+    """Say what the host saw of the process: its state, and whether it is busy."""
+    host = facts.host
+    lines = []
+    if host.process_state:
+        channel = f", waiting in {host.wait_channel}" if host.wait_channel else ""
+        lines.append(f"rank {facts.rank}: process state {host.process_state}{channel}")
+    if host.cpu_share is not None:
+        kind = "busy" if is_busy(facts) else "idle"  # others may have the cores
+        lines.append(f"rank {facts.rank} is {kind}: {host.cpu_share:.0%} of a core")
+    return lines + machine_lines(facts)
+
+
+def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
+    """Return how old the heartbeat that needs no lock was at the last look; None if not known."""
+    beat = facts.live[Live.NATIVE_HEARTBEAT_MONO_NS] if facts.live else 0
+    seen = facts.host.snapshot_mono_ns
+    return max(0, seen - beat) / 1e9 if beat and seen else None
+
+
+def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
+    """Warn where the look itself may have changed what the rank did."""
+    if facts.host.stacks_from != SIGNAL:
+        return ()
+    text = (
+        "was asked for its stacks by a signal, which ends some system calls (py-spy asks nothing)"
+    )
+    return (f"rank {facts.rank} {text}",)
+
+
+def native_line(facts: RankEvidence) -> tuple[str, ...]:
+    """Return the C functions that the main thread stands in, innermost first."""
+    lines = facts.host.native_stacks.splitlines()
+    frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
+    if not frames:
+        return ()
+    return (f"rank {facts.rank}, in C: " + " < ".join(frames[:_NUM_FRAMES]),)
+
+
+def fault_lines(facts: RankEvidence) -> list[str]:
+    """Say what the rank itself wrote of the signal that ended it."""
+    fault = facts.fault
+    if fault is None or facts.host.exit_code != -fault.signal:
+        return []
+    try:
+        name = signal.Signals(fault.signal).name
+    except ValueError:
+        name = f"signal {fault.signal}"
+    where = f" at address {fault.address:#x}" if fault.address else ""
+    frames = [frame for frame in fault.frames if not _OWN_FRAME.search(frame)]
+    stack = ": " + " < ".join(frames[:_NUM_FRAMES]) if frames else ""
+    return [f"rank {facts.rank}: {name}{where} in thread {fault.thread}{stack}"]
+
+
+def is_busy(facts: RankEvidence) -> bool:
+    """Tell whether a process computes."""
+    share = facts.host.cpu_share
+    return share is not None and (share > 0.5 or (facts.host.process_state == "R" and share > 0.02))
+
+
+def machine_lines(facts: RankEvidence) -> list[str]:
+    """Say what around the process holds it back: limits of its cgroup, pressure, what is denied."""
+    host = facts.host
+    lines = []
+    if host.throttled_share is not None and host.throttled_share > 0.1:
+        lines.append(
+            f"rank {facts.rank}: its cgroup's processor limit held it back for "
+            f"{min(1.0, host.throttled_share):.0%} of the time"
+        )
+    used, limit = host.memory_bytes, host.memory_limit_bytes
+    if used and limit and used >= 0.95 * limit:
+        lines.append(
+            f"rank {facts.rank}: its memory is at the limit ({used / 2**20:,.0f} of "
+            f"{limit / 2**20:,.0f} MiB)"
+        )
+    for what, share in sorted(host.pressure.items()):
+        if share >= PRESSURE:
+            lines.append(f"rank {facts.rank}'s machine is short of {what}: pressure {share:.0%}")
+    return lines
+
+
+def denied_line(facts: RankEvidence) -> tuple[str, ...]:
+    """Say what the launcher was not permitted to read of a rank."""
+    denied = facts.host.not_permitted
+    if not denied:
+        return ()
+    return (f"rank {facts.rank}'s {', '.join(denied)}: not permitted to read",)

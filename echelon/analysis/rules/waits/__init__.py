@@ -1,0 +1,1 @@
+"""Ranks that wait, and those that keep them waiting."""

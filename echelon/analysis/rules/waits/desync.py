@@ -1,0 +1,112 @@
+"""Ranks that wait for each other in a closed ring: they entered operations in different orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echelon.analysis.evidence.habit import least_habitual
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.waits import Wait, WaitGraph
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.rules.waits.stuck import wait_line
+
+_MAX_TRIED = 32
+_SMALL_RING = 8
+
+
+def find_desync(picture: Picture) -> list[Finding]:
+    """Report the ranks on a closed ring of waits."""
+    ring = picture.graph.cycle()
+    if not ring:
+        return []
+    members = set(ring)
+    waits = [w for w in picture.graph.waits if members & set(w.waiting) and members & set(w.absent)]
+    waits.sort(key=lambda wait: wait.since_ns)
+    first = waits[0]
+    odd = _breaker(waits, members)
+    if picture.streams is not None:
+        # Their order is that of streams: a ring is a part of what one rank's slip has stopped.
+        odd = least_habitual(picture.streams, ring) if odd is None else odd
+        if odd is not None:
+            return [_describe_odd(picture, odd, ring, waits)]
+    groups = sorted({wait.group for wait in waits})
+    what = (
+        f"groups {', '.join(repr(g) for g in groups)}"
+        if len(groups) > 1
+        else f"group '{groups[0]}'"
+    )
+    parts = "; ".join(f"{rank_list(w.waiting)} in {w} of '{w.group}'" for w in waits[:3])
+    return [
+        Finding(
+            cause=Cause.ORDER_DESYNC,
+            culprit_ranks=ring,
+            confidence=_sureness(picture, ring, waits),
+            group=first.group,
+            operation=first.operation,
+            sequence=first.number,
+            summary=f"{rank_list(ring)} wait for each other in a ring: {parts}",
+            evidence=(*(wait_line(wait) for wait in waits[:6]), *_stands_alone(odd, ring)),
+            fallout_ranks=picture.fallout(ring),
+            next_action=f"Call the operations of {what} in the same order on every rank.",
+        )
+    ]
+
+
+def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
+    """Say how sure a ring as a whole is: with messages, or of many ranks, most are fallout."""
+    if picture.streams is None:
+        return Confidence.CERTAIN
+    has_messages = any(wait.is_p2p for wait in waits)
+    return Confidence.POSSIBLE if has_messages or len(ring) > _SMALL_RING else Confidence.CERTAIN
+
+
+def _breaker(waits: list[Wait], ring: set[int]) -> int | None:
+    """Return the one rank without which there would be no ring, None if there is no such rank."""
+    alone = {wait.absent[0] for wait in waits if len(wait.absent) == 1} & ring
+    if len(alone) > _MAX_TRIED:
+        return None
+    found = [rank for rank in sorted(alone) if not _without(waits, rank).cycle()]
+    return found[0] if len(found) == 1 else None
+
+
+def _without(waits: list[Wait], rank: int) -> WaitGraph:
+    return WaitGraph(
+        tuple(
+            replace(
+                wait,
+                waiting=tuple(one for one in wait.waiting if one != rank),
+                absent=tuple(one for one in wait.absent if one != rank),
+            )
+            for wait in waits
+        )
+    )
+
+
+def _describe_odd(picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait]) -> Finding:
+    """Name the one rank of a ring whose latest calls are in an order that it never had before."""
+    near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
+    first = next((wait for wait in near if odd in wait.absent), waits[0])
+    own = next((wait for wait in near if odd in wait.waiting), first)
+    is_message = any(wait.is_p2p for wait in (first, own))
+    return Finding(
+        cause=Cause.P2P_UNMATCHED if is_message else Cause.ORDER_DESYNC,
+        culprit_ranks=(odd,),
+        confidence=Confidence.LIKELY,
+        group=first.group,
+        operation=first.operation,
+        sequence=first.number,
+        summary=f"rank {odd} is in {own} of group '{own.group}' while {rank_list(first.waiting)} "
+        f"{'waits' if len(first.waiting) == 1 else 'wait'} for it in {first} of group "
+        f"'{first.group}': it called the two in another order than the other ranks",
+        evidence=(*(wait_line(wait) for wait in near[:6]), *_stands_alone(odd, ring)),
+        fallout_ranks=picture.fallout((odd,)),
+        would_settle=("the calls that the program makes there, in order",),
+        next_action=f"Compare the order of rank {odd}'s calls before {own} with the other ranks'.",
+    )
+
+
+def _stands_alone(odd: int | None, ring: tuple[int, ...]) -> tuple[str, ...]:
+    if odd is None or len(ring) < 3:
+        return ()
+    others = tuple(rank for rank in ring if rank != odd)
+    return (f"rank {odd} stands alone: {rank_list(others)} wait in one order, it in the other",)

@@ -1,0 +1,225 @@
+"""Find and read what a folder holds: an incident, a `dump/`, a run directory, foreign dumps.
+
+A folder is recognised by what lies in it, a file by its first bytes; no rule looks at a name beyond
+the rank in it. One unreadable file among good ones is a warning and makes its rank a suspect;
+nothing readable at all is an error. A folder still being written (`.incident_<k>.partial`) is left
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.analysis.evidence.model import Evidence, Incident
+from echelon.analysis.sources.builder import EvidenceBuilder
+from echelon.analysis.sources.collector import collector_off
+from echelon.errors import DumpFormatError
+from echelon.recorder.read import read
+
+_RANK_FILE = re.compile(r"rank_(\d{1,7})\Z")
+_TORCH_FILE = re.compile(r"torch_rank_(\d{1,7})\Z")
+_INCIDENT = re.compile(r"incident_(\d{1,9})\Z")
+_RANK = re.compile(r"\d{1,7}\Z")
+_ATTEMPT = re.compile(r"attempt_(\d{1,9})\Z")
+_MAX_INCIDENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What was chosen to be read: our files by rank, the incident they belong to, and words.
+
+    Beside our files may lie what torch's own recorder wrote on the same ranks.
+    """
+
+    files: tuple[tuple[int, Path], ...]
+    words: str
+    incident: Incident = field(default_factory=Incident)
+    torch: tuple[tuple[int, Path], ...] = ()
+
+
+def load(path: Path) -> Evidence:
+    """Read everything below a folder that tells what happened.
+
+    Raises:
+        DumpFormatError: files are there and none can be read.
+        ValueError: there is no such folder, or it holds nothing that we know.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: no such folder")
+    place = find(path)
+    if place is not None:
+        return load_place(place)
+    from echelon.analysis.sources.torch.folder import load_torch
+
+    return load_torch(path)
+
+
+def find(path: Path) -> Place | None:
+    """Choose what to read of our own files; None if the folder holds none of ours."""
+    if path.is_file():
+        return None if _looks_foreign(path) else Place(((-1, path),), f"one file, {path}")
+    if _ended_well_after_a_stall(path):
+        rings = find_rings(path)
+        if rings is not None:
+            return replace(rings, words=f"{rings.words}; a stall before recovered")
+    for candidate in (path / "dump", path):
+        incident = _newest_incident(candidate)
+        if incident is not None:
+            return incident
+    return _incident(path) or find_rings(path)
+
+
+def load_place(place: Place) -> Evidence:
+    """Read our own files of one incident or attempt.
+
+    Raises:
+        DumpFormatError: none of them can be read.
+    """
+    builder = EvidenceBuilder()
+    unreadable: list[int] = []
+    failure: DumpFormatError | None = None
+    with collector_off():
+        for rank, file in place.files:
+            try:
+                builder.add(read(file))
+            except DumpFormatError as err:
+                failure = err
+                unreadable.append(rank)
+                builder.warnings.append(str(err))
+    if not builder.ranks and failure is not None:
+        raise failure
+    if place.torch:
+        from echelon.analysis.sources.torch.beside import add_torch
+
+        add_torch(builder, place.torch, place.incident.world_size)
+    return builder.build(incident=place.incident, origin=place.words, unreadable=unreadable)
+
+
+def _ended_well_after_a_stall(run_dir: Path) -> bool:
+    """Tell whether report.json says that the job succeeded and that its last stall recovered."""
+    told = _plain(run_dir / "report.json")
+    incidents = told.get("incidents")
+    if not isinstance(incidents, list) or not incidents or told.get("exit_code") != 0:
+        return False
+    last = incidents[-1]
+    if not isinstance(last, dict) or told.get("ended_by") != "worker":
+        return False
+    return last.get("kind", "stall") == "stall" and last.get("recovered") is True
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    """Read a small JSON object; {} where it is missing or broken."""
+    try:
+        if path.stat().st_size > _MAX_INCIDENT_BYTES:
+            return {}
+        values = json.loads(path.read_text("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _newest_incident(folder: Path) -> Place | None:
+    numbered = sorted(_numbered(folder, _INCIDENT), reverse=True)
+    return next((place for _, path in numbered if (place := _incident(path)) is not None), None)
+
+
+def _incident(folder: Path) -> Place | None:
+    files = tuple(sorted(pair for pair in _numbered(folder, _RANK_FILE) if pair[1].is_file()))
+    if not files or all(_looks_foreign(file) for _, file in files):
+        return None
+    torch = tuple(sorted(pair for pair in _numbered(folder, _TORCH_FILE) if pair[1].is_file()))
+    incident = read_incident(folder / "incident.json")
+    return Place(files, f"incident {folder}", incident, torch)
+
+
+def find_rings(folder: Path) -> Place | None:
+    """Take the newest attempt's ring of each rank."""
+    newest: dict[int, tuple[int, Path]] = {}
+    for rank, rank_folder in _numbered(folder, _RANK_FILE):
+        for attempt, path in _numbered(rank_folder, _ATTEMPT):
+            if (path / "ring").is_file() and attempt >= newest.get(rank, (-1, path))[0]:
+                newest[rank] = (attempt, path / "ring")
+    if not newest:
+        return None
+    last = max(attempt for attempt, _ in newest.values())
+    files = tuple(sorted((rank, ring) for rank, (n, ring) in newest.items() if n == last))
+    return Place(files, f"the final rings of attempt {last} in {folder}", Incident(attempt=last))
+
+
+def read_incident(path: Path) -> Incident:
+    """Read `incident.json`; fields that are missing or of a wrong type are left at their default.
+
+    A snapshot is worth reading without it, so a missing or broken file is no error.
+    """
+    values = _plain(path)
+    return Incident(
+        kind=_text(values.get("kind")),
+        number=_count(values.get("number")),
+        attempt=_count(values.get("attempt")),
+        world_size=_count(values.get("world_size")),
+        reason=_text(values.get("reason")),
+        lost=_ranks(values.get("ranks_lost")),
+        ended=_ended(values.get("ended")),
+        absent=_reasons(values.get("ranks_absent")),
+    )
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else ()
+    return tuple(sorted({n for n in numbers if isinstance(n, int) and _RANK.match(str(n))}))
+
+
+def _ended(value: Any) -> tuple[int, ...]:
+    """Return the ranks of `[[rank, code, order], ...]` by rising order."""
+    rows = value if isinstance(value, list) else ()
+    known = [
+        (row[2], row[0])
+        for row in rows
+        if isinstance(row, list)
+        and len(row) == 3  # the code is null where a node was lost
+        and all(isinstance(number, int) for number in (row[0], row[2]))
+    ]
+    return tuple(rank for _, rank in sorted(known) if _RANK.match(str(rank)))
+
+
+def _reasons(value: Any) -> dict[int, str]:
+    """Return text by rank; whatever is neither is left out."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
+    """Yield the entries of a folder whose names match, with their number; none if unreadable."""
+    try:
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError:
+        return
+    for entry in entries:
+        match = pattern.match(entry.name)
+        if match:
+            yield int(match[1]), entry
+
+
+def _looks_foreign(path: Path) -> bool:
+    """Tell whether a file begins like torch's pickles or JSON, and so cannot be ours."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+    except OSError:
+        return False
+    return head[:1] == b"{" or (
+        head[:1] == b"\x80" and head[1:] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    )

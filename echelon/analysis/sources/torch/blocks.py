@@ -1,0 +1,70 @@
+"""Parts of coalesced blocks whose closing entry is not in the dump.
+
+Parts never carry a state of their own. A block without its end was either completed, and its end
+left out of a dump of active entries, or it was not closed yet when the dump was written. Whatever
+was enqueued after a block in its group, and the group's counters, tell the two apart. A single
+message that was sent on its own looks like a part: where the group closes blocks it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.sources.torch.counters import Tops
+from echelon.recorder.schema import Flag, State
+
+_FAR = 1 << 62
+
+
+def finish_unclosed(
+    rows: npt.NDArray[Any],
+    *,
+    batched: frozenset[int],
+    tops: Mapping[int, Tops],
+    status: Mapping[int, tuple[int, int]],
+) -> None:
+    """Mark the parts of blocks as completed whose end is left out because it is completed.
+
+    Args:
+        rows: a rank's rows, changed in place; `group` still holds pairs.
+        batched: pairs in which this rank closes blocks of messages.
+        tops: the highest counters of each pair.
+        status: (last enqueued, last completed) by local group number.
+    """
+    is_message = (rows["flags"] & Flag.P2P) > 0
+    numbers = np.where(is_message, rows["p2p_sequence"], rows["sequence"])
+    open_ = (rows["state"] == State.CREATED) & (rows["coalesced"] < 0) & (rows["started_ns"] == 0)
+    for pair, message, number, parts in _blocks(rows, numbers, is_message, open_):
+        if len(parts) < 2 and not message:
+            continue
+        top = tops[pair]
+        enqueued, completed = status.get(top.local_number, (_FAR, _FAR))
+        if len(parts) > 1 or pair in batched:
+            is_closed = _is_followed(top, message, number) or enqueued >= number
+        else:
+            is_closed = top.collectives == 0 and completed >= number and completed < _FAR
+        if is_closed:
+            rows["state"][parts] = State.COMPLETED
+
+
+def _is_followed(top: Tops, message: bool, number: int) -> bool:
+    return (top.messages if message else top.collectives) > number
+
+
+def _blocks(
+    rows: npt.NDArray[Any],
+    numbers: npt.NDArray[Any],
+    is_message: npt.NDArray[np.bool_],
+    open_: npt.NDArray[np.bool_],
+) -> Iterator[tuple[int, bool, int, list[int]]]:
+    """Yield (pair, whether messages, number, rows) of each open block."""
+    blocks: dict[tuple[int, bool, int], list[int]] = {}
+    for index in np.flatnonzero(open_).tolist():
+        key = (int(rows["group"][index]), bool(is_message[index]), int(numbers[index]))
+        blocks.setdefault(key, []).append(index)
+    for (pair, message, number), parts in blocks.items():
+        yield pair, message, number, parts

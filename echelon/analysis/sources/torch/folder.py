@@ -1,0 +1,266 @@
+"""A folder of torch's flight recorder dumps as evidence.
+
+Files are told from other files by what they begin with, and their ranks by the number in the name;
+they may lie in a folder per host. torch keys groups by a name that is only unique within a process,
+writes members as a string, and with Gloo often not at all: then the members are those who recorded
+something in the group, and such a group is marked as vague.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.calls import Tables
+from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.sources.collector import collector_off
+from echelon.analysis.sources.torch.counters import Counters, descriptions, join_numbers
+from echelon.analysis.sources.torch.file import rank_in_name, read_torch_file
+from echelon.analysis.sources.torch.rows import TorchRows
+from echelon.errors import DumpFormatError
+from echelon.recorder.schema import Group, Identity
+
+_DEPTH = 2  # a folder per host, and one more
+_MAX_FILES = 1 << 20
+_IGNORED = re.compile(r"(?:truth|incident|verdict|report|job)\.(?:json|txt)\Z")
+_DEFAULT = "default_pg"
+_NAMELESS = frozenset({"", "undefined"})
+
+
+def load_torch(path: Path) -> Evidence:
+    """Read all dumps below a folder.
+
+    Raises:
+        DumpFormatError: dumps are there and none of them can be read.
+        ValueError: nothing there looks like a dump.
+    """
+    chosen, doubles = _choose(path)
+    if not chosen:
+        raise ValueError(f"{path}: holds no dump of a known kind")
+    loader = TorchLoader()
+    with collector_off():
+        for rank, file in sorted(chosen.items()):
+            loader.read(rank, file)
+        if not loader.files:
+            raise loader.failure or DumpFormatError(f"{path}: no dump can be read", path=path)
+        return loader.evidence(path, doubles)
+
+
+def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
+    chosen: dict[int, Path] = {}
+    warnings: list[str] = []
+    for file in _files(path):
+        rank = rank_in_name(file)
+        if rank is None or _IGNORED.search(file.name) or not _looks_like_dump(file):
+            continue
+        if rank in chosen:
+            warnings.append(f"{file}: a second dump of rank {rank}, left out")
+            continue
+        chosen[rank] = file
+    return chosen, warnings
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of those in it, in a fixed order, links left alone."""
+    if path.is_file():
+        yield path
+        return
+    level = [path]
+    seen = 0
+    for _ in range(_DEPTH + 1):
+        below: list[Path] = []
+        for folder in level:
+            for entry in _entries(folder):
+                seen += 1
+                if seen > _MAX_FILES or entry.name.startswith("."):
+                    continue
+                if entry.is_dir() and not entry.is_symlink():
+                    below.append(entry)
+                elif entry.is_file():
+                    yield entry
+        level = below
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError:
+        return []  # what cannot be listed holds nothing for us
+
+
+def _looks_like_dump(file: Path) -> bool:
+    """Tell whether a file may be a rank's dump: it begins like one, or is empty or cut off."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(1)
+    except OSError:
+        return True  # there, and not readable: its rank is a suspect
+    return head in (b"", b"\x80", b"{")
+
+
+class TorchLoader:
+    """Reads one file after the other and keeps of each no more than its rows."""
+
+    def __init__(self, tables: Tables | None = None) -> None:
+        self.tables = Tables() if tables is None else tables
+        self.files: dict[int, TorchRank] = {}
+        self.failure: DumpFormatError | None = None
+        self._rows = TorchRows(self.tables)
+        self._unreadable: list[int] = []
+        self.warnings: list[str] = []
+
+    def read(self, rank: int, path: Path) -> None:
+        """Read a rank's file; one that cannot be read is a warning."""
+        try:
+            file = read_torch_file(path, rank)
+            rows, tops = self._rows.rows(str(path), file.entries, file.status)
+        except DumpFormatError as err:
+            self.failure = err
+            self._unreadable.append(rank)
+            self.warnings.append(str(err))
+            return
+        self.warnings += file.warnings
+        counters = Counters(tops=tops, status=file.status, names=file.names)
+        self.files[rank] = TorchRank(rank, file.members, rows, counters)
+
+    def settle(self, world_size: int = 0) -> TorchGroups:
+        """Say who is in which group: rows then point to groups, and peers are global ranks."""
+        groups = TorchGroups(self.files, self._rows.pairs, world_size)
+        for read in self.files.values():
+            groups.settle(read)
+        groups.count(self.files.values())
+        return groups
+
+    def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
+        """Say who is in which group, and put everything together."""
+        groups = self.settle()
+        ranks: dict[int, RankEvidence] = {}
+        for rank, read in self.files.items():
+            ranks[rank] = RankEvidence(
+                rank=rank,
+                rows=read.rows,
+                identity=Identity(rank=rank, world_size=groups.world_size),
+                entered=groups.entered.get(rank, {}),
+                completed=groups.completed.get(rank, {}),
+            )
+        return Evidence(
+            world_size=groups.world_size,
+            ranks=ranks,
+            groups=groups.groups,
+            tables=self.tables,
+            origin=f"torch's flight recorder dumps in {path}",
+            foreign="torch",
+            vague_groups=frozenset(groups.vague),
+            unreadable=tuple(sorted(self._unreadable)),
+            warnings=(*warnings, *self.warnings),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchRank:
+    """What is kept of a file."""
+
+    rank: int
+    members: Mapping[str, tuple[int, ...]]
+    rows: npt.NDArray[Any]
+    counters: Counters
+
+
+class TorchGroups:
+    """All groups of all files; a group is its name, its description and its members."""
+
+    def __init__(
+        self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0
+    ) -> None:
+        self.groups: list[Group] = []
+        self.vague: set[int] = set()
+        self.entered: dict[int, dict[int, int]] = {}  # rank -> group -> collectives
+        self.completed: dict[int, dict[int, int]] = {}
+        self._pairs = pairs
+        self._index: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        self._recorded: dict[int, list[int]] = {}
+        self._configs: dict[str, list[tuple[int, ...]]] = {}
+        world: set[int] = set(files)
+        for rank, read in files.items():
+            for pair in np.unique(read.rows["group"]).tolist():
+                self._recorded.setdefault(pair, []).append(rank)
+            for name, ranks in read.members.items():
+                world.update(ranks)
+                if ranks and ranks not in self._configs.setdefault(name, []):
+                    self._configs[name].append(ranks)
+        self.world_size = max(max(world, default=-1) + 1, world_size)
+
+    def settle(self, read: TorchRank) -> None:
+        """Replace a rank's pairs by groups, and ranks within groups by global ones."""
+        rows = read.rows
+        for pair in np.unique(rows["group"]).tolist():
+            mine = rows["group"] == pair
+            number = self._number(read, pair)
+            ranks = np.array([*self.groups[number].ranks, -1], np.int64)
+            local = rows["peer"][mine]
+            local = np.where((local >= 0) & (local < len(ranks) - 1), local, len(ranks) - 1)
+            rows["peer"][mine] = ranks[local]
+            rows["group"][mine] = -2 - number  # marked, so that it is not taken for a pair
+        rows["group"] = -2 - rows["group"]
+
+    def count(self, files: Iterable[TorchRank]) -> None:
+        """Say how many collectives each rank has entered in each group, by all counters."""
+        files = list(files)
+        pairs = list(self._pairs)
+        described = descriptions((read.counters for read in files), pairs)
+        with_messages: set[int] = set()
+        tops: list[tuple[int, int, int]] = []
+        for read in files:
+            for pair, top in read.counters.tops.items():
+                number = self._number(read, pair)
+                tops.append((read.rank, number, top.collectives))
+                if top.messages:
+                    with_messages.add(number)
+        for rank, number, collectives in tops:
+            self.entered.setdefault(rank, {})[number] = collectives
+        for read in files:
+            if not all(name for name, _ in read.counters.names):
+                continue  # Gloo's: its counter moves with messages too, which it does not record
+            mine = self.entered.setdefault(read.rank, {})
+            for local, (name, desc) in join_numbers(read.counters, described, pairs).items():
+                found = self._index.get((name, desc, read.members.get(name, ())))
+                if found is None or found in with_messages or local not in read.counters.status:
+                    continue
+                last, completed = read.counters.status[local]
+                mine[found] = max(mine.get(found, 0), last)
+                self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
+
+    def _number(self, read: TorchRank, pair: int) -> int:
+        name, desc = self._pairs[pair]
+        members, vague = self._members(read, pair)
+        key = (name, desc, members)
+        known = self._index.get(key)
+        if known is None:
+            known = self._index[key] = len(self.groups)
+            self.groups.append(Group(self._label(name, desc, members), members))
+            if vague:
+                self.vague.add(known)
+        return known
+
+    def _members(self, read: TorchRank, pair: int) -> tuple[tuple[int, ...], bool]:
+        name, desc = self._pairs[pair]
+        own = read.members.get(name, ())
+        if own:
+            return own, False
+        for ranks in self._configs.get(name, []):
+            if read.rank in ranks:
+                return ranks, False
+        if desc == _DEFAULT:
+            return tuple(range(self.world_size)), False
+        return tuple(self._recorded.get(pair, ())), True
+
+    def _label(self, name: str, desc: str, members: tuple[int, ...]) -> str:
+        label = name if desc in _NAMELESS else desc
+        taken = any(g.name == label and g.ranks == members for g in self.groups)
+        return f"{label} ({name})" if taken else label

@@ -1,0 +1,353 @@
+"""torch's entries as rows: the traps of its format are dealt with here and nowhere else.
+
+- Gloo's state is always "scheduled"; `retired` says finished *or* failed.
+- With NCCL, retired and not completed means that the watchdog's timeout passed.
+- Operations inside a coalesced block carry no state; the block's closing entry, `coalesced`, does.
+  All of a block share one sequence number and are compared as a set.
+- `record_id` and `p2p_seq_id` count per process: never compared between ranks.
+- Reduce operation, root, splits, tag and step are not recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.calls import NO_VOTE, TRANSPOSED, Call, Tables
+from echelon.analysis.evidence.model import ROW
+from echelon.analysis.evidence.stacks import Frame, users_frame
+from echelon.analysis.sources.torch.blocks import finish_unclosed
+from echelon.analysis.sources.torch.counters import Tops
+from echelon.errors import DumpFormatError
+from echelon.recorder.schema import Flag, Signature, State
+
+_P2P = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})\Z")
+_COALESCED = "coalesced"
+_GAVE_UP = "retired before it completed: its timeout passed"
+_MAX_FRAMES = 64
+_MAX_TENSORS = 4096
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+# Plain numbers: enum members are slow to put into arrays, and there are millions of entries.
+_CREATED, _STARTED, _COMPLETED = int(State.CREATED), int(State.STARTED), int(State.COMPLETED)
+_STATES = {"scheduled": _CREATED, "started": _STARTED, "completed": _COMPLETED}
+_P2P_FLAG = int(Flag.P2P)
+_BY_OUTPUT = frozenset({"scatter", "all_gather", "_all_gather_base", "all_gather_into_tensor"})
+_BOTH_SHOWN = TRANSPOSED | {
+    "_all_gather_base",
+    "all_gather_into_tensor",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor",
+}
+_BY_INPUT = frozenset(
+    {
+        "all_reduce",
+        "allreduce",
+        "broadcast",
+        "reduce",
+        "gather",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_tensor",
+        "all_reduce_coalesced",
+        "allreduce_coalesced",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+
+
+class TorchRows:
+    """Turn entries into rows over shared tables; one serves all files, for its caches."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.pairs: list[tuple[str, str]] = []
+        self._pair_index: dict[tuple[str, str], int] = {}
+        self._tables = tables
+        self._calls: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._names: dict[str, tuple[str, bool, int, int]] = {}
+
+    def rows(
+        self,
+        path: str,
+        entries: Sequence[Mapping[str, Any]],
+        status: Mapping[int, tuple[int, int]],
+    ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
+        """Return a rank's rows, oldest first, and the highest counters of each pair.
+
+        Who is in a group is known only when all files are read, so `group` points into `pairs`,
+        the (name, description) that entries carry, and `peer` is still the rank in the group.
+
+        Raises:
+            DumpFormatError: a field has a type that no version of the format has.
+        """
+        try:
+            return self._rows(entries, status)
+        except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as err:
+            text = f"{path}: damaged entries ({type(err).__name__}: {err})"
+            raise DumpFormatError(text, path=path) from err
+
+    def _rows(
+        self, entries: Sequence[Mapping[str, Any]], status: Mapping[int, tuple[int, int]]
+    ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
+        tops: dict[int, Tops] = {}
+        frames: dict[int, tuple[int, int]] = {}
+        columns: list[tuple[Any, ...]] = []
+        for entry in entries:
+            name, desc = entry.get("process_group") or ("", "")
+            pair = self._pair_index.get((name, desc))
+            if pair is None:
+                pair = self._pair(name, desc)
+            _raise_tops(tops, pair, entry)
+            full_name = entry.get("profiling_name") or ""
+            parsed = self._names.get(full_name)
+            if parsed is None:
+                parsed = self._names[full_name] = parse_name(full_name)
+            operation, is_gloo, way, peer = parsed
+            is_p2p = bool(entry.get("is_p2p")) or way != 0
+            stack = entry.get("frames") or ()
+            site = frames.get(id(stack))
+            if site is None:
+                site = frames[id(stack)] = self._site(stack)
+            columns.append(
+                (
+                    -1 if is_p2p else entry.get("collective_seq_id") or 0,
+                    entry.get("time_created_ns") or 0,
+                    entry.get("time_discovered_started_ns") or 0,
+                    entry.get("time_discovered_completed_ns") or 0,
+                    pair,
+                    self._call(operation, entry),
+                    site[0],
+                    site[1],
+                    peer,
+                    (entry.get("p2p_seq_id") or 0) if is_p2p else -1,
+                    _P2P_FLAG if is_p2p else 0,
+                    _state(entry, is_gloo),
+                    bool(entry.get("retired")),
+                )
+            )
+        return self._settled(_table(columns), columns, tops, status), tops
+
+    def _pair(self, name: Any, desc: Any) -> int:
+        if not isinstance(name, str) or not isinstance(desc, str):
+            raise TypeError("a process group without a name")
+        self.pairs.append((name[:500], desc[:500]))
+        return self._pair_index.setdefault((name, desc), len(self.pairs) - 1)
+
+    def _settled(
+        self,
+        rows: npt.NDArray[Any],
+        columns: list[tuple[Any, ...]],
+        tops: Mapping[int, Tops],
+        status: Mapping[int, tuple[int, int]],
+    ) -> npt.NDArray[Any]:
+        """Give blocks the state of their closing entry, drop the closing entries, mark timeouts."""
+        retired = np.array([column[-1] for column in columns], bool)
+        gave_up = retired & (rows["state"] != State.COMPLETED)
+        if gave_up.any():
+            rows["error"][gave_up] = self._tables.text(_GAVE_UP)
+        is_end = np.array([call.operation == _COALESCED for call in self._tables.calls], bool)
+        closing = np.asarray(is_end[rows["call"]])
+        batched = frozenset(rows["group"][closing & ((rows["flags"] & _P2P_FLAG) > 0)].tolist())
+        if closing.any():
+            rows = self._closed_blocks(rows, closing)
+        finish_unclosed(rows, batched=batched, tops=tops, status=status)
+        return self._merged(rows)
+
+    def _closed_blocks(
+        self, rows: npt.NDArray[Any], closing: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[Any]:
+        keep = ~closing
+        for index in np.flatnonzero(closing).tolist():
+            end = rows[index]
+            number = "p2p_sequence" if end["flags"] & Flag.P2P else "sequence"
+            same = (rows["group"] == end["group"]) & (rows[number] == end[number])
+            same &= (rows["flags"] == end["flags"]) & ~closing
+            same[index:] = False
+            if not same.any():
+                keep[index] = number == "sequence"  # a block whose parts the ring has dropped
+                continue
+            rows["state"][same] = end["state"]
+            rows["ended_ns"][same] = end["ended_ns"]
+            rows["started_ns"][same] = end["started_ns"]
+            rows["error"][same] = end["error"]
+            rows["coalesced"][same] = index
+        return rows[keep]
+
+    def _merged(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Make one row of the collectives that share a sequence number: a coalesced block."""
+        collective = np.flatnonzero(rows["sequence"] >= 0)
+        packed = (rows["group"][collective].astype(np.int64) << 44) | (
+            rows["sequence"][collective] & ((1 << 44) - 1)
+        )
+        ordered = np.sort(packed)
+        if not (ordered[1:] == ordered[:-1]).any():
+            return rows
+        _, inverse, counts = np.unique(packed, return_inverse=True, return_counts=True)
+        keep = np.ones(len(rows), bool)
+        for block in np.flatnonzero(counts > 1).tolist():
+            members = collective[inverse == block]
+            lead = int(members[0])
+            keep[members[1:]] = False
+            rows["call"][lead] = self._block(rows[members])
+            rows["state"][lead] = rows["state"][members].min()
+        return rows[keep]
+
+    def _block(self, rows: npt.NDArray[Any]) -> int:
+        numbers = sorted(int(call) for call in rows["call"])
+        calls = [self._tables.calls[number] for number in numbers]
+        names = " + ".join(sorted({call.operation for call in calls}))[:200]
+        dtypes = "+".join(sorted({call.signature.dtype for call in calls}))[:120]
+        numel = sum(_numel(call.signature.shapes) for call in calls)
+        signature = Signature(dtypes, summary=(len(calls), numel, 0))
+        if not (rows["coalesced"] >= 0).all():  # its end is missing: it may not be all of it
+            return self._tables.call(Call(f"{_COALESCED} {names}", signature), NO_VOTE)
+        parts = tuple(sorted(self._tables.comparable[number] for number in numbers))
+        return self._tables.call(Call(f"{_COALESCED} {names}", signature), (_COALESCED, parts))
+
+    def _call(self, operation: str, entry: Mapping[str, Any]) -> int:
+        key = (
+            operation,
+            tuple(map(tuple, entry.get("input_sizes") or ())),
+            tuple(map(tuple, entry.get("output_sizes") or ())),
+            tuple(entry.get("input_dtypes") or ()),
+            tuple(entry.get("output_dtypes") or ()),
+        )
+        known = self._calls.get(key)
+        if known is None:
+            known = self._calls[key] = self._new_call(*key)
+        return known
+
+    def _new_call(
+        self,
+        operation: str,
+        inputs: tuple[tuple[Any, ...], ...],
+        outputs: tuple[tuple[Any, ...], ...],
+        input_dtypes: tuple[Any, ...],
+        output_dtypes: tuple[Any, ...],
+    ) -> int:
+        if len(inputs) > _MAX_TENSORS or len(outputs) > _MAX_TENSORS:
+            raise ValueError(f"an operation on {max(len(inputs), len(outputs))} tensors")
+        for size in (*inputs, *outputs):
+            if not all(type(n) is int and abs(n) < 1 << 62 for n in size):
+                raise ValueError("a size that is no list of whole numbers")
+        names = input_dtypes or output_dtypes
+        dtype = "+".join(dict.fromkeys(_DTYPES.get(str(name), str(name)[:40]) for name in names))[
+            :120
+        ]
+        shown = inputs or outputs
+        if operation in _BOTH_SHOWN and len(inputs) == 1 and len(outputs) == 1:
+            shown = (inputs[0], outputs[0])
+        total, out_total = _numel(inputs), _numel(outputs)
+        call = Call(
+            operation, Signature(dtype, shown if len(shown) <= 8 else (), summary=_summary(shown))
+        )
+        return self._tables.call(call, _comparable(operation, dtype, total, out_total))
+
+    def _site(self, stack: Any) -> tuple[int, int]:
+        key = tuple(
+            (frame.get("filename"), frame.get("line"), frame.get("name"))
+            for frame in stack[:_MAX_FRAMES]
+        )
+        known = self._sites.get(key)
+        if known is None:
+            known = self._sites[key] = self._new_site(key)
+        return known
+
+    def _new_site(self, key: tuple[tuple[Any, Any, Any], ...]) -> tuple[int, int]:
+        frames = tuple(
+            Frame(str(file), line if type(line) is int else 0, str(name))
+            for file, line, name in key
+        )
+        frame = users_frame(frames)
+        if frame is None:
+            return 0, 0
+        lines = [f"{one.file}:{one.line} {one.function}" for one in frames]
+        return (
+            self._tables.text(f"{frame.file}:{frame.line} {frame.function}"),
+            self._tables.text("\n".join(lines)),
+        )
+
+
+def _raise_tops(tops: dict[int, Tops], pair: int, entry: Mapping[str, Any]) -> None:
+    top = tops.get(pair)
+    if top is None:
+        number = entry.get("pg_id")
+        top = tops[pair] = Tops(local_number=number if type(number) is int else -1)
+    top.collectives = max(top.collectives, entry.get("collective_seq_id") or 0)
+    top.messages = max(top.messages, entry.get("p2p_seq_id") or 0)
+
+
+def parse_name(name: Any) -> tuple[str, bool, int, int]:
+    """Return (operation, whether Gloo's, 1 for a send and -1 for a receive else 0, local peer)."""
+    if not isinstance(name, str):
+        raise ValueError(f"an operation named {type(name).__name__}")
+    backend, colon, rest = name.partition(":")
+    operation = rest if colon else backend
+    match = _P2P.match(operation)
+    if match is None:
+        return operation[:200], backend == "gloo", 0, -1
+    return match[1], backend == "gloo", 1 if match[1] == "send" else -1, int(match[3])
+
+
+def _state(entry: Mapping[str, Any], is_gloo: bool) -> int:
+    if is_gloo:
+        return _COMPLETED if entry.get("retired") else _STARTED
+    return _STATES.get(str(entry.get("state")), _CREATED)
+
+
+def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
+    """Return what all members of a collective must agree on; numbers of elements, not shapes."""
+    if operation in TRANSPOSED:
+        return (operation, dtype)
+    if operation in _BY_OUTPUT:
+        return (operation, dtype, out_total)
+    if operation in _BY_INPUT:
+        return (operation, dtype, total)
+    return (operation, dtype) if operation in ("barrier", "send", "recv") else (operation,)
+
+
+def _numel(sizes: Sequence[Sequence[int]]) -> int:
+    return sum(prod(size) for size in sizes)
+
+
+def _summary(shown: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
+    return None if len(shown) <= 8 else (len(shown), _numel(shown), 0)
+
+
+def _table(columns: list[tuple[Any, ...]]) -> npt.NDArray[Any]:
+    rows = np.zeros(len(columns), ROW)
+    names = (
+        "sequence",
+        "created_ns",
+        "started_ns",
+        "ended_ns",
+        "group",
+        "call",
+        "site",
+        "stack",
+        "peer",
+        "p2p_sequence",
+        "flags",
+        "state",
+    )
+    for name, values in zip(names, zip(*columns, strict=True), strict=False):
+        rows[name] = values
+    rows["step"] = rows["tag"] = rows["coalesced"] = -1
+    return rows
