@@ -13,7 +13,8 @@ from pathlib import Path
 from random import Random
 
 from engine import Engine
-from faults import FAMILIES, Family, Scene, Truth, is_decidable
+from families.scene import Family, Scene, Truth
+from faults import FAMILIES, is_decidable
 from layouts import RANKS_PER_HOST
 from programs import PROGRAMS, draw_shape
 from recorder import FORMATS, Manner, Recorder, moves

@@ -9,7 +9,7 @@ from __future__ import annotations
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.rules.endings.errors import watchdog_timeout
-from echelon.analysis.rules.one_rank.reading import read_rank
+from echelon.analysis.rules.one_rank.choice import read_rank
 from echelon.analysis.rules.waits.stuck import describe_sinks
 
 _MAX_LINES = 4

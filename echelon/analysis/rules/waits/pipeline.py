@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.finding import Cause, Finding, rank_list
-from echelon.analysis.rules.one_rank.reading import Reading, read_rank
+from echelon.analysis.rules.one_rank.choice import read_rank
+from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.recorder.schema import Flag, State
 
 _WAIT = re.compile(r"([^\n]{1,80}) waits in (\w{1,12}) for (?:(\w{1,20}) of )?rank (\d{1,7})")

@@ -1,6 +1,6 @@
 """Ranks that others wait for and that wait for nobody: here the cause is.
 
-Each sink of the wait-for graph is read by its own signals (`reading.py`); sinks with the same cause
+Each sink of the wait-for graph is read by its own signals (`one_rank/`); sinks with the same cause
 make one finding.
 """
 
@@ -13,13 +13,16 @@ from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, has_moved, is_inside
 from echelon.analysis.evidence.waits import Wait
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list, seconds
+from echelon.analysis.rules.one_rank.choice import read_rank
+from echelon.analysis.rules.one_rank.device import never_started
+from echelon.analysis.rules.one_rank.ending import read_loss
 from echelon.analysis.rules.one_rank.outside import (
     keeps_waiting,
     sleepers,
     waiting_ranks,
     waits_unrecorded,
 )
-from echelon.analysis.rules.one_rank.reading import Reading, never_started, read_loss, read_rank
+from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.analysis.rules.one_rank.signals import (
     innermost_span,
     is_busy,

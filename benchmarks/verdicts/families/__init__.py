@@ -1,0 +1,1 @@
+"""Families of cases, by what goes wrong in a job."""

@@ -1,0 +1,94 @@
+"""A job that a family may change, the truth about it, and what a family is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from engine import NEVER, Call, Instruction
+from programs import PROGRAMS, Shape, Step
+
+Programs = list[list[Step]]  # rank, step, instruction
+NCCL = tuple(name for name, one in PROGRAMS.items() if one.backend == "nccl")
+ALL = tuple(PROGRAMS)
+PIPELINES = ("megatron", "pp_dp", "gpipe")
+BATCHED = ("megatron", "pp_dp", "ring_attention")
+COLLECTIVE = ("ddp", "fsdp2", "hsdp", "tp_dp", "gloo_ddp")
+SUBGROUPS = ("hsdp", "tp_dp", "megatron", "moe", "ulysses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What happened.
+
+    Attributes:
+        causes: acceptable ones, the best first; ("healthy",) if nothing is wrong.
+        culprits: acceptable sets of ranks, the best first.
+        lost: ranks that left no dump.
+        decidable: None: computed from the run.
+    """
+
+    causes: tuple[str, ...]
+    culprits: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...] = ()
+    decidable: bool | None = None
+    note: str = ""
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A job that a family may change before it runs."""
+
+    random: Random
+    shape: Shape
+    program: str
+    programs: Programs
+    steps: int
+    cut_pairs: frozenset[frozenset[int]] = frozenset()
+    cut_at: float = NEVER
+    wants: dict[str, object] = field(default_factory=dict)  # what the dumps must be like
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.shape.layout.world_size
+
+    def rank(self) -> int:
+        """Draw a rank."""
+        return self.random.randrange(self.world_size)
+
+    def step(self) -> int:
+        """Draw a step that has two of its kind before it."""
+        return self.random.randint(2, self.steps - 2)
+
+    def calls(self, rank: int, step: int, which: Callable[[Call], bool] | None = None) -> list[int]:
+        """Return where a step of a rank has calls."""
+        return [
+            index
+            for index, one in enumerate(self.programs[rank][step])
+            if isinstance(one, Call) and (which is None or which(one))
+        ]
+
+    def change(self, rank: int, step: int, index: int, *new: Instruction) -> None:
+        """Replace one instruction of a rank by others."""
+        old = self.programs[rank][step]
+        self.programs[rank][step] = [*old[:index], *new, *old[index + 1 :]]
+
+    def call(self, rank: int, step: int, index: int) -> Call:
+        """Return the call at a place."""
+        found = self.programs[rank][step][index]
+        assert isinstance(found, Call), found
+        return found
+
+
+Fault = Callable[[Scene], Truth]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of case, and the programs in which it can be shown."""
+
+    name: str
+    make: Fault
+    programs: tuple[str, ...]

@@ -1,0 +1,143 @@
+"""What a rank does instead of what the others wait for.
+
+Every test is a small function from one rank's evidence to a reading. They are asked in the order
+of `_TESTS`, the most telling first, and the first that answers decides; a rank that shows nothing
+special is in code of its own.
+"""
+
+from __future__ import annotations
+
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.picture import Picture, last_row
+from echelon.analysis.evidence.stacks import Frame, short_site
+from echelon.analysis.finding import Cause, Confidence
+from echelon.analysis.rules.one_rank.device import read_device
+from echelon.analysis.rules.one_rank.ending import read_absence, read_ending, read_silence
+from echelon.analysis.rules.one_rank.outside import (
+    is_seen_outside,
+    keeps_waiting,
+    outside_lines,
+    outside_words,
+    sleepers,
+)
+from echelon.analysis.rules.one_rank.phase import read_compiler, read_span
+from echelon.analysis.rules.one_rank.process import (
+    read_freezer,
+    read_heartbeat,
+    read_kernel_wait,
+    read_motion,
+    read_throttling,
+)
+from echelon.analysis.rules.one_rank.reading import Reading, Test
+from echelon.analysis.rules.one_rank.signals import (
+    denied_line,
+    innermost_span,
+    interrupted_lines,
+    native_line,
+    process_lines,
+    users_line,
+)
+
+
+def read_rank(picture: Picture, rank: int) -> Reading:
+    """Refine one sink by its own signals."""
+    facts = picture.evidence.ranks.get(rank)
+    if facts is None:
+        return read_absence(picture, rank)
+    for test in _TESTS:
+        reading = test(picture, facts)
+        if reading is not None:
+            return reading
+    return _host(picture, facts)
+
+
+_TESTS: tuple[Test, ...] = (
+    read_ending,
+    read_freezer,
+    read_silence,
+    read_motion,
+    read_device,
+    read_span,
+    read_compiler,
+    read_throttling,
+    read_heartbeat,
+    read_kernel_wait,
+)
+
+
+def _host(picture: Picture, facts: RankEvidence) -> Reading:
+    """Nothing special: the rank is in code of its own."""
+    host = facts.host
+    frame = users_line(facts)
+    span = innermost_span(facts)
+    if frame is None and span is not None:
+        words = f"is in no operation, inside the span '{span.name}' since {short_site(span.site)}"
+    else:
+        words = f"stands at {frame}, in no operation" if frame else "is in no operation"
+    lines = [f"rank {facts.rank}: main thread at {frame}"] if frame else []
+    lines += [*process_lines(facts), *native_line(facts), *interrupted_lines(facts)]
+    row = last_row(facts)
+    if row is not None:
+        call = picture.evidence.call(row)
+        number = int(row["sequence"] if row["sequence"] >= 0 else row["p2p_sequence"])
+        lines.append(f"rank {facts.rank} last called {call.operation} #{number}")
+    if not facts.has_ring:
+        lines += outside_lines(facts)
+    if frame is None and facts.host.alive:
+        lines += denied_line(facts)
+    if frame is None and span is None and row is None and not facts.has_ring:
+        return _unrecorded(picture, facts, lines)
+    return Reading(
+        cause=Cause.HOST_HANG,
+        confidence=Confidence.CERTAIN if frame and host.alive else Confidence.LIKELY,
+        words=words,
+        frame=frame,
+        evidence=tuple(lines) or (f"rank {facts.rank} left nothing but its entries",),
+        would_settle=_unsettled(picture, facts, frame),
+    )
+
+
+def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
+    """No ring, no stack: what is left is what the kernel shows of its threads."""
+    rank = facts.rank
+    stack = f"rank {rank}'s stack (py-spy reads it, where it is installed and may)"
+    if rank in keeps_waiting(picture) or (picture.wait_for([rank]) and is_seen_outside(facts)):
+        return Reading(
+            cause=Cause.HOST_HANG,
+            confidence=Confidence.LIKELY,
+            words=f"{outside_words(facts) or 'is'}, in no collective, while the others wait in one",
+            evidence=tuple(lines),
+            would_settle=(stack,),
+        )
+    if rank in sleepers(picture):
+        return Reading(
+            cause=Cause.HOST_HANG,
+            confidence=Confidence.POSSIBLE,
+            words=f"{outside_words(facts)}, while the main threads of the others wait",
+            evidence=tuple(lines),
+            would_settle=(stack,),
+        )
+    return Reading(
+        cause=Cause.UNKNOWN,
+        confidence=Confidence.POSSIBLE,
+        words="recorded nothing and showed no stack",
+        evidence=tuple(lines) or (f"rank {rank} left nothing",),
+        would_settle=(
+            f"rank {rank}'s black box: it never opened one",
+            stack,
+            "torch's flight recorder: its Gloo backend writes no dump of itself",
+        ),
+    )
+
+
+def _unsettled(picture: Picture, facts: RankEvidence, frame: Frame | None) -> tuple[str, ...]:
+    rank = facts.rank
+    if picture.evidence.foreign and facts.host.alive is None:
+        return (
+            f"rank {rank}'s main thread's stack (host_hang, or data_starvation, storage_stall)",
+            f"rank {rank}'s open store request (store_wait)",
+            f"rank {rank}'s process state and heartbeat (frozen_process, gil_hang)",
+        )
+    if frame is None:
+        return (f"rank {rank}'s main thread's stack",)
+    return ()

@@ -1,0 +1,47 @@
+"""A rank whose device, not its host, keeps the others waiting."""
+
+from __future__ import annotations
+
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.waits import Wait
+from echelon.analysis.finding import Cause, Confidence, rank_list
+from echelon.analysis.rules.one_rank.reading import Reading
+
+
+def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
+    """The rank is behind its peers inside an operation: its device has stopped."""
+    rank = facts.rank
+    mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
+    wait = next((wait for wait in mine if wait.completed and not wait.absent), None)
+    if wait is not None:
+        return Reading(
+            cause=Cause.DEVICE_STUCK,
+            confidence=Confidence.LIKELY,
+            words=f"is still inside {wait}, which {rank_list(wait.completed)} completed",
+            evidence=(
+                f"rank {rank}: {wait} of group '{wait.group}' is pending, its peers are through",
+            ),
+            would_settle=(f"rank {rank}'s device errors and an event query",),
+        )
+    wait = next((wait for wait in mine if rank in never_started(picture, wait)), None)
+    if wait is None:
+        return None
+    started = rank_list([other for other in wait.waiting if other not in wait.created])
+    return Reading(
+        cause=Cause.DEVICE_STUCK,
+        confidence=Confidence.LIKELY,
+        words=f"has called {wait}, and its device never started it; {started} did",
+        evidence=(f"rank {rank}: {wait} of group '{wait.group}' is scheduled, not started",),
+        would_settle=(f"rank {rank}'s device errors and an event query",),
+    )
+
+
+def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
+    """Return the few ranks whose device has not begun what the others' devices are inside.
+
+    Only the head of a stream counts: what is queued behind another operation has its reason there.
+    """
+    if wait.absent or wait.completed or wait.is_p2p or 2 * len(wait.created) >= len(wait.waiting):
+        return ()
+    return tuple(r for r in wait.created if picture.heads.get(r, (0, -1))[1] == wait.sequence)

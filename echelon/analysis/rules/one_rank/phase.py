@@ -1,0 +1,84 @@
+"""A rank that is inside a phase of its own: loading, saving, compiling, waiting for the store."""
+
+from __future__ import annotations
+
+import re
+
+from echelon.analysis.evidence.model import RankEvidence, Span
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.stacks import main_thread, short_site
+from echelon.analysis.finding import Cause, Confidence, seconds
+from echelon.analysis.rules.one_rank.reading import Reading
+from echelon.analysis.rules.one_rank.signals import (
+    innermost_span,
+    process_lines,
+    users_line,
+)
+
+_SPAN_CAUSES = {
+    "data_wait": Cause.DATA_STARVATION,
+    "checkpoint": Cause.STORAGE_STALL,
+    "compile": Cause.COMPILE_STALL,
+    "store": Cause.STORE_WAIT,
+}
+_SPAN_WORDS = {
+    Cause.DATA_STARVATION: "has waited {age} for its next batch{at}",
+    Cause.STORAGE_STALL: "has been writing or reading a checkpoint for {age}{at}",
+    Cause.COMPILE_STALL: "has been compiling for {age}{at}",
+    Cause.STORE_WAIT: "has waited {age} for the store{detail}{at}",
+}
+
+
+_COMPILER = re.compile(
+    r"torch[/\\]_dynamo[/\\](?:symbolic_convert|convert_frame|bytecode_transformation)"
+    r"|torch[/\\]_inductor[/\\](?:async_compile|cpp_builder|codegen[/\\]|scheduler|graph\.py|lowering)"
+    r"|triton[/\\](?:compiler|backends)[/\\]"
+)
+
+
+def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
+    """Its stack is inside torch's compiler: outside any span, and whatever the heartbeat says."""
+    thread = main_thread(facts.host.stacks)
+    if thread is None or not any(_COMPILER.search(frame.file) for frame in thread.frames):
+        return None
+    frame = users_line(facts)
+    at = f" (called at {frame})" if frame else ""
+    return Reading(
+        cause=Cause.COMPILE_STALL,
+        confidence=Confidence.LIKELY,
+        words=f"compiles{at}",
+        frame=frame,
+        evidence=(f"rank {facts.rank}: its stack is inside the compiler", *process_lines(facts)),
+    )
+
+
+def read_span(_: Picture, facts: RankEvidence) -> Reading | None:
+    """The rank is inside a span that names its own cause."""
+    span = innermost_span(facts)
+    if span is not None and span.name in _SPAN_CAUSES:
+        return _span_reading(facts, span)
+    return None
+
+
+def _span_reading(facts: RankEvidence, span: Span) -> Reading:
+    cause = _SPAN_CAUSES[span.name]
+    age_s = max(0, facts.seen_ns - span.started_ns) / 1e9 if facts.seen_ns else 0.0
+    site = short_site(span.site)
+    frame = users_line(facts)
+    words = _SPAN_WORDS[cause].format(
+        age=seconds(age_s) if age_s else "some time",
+        at=f" ({site})" if site else "",
+        detail=f", {span.detail!r}" if span.detail else "",
+    )
+    lines = [f"rank {facts.rank}: span '{span.name}' is open" + (f" at {site}" if site else "")]
+    if span.detail:
+        lines.append(f"rank {facts.rank}: {span.detail}")
+    if frame is not None:
+        lines.append(f"rank {facts.rank}: main thread at {frame}")
+    return Reading(
+        cause=cause,
+        confidence=Confidence.CERTAIN,
+        words=words,
+        frame=frame,
+        evidence=(*lines, *process_lines(facts)),
+    )
