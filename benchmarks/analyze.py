@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from echelon.recorder.dump import write_dump
-from echelon.recorder.schema import (
+from echelon.recorder.format.schema import (
     OPERATION,
     SPAN,
     Group,
@@ -43,6 +42,7 @@ from echelon.recorder.schema import (
     Signature,
     State,
 )
+from echelon.recorder.read.dump import write_dump
 
 NEIGHBOURS = 8
 START_NS = 10**12

@@ -38,9 +38,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import echelon.recorder.current as black_box
 from echelon.recorder import span, step
-from echelon.recorder.dump import write_dump
 from echelon.recorder.read import read_ring
-from echelon.recorder.recorder import Recorder
+from echelon.recorder.read.dump import write_dump
+from echelon.recorder.write.recorder import Recorder
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NUM_CALLS = 20_000

@@ -29,7 +29,7 @@ _ALLOWED = {
         "echelon.analysis",
         "echelon.host",
     ),
-    "analysis": ("echelon.analysis", "echelon.recorder.schema", "echelon.recorder.read"),
+    "analysis": ("echelon.analysis", "echelon.recorder.format", "echelon.recorder.read"),
 }
 
 

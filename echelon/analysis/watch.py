@@ -17,7 +17,7 @@ from echelon.analysis.evidence.picture import take_picture
 from echelon.analysis.finding import Report
 from echelon.analysis.sources.load import find, find_rings, load, load_place
 from echelon.errors import DumpFormatError
-from echelon.recorder.schema import Live
+from echelon.recorder.format.schema import Live
 
 INTERVAL_S = 2.0
 Show = Callable[[Report], None]

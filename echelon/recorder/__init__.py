@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.recorder.marks import span, step, watch
 
 if TYPE_CHECKING:
-    from echelon.recorder.torch_export import export_torch
+    from echelon.recorder.read.torch_export import export_torch
 
 __all__ = ["span", "step", "watch", "export_torch"]
 
@@ -16,6 +16,6 @@ __all__ = ["span", "step", "watch", "export_torch"]
 def __getattr__(name: str) -> Any:
     if name != "export_torch":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from echelon.recorder.torch_export import export_torch
+    from echelon.recorder.read.torch_export import export_torch
 
     return export_torch

@@ -1,9 +1,9 @@
 """The recorder of this process: `current()`. It has at most one.
 
-It records into `ring.py`'s file, in the folder that the launcher names in the environment
-(ECHELON_RANK_DIR) or the user does (ECHELON_RECORD_DIR); without one, or with
-ECHELON_RECORDER_SIZE=0, there is none, and every call that users make is a cheap no-op, so that
-code which records never asks whether it does.
+It records into the file of `write/ring.py`, in the folder that the environment names: the launcher
+sets ECHELON_RANK_DIR, or the user ECHELON_RECORD_DIR. Without one, or with ECHELON_RECORDER_SIZE=0,
+there is none, and every call that users make is a cheap no-op, so that code which records never
+asks whether it does.
 
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so in the child
 the recorder is switched off (`os.register_at_fork`); a process that multiprocessing started, or
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.recorder.environment import Settings
+from echelon.recorder.write.environment import Settings
 
 if TYPE_CHECKING:
-    from echelon.recorder.recorder import Recorder
+    from echelon.recorder.write.recorder import Recorder
 
 _recorder: Recorder | None = None
 _leave: Callable[[], None] | None = None
@@ -80,7 +80,7 @@ def _open() -> Recorder | None:
 def _start(settings: Settings) -> None:
     global _recorder, _leave
     try:
-        from echelon.recorder.start import start
+        from echelon.recorder.write.start import start
 
         _recorder, _leave = start(settings) or (None, None)
     except Exception as err:  # noqa: BLE001 -- a program trains without its record

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from echelon.recorder.current import current, if_opened
 
 if TYPE_CHECKING:
-    from echelon.recorder.open_span import OpenSpan
+    from echelon.recorder.write.open_span import OpenSpan
 
 _T = TypeVar("_T")
 

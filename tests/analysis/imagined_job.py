@@ -16,8 +16,7 @@ from echelon.analysis.diagnose import diagnose
 from echelon.analysis.evidence.model import Evidence, Incident
 from echelon.analysis.finding import Report
 from echelon.analysis.sources.builder import EvidenceBuilder
-from echelon.recorder.dump import write_dump
-from echelon.recorder.schema import (
+from echelon.recorder.format.schema import (
     OPERATION,
     SPAN,
     Flag,
@@ -30,6 +29,7 @@ from echelon.recorder.schema import (
     Signature,
     State,
 )
+from echelon.recorder.read.dump import write_dump
 
 START_NS = 1_000_000_000_000
 STEP_NS = 1_000_000

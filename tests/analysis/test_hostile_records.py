@@ -20,7 +20,7 @@ from echelon.analysis.report.page.html import render_html
 from echelon.analysis.report.trace import events
 from echelon.analysis.sources.builder import EvidenceBuilder
 from echelon.errors import DumpFormatError
-from echelon.recorder.schema import Record
+from echelon.recorder.format.schema import Record
 
 HUGE = 2**62
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from echelon.recorder.schema import Socket
+from echelon.recorder.format.schema import Socket
 from tests.analysis.imagined_job import Job
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.recorder.schema import HostThread, Socket
+from echelon.recorder.format.schema import HostThread, Socket
 from tests.analysis.imagined_job import STACK, Job
 
 _GLOO = "pt_gloo_runloop"

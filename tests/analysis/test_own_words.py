@@ -14,7 +14,7 @@ from echelon.analysis.rules.one_rank.signals import (
     native_line,
 )
 from echelon.host.facts import OUTSIDE, SIGNAL
-from echelon.recorder.schema import Fault, HostFacts, Identity, Live
+from echelon.recorder.format.schema import Fault, HostFacts, Identity, Live
 
 FAULT = Fault(
     signal=11, code=1, address=64, thread=7,

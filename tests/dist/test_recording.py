@@ -13,8 +13,8 @@ import pytest
 
 import echelon.dist as dist
 from echelon.errors import CollectiveError
+from echelon.recorder.format.schema import Flag, State
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import Flag, State
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

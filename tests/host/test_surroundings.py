@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from echelon.host import cgroup, process, sockets
-from echelon.recorder.dump import empty_record, write_dump
+from echelon.recorder.format.schema import HostFacts, Identity, Socket
 from echelon.recorder.read import read_dump
-from echelon.recorder.schema import HostFacts, Identity, Socket
+from echelon.recorder.read.dump import empty_record, write_dump
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from echelon.host import threads
-from echelon.recorder.dump import empty_record, write_dump
+from echelon.recorder.format.schema import HostFacts, HostThread, Identity
 from echelon.recorder.read import read_dump
-from echelon.recorder.schema import HostFacts, HostThread, Identity
+from echelon.recorder.read.dump import empty_record, write_dump
 
 _PROGRAM = """
 import threading, time

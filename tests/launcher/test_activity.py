@@ -12,7 +12,7 @@ import pytest
 
 from echelon.launcher.node import activity
 from echelon.launcher.node.activity import Activity
-from echelon.recorder.schema import HostThread, Socket
+from echelon.recorder.format.schema import HostThread, Socket
 
 S = 1_000_000_000
 

@@ -13,8 +13,8 @@ import textwrap
 import pytest
 
 from echelon.launcher.node.guard import descendants
+from echelon.recorder.format.schema import Live
 from echelon.recorder.read import read
-from echelon.recorder.schema import Live
 from tests.launcher.background import Node
 from tests.launcher.cluster import left, marked
 from tests.ranks import read_json, run_echelon

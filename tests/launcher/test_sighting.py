@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from echelon.launcher.node.sighting import Sighting
-from echelon.recorder.recorder import Recorder
-from echelon.recorder.ring import Ring
-from echelon.recorder.schema import Identity
+from echelon.recorder.format.schema import Identity
+from echelon.recorder.write.recorder import Recorder
+from echelon.recorder.write.ring import Ring
 
 
 def test_a_rank_that_has_closed_its_ring_is_seen_from_outside(tmp_path: Path) -> None:

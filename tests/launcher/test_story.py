@@ -9,8 +9,8 @@ import pytest
 from echelon.launcher.incident.error_file import read_error_file
 from echelon.launcher.incident.story import Victims, last_traceback, story_of
 from echelon.launcher.job.report import Ended
-from echelon.recorder.dump import empty_record
-from echelon.recorder.schema import HostFacts, Identity
+from echelon.recorder.format.schema import HostFacts, Identity
+from echelon.recorder.read.dump import empty_record
 
 _TWO = """\
 Traceback (most recent call last):

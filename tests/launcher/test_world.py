@@ -7,7 +7,7 @@ import pytest
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.world import World
-from echelon.recorder.watchdog import StallRule
+from echelon.recorder.stall.watchdog import StallRule
 
 
 def _world() -> World:

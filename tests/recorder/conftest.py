@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from echelon.recorder import native
+from echelon.recorder.format.schema import Identity, Record
 from echelon.recorder.read import read_ring
-from echelon.recorder.recorder import Recorder
-from echelon.recorder.ring import Ring
-from echelon.recorder.schema import Identity, Record
+from echelon.recorder.write import native
+from echelon.recorder.write.recorder import Recorder
+from echelon.recorder.write.ring import Ring
 
 NUM_OPERATIONS = 8
 NUM_SPANS = 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from echelon.recorder.schema import Signature
+from echelon.recorder.format.schema import Signature
 
 TRANSPOSED = frozenset({"all_to_all", "alltoall", "all_to_all_single", "all_to_allv"})
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from echelon.analysis.evidence.model import Evidence, RankEvidence
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 SENDS = frozenset({"send", "isend"})
 RECEIVES = frozenset({"recv", "irecv"})

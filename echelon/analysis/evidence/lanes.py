@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.model import Evidence
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 ABSENT = -1
 # Operations of which some members may finish before all have entered them.

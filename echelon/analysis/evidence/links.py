@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from echelon.analysis.evidence.model import RankEvidence
-from echelon.recorder.schema import Socket
+from echelon.recorder.format.schema import Socket
 
 _ESTABLISHED = "ESTABLISHED"
 _End = TypeVar("_End", int, str)

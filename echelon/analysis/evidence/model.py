@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.calls import Call, Tables
-from echelon.recorder.schema import Fault, Group, HostFacts, Identity, LastWords, Live
+from echelon.recorder.format.schema import Fault, Group, HostFacts, Identity, LastWords, Live
 
 ROW = np.dtype(
     [

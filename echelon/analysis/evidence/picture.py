@@ -21,7 +21,7 @@ from echelon.analysis.evidence.stacks import main_thread
 from echelon.analysis.evidence.stream_waits import stream_graph
 from echelon.analysis.evidence.streams import Streams
 from echelon.analysis.evidence.waits import Wait, WaitGraph, wait_graph
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 _Found = TypeVar("_Found")
 STUCK_AFTER_S = 5.0  # without an incident to say so, a wait this long is one

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.model import Evidence, RankEvidence
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 SENDS = frozenset({"send", "isend"})
 # A member of these may be through before the others have come.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from echelon.analysis.evidence.lanes import Lanes
 from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 COMMUNICATION = "communication"
 _MAX_CALLS = 64

@@ -18,7 +18,7 @@ import numpy as np
 from echelon.analysis.evidence.exchange import SENDS, Exchanges
 from echelon.analysis.evidence.lanes import ROOTED, Lanes
 from echelon.analysis.evidence.model import Evidence
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.report.clean import clean
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 _OPERATIONS, _SPANS = 1, 2
 _STATES = {int(state): state.name.lower() for state in State}

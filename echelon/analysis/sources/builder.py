@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from echelon.analysis.evidence.calls import Call, Tables
 from echelon.analysis.evidence.model import ROW, SPAN_ROW, Evidence, Incident, RankEvidence, Span
-from echelon.recorder.schema import Group, Live, Record
+from echelon.recorder.format.schema import Group, Live, Record
 
 _COPIED = ("sequence", "num_bytes", "peer", "tag", "coalesced", "thread", "flags", "state")
 _MAX_PACKED = 1 << 62

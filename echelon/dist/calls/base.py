@@ -20,9 +20,9 @@ from echelon.dist.progress.evidence import Evidence
 from echelon.dist.progress.group_state import GroupState
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
-from echelon.recorder import sites
-from echelon.recorder.recorder import NOT_RECORDED
-from echelon.recorder.schema import Flag
+from echelon.recorder.format.schema import Flag
+from echelon.recorder.write import sites
+from echelon.recorder.write.recorder import NOT_RECORDED
 
 Timeout: TypeAlias = float | None
 Splits: TypeAlias = Sequence[int] | None

@@ -30,7 +30,7 @@ from echelon.dist.progress.interruption import is_from_handler
 from echelon.dist.progress.watcher import watcher
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
-from echelon.recorder.recorder import NOT_RECORDED
+from echelon.recorder.write.recorder import NOT_RECORDED
 
 _CLOSE_S = 1.0  # how long `close` waits for other threads to leave the engine
 _LOOK_S = 0.001

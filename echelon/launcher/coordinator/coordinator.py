@@ -32,7 +32,7 @@ from echelon.launcher.job.report import EXIT_STALL, NOT_CONCLUDED, Report, exit_
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
-from echelon.recorder.watchdog import StallRule
+from echelon.recorder.stall.watchdog import StallRule
 
 _COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
 _HURRIED_S = 5.0  # the same once the user has asked to stop

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.job.report import Ended
-from echelon.recorder.watchdog import Sight, Stall, StallRule
+from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from echelon.launcher.control.endpoint import Rendezvous, is_local, rendezvous, 
 from echelon.launcher.control.tls import TlsFiles, tls_files
 from echelon.launcher.options.arguments import Defaults, Parser, add_node_options
 from echelon.launcher.options.options import dashes
-from echelon.recorder.place import file_system, is_remote
+from echelon.recorder.write.place import file_system, is_remote
 
 _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
 _SMALL_SHM_BYTES = 1 << 30

@@ -34,9 +34,9 @@ from echelon.host.stacks import spy_stacks
 from echelon.host.threads import program_of, threads
 from echelon.launcher.incident.error_file import read_error_file
 from echelon.launcher.incident.torch_dumps import TorchDump
-from echelon.recorder.dump import empty_record
+from echelon.recorder.format.schema import Fault, HostFacts, Identity, Live, Record, State
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import Fault, HostFacts, Identity, Live, Record, State
+from echelon.recorder.read.dump import empty_record
 
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process

@@ -16,8 +16,8 @@ from typing import Any
 from echelon.analysis.finding import rank_list
 from echelon.errors import DumpFormatError
 from echelon.launcher.job.report import Ended
+from echelon.recorder.format.schema import Record
 from echelon.recorder.read import read
-from echelon.recorder.schema import Record
 
 _MAX_TRACEBACK_LINES = 24
 _MAX_LAST_LINES = 6

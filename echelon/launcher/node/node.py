@@ -36,9 +36,9 @@ from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Worker
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Source, Stream, Terminal
 from echelon.launcher.status.status import RankStatus, silent, status_of
-from echelon.recorder.dump import pack_dump, write_dump
+from echelon.recorder.format.schema import Record
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import Record
+from echelon.recorder.read.dump import pack_dump, write_dump
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
 _SWEEP_S = 2.0

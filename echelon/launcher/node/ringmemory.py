@@ -24,9 +24,9 @@ import sys
 from pathlib import Path
 
 from echelon.launcher.options.options import Options
-from echelon.recorder.layout import Layout
-from echelon.recorder.place import bring_home, file_system
-from echelon.recorder.schema import DEFAULT_NUM_SPANS
+from echelon.recorder.format.layout import Layout
+from echelon.recorder.format.schema import DEFAULT_NUM_SPANS
+from echelon.recorder.write.place import bring_home, file_system
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 -- a private folder is made in it
 _PREFIX = "echelon-"

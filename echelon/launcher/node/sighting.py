@@ -16,7 +16,7 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.incident.harvest import Worker
 from echelon.launcher.node.activity import Activity
 from echelon.recorder.read import LiveRing
-from echelon.recorder.watchdog import Sight
+from echelon.recorder.stall.watchdog import Sight
 
 
 class Sighting:

@@ -22,7 +22,7 @@ from echelon.launcher.options.texts import (
     signals,
     whole,
 )
-from echelon.recorder.schema import DEFAULT_NUM_OPERATIONS
+from echelon.recorder.format.schema import DEFAULT_NUM_OPERATIONS
 
 _STOPPING = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 

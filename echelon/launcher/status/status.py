@@ -9,8 +9,8 @@ from pathlib import Path
 
 from echelon.errors import DumpFormatError
 from echelon.host.identity import boot_id, start_ticks
+from echelon.recorder.format.schema import Live, Record, State
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import Live, Record, State
 
 _STEPS_AVERAGED = 20
 _PENDING = (State.CREATED, State.STARTED)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.recorder.format.schema import Flag, State
 from echelon.recorder.read import read_ring
-from echelon.recorder.schema import Flag, State
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -15,7 +15,7 @@ from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.report.clean import clean
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 MAX_BOXES = 60_000
 _FEWEST = 12  # operations a rank, however many ranks there are

@@ -22,7 +22,7 @@ from echelon.analysis.evidence.lanes import ABSENT, Lanes
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 _NAMED = re.compile(r"\brank (\d{1,7}) (?:passed|called)\b")
 

@@ -24,7 +24,7 @@ from echelon.analysis.evidence.stacks import (
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
 from echelon.analysis.rules.endings.errors import Meaning, died_by_watchdog, meaning_of
 from echelon.analysis.rules.one_rank.signals import fault_lines
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 _ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 _ABORTS = frozenset({-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGABRT})

@@ -21,7 +21,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.evidence.streams import Message, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from echelon.analysis.rules.one_rank.signals import (
     heartbeat_age_s,
     process_lines,
 )
-from echelon.recorder.schema import Live
+from echelon.recorder.format.schema import Live
 
 
 def read_ending(picture: Picture, facts: RankEvidence) -> Reading | None:

@@ -10,7 +10,7 @@ from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import last_row
 from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
 from echelon.analysis.finding import seconds
-from echelon.recorder.schema import SIGNAL, Live
+from echelon.recorder.format.schema import SIGNAL, Live
 
 PRESSURE = 0.3  # of the time that tasks waited for a resource: from here on it is worth a line
 _NUM_FRAMES = 5

@@ -11,7 +11,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.evidence.streams import Head, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
-from echelon.recorder.schema import State
+from echelon.recorder.format.schema import State
 
 
 def find_unstarted(picture: Picture) -> list[Finding]:

@@ -16,7 +16,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.finding import Cause, Finding, rank_list
 from echelon.analysis.rules.one_rank.choice import read_rank
 from echelon.analysis.rules.one_rank.reading import Reading
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 _WAIT = re.compile(r"([^\n]{1,80}) waits in (\w{1,12}) for (?:(\w{1,20}) of )?rank (\d{1,7})")
 _ACTION = re.compile(r"\d{1,6}[FBIW]\d{1,6}")

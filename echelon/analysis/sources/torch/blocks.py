@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.sources.torch.counters import Tops
-from echelon.recorder.schema import Flag, State
+from echelon.recorder.format.schema import Flag, State
 
 _FAR = 1 << 62
 

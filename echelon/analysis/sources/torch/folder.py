@@ -24,7 +24,7 @@ from echelon.analysis.sources.torch.counters import Counters, descriptions, join
 from echelon.analysis.sources.torch.file import rank_in_name, read_torch_file
 from echelon.analysis.sources.torch.rows import TorchRows
 from echelon.errors import DumpFormatError
-from echelon.recorder.schema import Group, Identity
+from echelon.recorder.format.schema import Group, Identity
 
 _DEPTH = 2  # a folder per host, and one more
 _MAX_FILES = 1 << 20

@@ -24,7 +24,7 @@ from echelon.analysis.evidence.stacks import Frame, users_frame
 from echelon.analysis.sources.torch.blocks import finish_unclosed
 from echelon.analysis.sources.torch.counters import Tops
 from echelon.errors import DumpFormatError
-from echelon.recorder.schema import Flag, Signature, State
+from echelon.recorder.format.schema import Flag, Signature, State
 
 _P2P = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})\Z")
 _COALESCED = "coalesced"

@@ -1,0 +1,1 @@
+"""What a black box holds, and where in its file."""

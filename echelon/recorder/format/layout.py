@@ -1,0 +1,84 @@
+"""Where each part of a ring file lies.
+
+    header | identity, twice | live words | last words | open spans | strings | spans | operations |
+    kept operations | recent
+
+All offsets follow from the two capacities, so a reader computes them from the header alone. Parts
+start on page boundaries: the live words never share a page with what is written often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.recorder.format.schema import (
+    FAULT,
+    HEADER,
+    KEPT_OPERATION,
+    NUM_KEPT,
+    NUM_OPEN_SPANS,
+    OPERATION_SLOT,
+    PAGE_BYTES,
+    RECENT_BYTES,
+    SPAN_SLOT,
+    STRINGS_BYTES,
+    Live,
+)
+
+# The identity is rewritten now and then, in the two places by turns: one of them is always whole.
+IDENTITY_BYTES = (PAGE_BYTES - 64) // 2
+IDENTITY_OFFSETS = (64, 64 + IDENTITY_BYTES)
+LIVE_OFFSET = PAGE_BYTES
+LIVE_BYTES = 8 * Live.NUM_WORDS
+FAULT_OFFSET = LIVE_OFFSET + 1024  # in the same page
+LAST_WORDS_OFFSET = 2 * PAGE_BYTES
+LAST_WORDS_BYTES = 4 * PAGE_BYTES
+OPEN_SPANS_OFFSET = LAST_WORDS_OFFSET + LAST_WORDS_BYTES
+
+assert LIVE_OFFSET + LIVE_BYTES <= FAULT_OFFSET
+assert FAULT_OFFSET + FAULT.itemsize <= LAST_WORDS_OFFSET
+assert HEADER.itemsize <= IDENTITY_OFFSETS[0]
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+STRINGS_OFFSET = OPEN_SPANS_OFFSET + _pages(NUM_OPEN_SPANS * SPAN_SLOT.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in bytes of a ring with these capacities."""
+
+    num_operations: int
+    num_spans: int
+
+    @property
+    def spans_offset(self) -> int:
+        """First slot of ended spans."""
+        return STRINGS_OFFSET + _pages(STRINGS_BYTES)
+
+    @property
+    def operations_offset(self) -> int:
+        """First operation slot."""
+        return self.spans_offset + _pages(self.num_spans * SPAN_SLOT.itemsize)
+
+    @property
+    def kept_offset(self) -> int:
+        """First place of operations that outlived their slots.
+
+        It lies behind the slots: an operation moves there before its slot is reused, so a copy of
+        the file made front to back has it in one of the two.
+        """
+        return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
+
+    @property
+    def recent_offset(self) -> int:
+        """First byte of `recent`; behind what points into it, for the same reason."""
+        return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.recent_offset + _pages(RECENT_BYTES)

@@ -1,0 +1,418 @@
+"""What a black box holds: fields, dtypes, units, and the version of the format.
+
+The writer (`write/`), the readers (`read/`) and `echelon.analysis` meet here and nowhere else.
+This module only declares; it opens nothing. Everything is little-endian, every stamp is the
+monotonic clock in nanoseconds (0: has not happened), every rank is a global one.
+
+Change rule: a new field raises `FORMAT_MINOR`, a changed or removed one `FORMAT_MAJOR`. Readers
+accept any minor of their own major. `docs/dump-format.md` says the same in words.
+
+[Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
+it front to back; a reader takes it only if both stamps agree, belong to this slot, and the CRC32 of
+the payload matches. Python offers no memory fences, so on weakly ordered machines the stamps alone
+could lie; the CRC cannot.
+
+[Note: two kinds of texts] What a program names once (groups, call sites, operations, spans) is
+stored once, in the string table, and stays. What may differ at every call (shapes and splits,
+details of spans, errors) goes into `recent`, a log that begins again at its end: a long job cannot
+fill it. Each entry repeats its own position, so a reader detects one that was overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.host.facts import SIGNAL as SIGNAL
+from echelon.host.facts import HostFacts as HostFacts
+from echelon.host.facts import HostThread as HostThread
+from echelon.host.facts import Socket as Socket
+
+FORMAT_MAJOR = 2
+FORMAT_MINOR = 1
+RING_MAGIC = b"ECHELRNG"
+DUMP_KIND = "echelon-dump"
+# A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
+DUMP_CRC_MARK = b"\xa5crc32\xc4\x04"
+
+PAGE_BYTES = 4096
+STRINGS_BYTES = 1 << 20
+# Names leave room for call sites, and both for groups: two groups must never read as one.
+NAMES_BYTES = STRINGS_BYTES * 3 // 4
+SITES_BYTES = STRINGS_BYTES * 15 // 16
+TABLE_FULL = "<table full>"
+RECENT_BYTES = 1 << 19
+RECENT_UNIT = 16  # bytes: entries begin at multiples of it, and references count in it
+IS_RECENT = 1 << 31  # bit of a reference to a text: it points into `recent`
+NUM_KEPT = 64
+MAX_TENSORS = 8  # inline in a slot; more are summarised
+MAX_DIMS = 8
+MAX_SPLITS = 64  # input and output splits together
+NUM_OPEN_SPANS = 64
+MAX_SLOTS = 1 << 20  # of operations, and of spans
+MAX_RANKS = 1 << 20  # that all groups of one file name together
+DEFAULT_NUM_OPERATIONS = 4096
+DEFAULT_NUM_SPANS = 1024
+
+
+class State(IntEnum):
+    """How far an operation came."""
+
+    EMPTY = 0
+    CREATED = 1
+    STARTED = 2
+    COMPLETED = 3
+    FAILED = 4
+
+
+class Flag(IntEnum):
+    """Bits of an operation's `flags`."""
+
+    P2P = 1
+    ASYNC = 2
+    SUMMARISED = 4  # more tensors, dims or splits than fit: see `Signature.summary`
+
+
+class Live(IntEnum):
+    """Indices of the u64 words of the live page. Each is written by one aligned store."""
+
+    HEARTBEAT_MONO_NS = 0  # from a Python thread: it is late while other code holds the lock
+    PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
+    NUM_OPERATIONS = 2  # begun since the start
+    NUM_SPANS = 3  # ended since the start
+    STEP = 4  # training step plus one; 0: `step()` was never called
+    STEP_MONO_NS = 5
+    STRINGS_USED_BYTES = 6
+    STRINGS_REFUSED = 7
+    OPEN_SPANS_REFUSED = 8
+    CLOSED = 9  # 1: the recorder was closed in an orderly way
+    INITIALISED = 10  # 1: the world group stands
+    NUM_GC_PAUSES = 11  # collections of Python's garbage, short ones too
+    GC_PAUSES_NS = 12  # what they took together
+    RECENT_UNITS = 13  # written to `recent` since the start
+    NUM_KEPT = 14  # places in use for operations that outlived their slots
+    KEPT_REFUSED = 15  # operations that were not recorded: pending ones held all places
+    NATIVE_HEARTBEAT_MONO_NS = 16  # from a thread without Python: late only without a processor
+    NUM_WORDS = 17
+
+
+# One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; the stamp counts all blobs written.
+BLOB_HEAD = np.dtype([("head", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("major", "<u2"),
+        ("minor", "<u2"),
+        ("page_bytes", "<u4"),
+        ("num_operations", "<u4"),
+        ("num_spans", "<u4"),
+        ("operation_slot_bytes", "<u4"),
+        ("span_slot_bytes", "<u4"),
+        ("strings_bytes", "<u4"),
+        ("crc", "<u4"),  # of the header up to here
+    ]
+)
+
+STRING_HEAD = np.dtype([("length", "<u2"), ("crc", "<u4")])  # before each text of the table
+
+FAULT_FRAME = np.dtype([("address", "<u8"), ("offset", "<u8"), ("file", "S104")])
+# The signal that ends the process, written by a handler that may do next to nothing: no checksum.
+FAULT = np.dtype(
+    [
+        ("stamp", "<u8"),  # 0: none; 1: without frames; 2: whole
+        ("signal", "<u4"),
+        ("code", "<i4"),  # si_code
+        ("address", "<u8"),
+        ("mono_ns", "<i8"),
+        ("thread", "<u4"),
+        ("num_frames", "<u4"),
+        ("reserved", "<u8", 3),
+        ("frames", FAULT_FRAME, 24),
+    ]
+)
+
+# Before each entry of `recent`. `position` counts units since the start, and never 0.
+RECENT_HEAD = np.dtype(
+    [("position", "<u4"), ("length", "<u4"), ("crc", "<u4"), ("reserved", "<u4")]
+)
+
+# A signature is an entry of `recent`: this, then ndims, dims and splits, packed.
+SIGNATURE_FIXED = np.dtype(
+    [
+        ("operation", "<u4"),  # these three point into the string table
+        ("dtype", "<u4"),
+        ("reduce_op", "<u4"),
+        ("num_tensors", "<u2"),
+        ("flags", "<u2"),  # SUMMARISED or 0
+    ]
+)
+MAX_TAIL_BYTES = 2 * 4 + MAX_TENSORS + 8 * MAX_TENSORS * MAX_DIMS + 8 * MAX_SPLITS
+MAX_SIGNATURE_BYTES = SIGNATURE_FIXED.itemsize + MAX_TAIL_BYTES
+
+OPERATION_FIXED = np.dtype(
+    [
+        ("record", "<u8"),  # running number in this process: not comparable between ranks
+        ("sequence", "<i8"),  # number among the group's collectives, from 0; -1 for p2p
+        ("p2p_sequence", "<i8"),  # number among this group's p2p with this peer and way; -1
+        ("created_mono_ns", "<i8"),
+        ("step", "<i8"),  # -1: before the first `step()`
+        ("num_bytes", "<i8"),
+        ("timeout_ms", "<i8"),
+        ("group", "<u4"),  # text
+        ("signature", "<u4"),  # entry of `recent`
+        ("site", "<u4"),  # text
+        ("stack", "<u4"),  # text
+        ("root", "<i4"),  # -1: none
+        ("peer", "<i4"),  # -1: none
+        ("tag", "<i4"),
+        ("coalesced", "<i4"),  # number of the coalesced block; -1: none
+        ("thread", "<u4"),  # native thread id
+        ("flags", "<u4"),
+    ]
+)
+
+OPERATION_STATE = np.dtype(
+    [
+        ("head", "<u8"),
+        ("started_mono_ns", "<i8"),
+        ("completed_mono_ns", "<i8"),  # completed or failed
+        ("error", "<u4"),
+        ("state", "<u4"),
+        ("crc", "<u4"),
+        ("reserved", "<u4"),
+        ("tail", "<u8"),
+    ]
+)
+
+# Three cache lines: two that are written once, and one for the state.
+OPERATION_SLOT = np.dtype(
+    {
+        "names": ["head", "length", "crc", "fixed", "tail", "state"],
+        "formats": ["<u8", "<u4", "<u4", OPERATION_FIXED, "<u8", OPERATION_STATE],
+        "offsets": [0, 8, 12, 16, 120, 128],
+        "itemsize": 192,
+    }
+)
+
+# An operation that has not ended when its slot is needed again, with its signature.
+KEPT_OPERATION = np.dtype(
+    {
+        "names": ["slot", "length", "crc", "signature"],
+        "formats": [OPERATION_SLOT, "<u4", "<u4", f"V{MAX_SIGNATURE_BYTES}"],
+        "offsets": [0, 192, 196, 200],
+        "itemsize": 1344,
+    }
+)
+
+SPAN_FIXED = np.dtype(
+    [
+        ("number", "<u8"),
+        ("started_mono_ns", "<i8"),
+        ("ended_mono_ns", "<i8"),  # 0: still open
+        ("step", "<i8"),
+        ("name", "<u4"),
+        ("detail", "<u4"),
+        ("site", "<u4"),
+        ("thread", "<u4"),
+        ("depth", "<u4"),
+        ("reserved", "<u4"),
+    ]
+)
+
+SPAN_SLOT = np.dtype(
+    [("head", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("fixed", SPAN_FIXED), ("tail", "<u8")]
+)
+
+# ---- what readers hand out: indices into `Record.strings`, `.groups` and `.signatures` ----
+
+OPERATION = np.dtype(
+    [
+        ("record", "<u8"),
+        ("sequence", "<i8"),
+        ("p2p_sequence", "<i8"),
+        ("created_mono_ns", "<i8"),
+        ("started_mono_ns", "<i8"),
+        ("completed_mono_ns", "<i8"),
+        ("step", "<i8"),
+        ("num_bytes", "<i8"),
+        ("timeout_ms", "<i8"),
+        ("group", "<u4"),  # into groups
+        ("operation", "<u4"),  # into strings
+        ("signature", "<u4"),  # into signatures
+        ("reduce_op", "<u4"),  # into strings, "" if none
+        ("site", "<u4"),  # into strings: "file:line function"
+        ("stack", "<u4"),  # into strings: one frame a line, innermost first
+        ("error", "<u4"),  # into strings
+        ("root", "<i4"),
+        ("peer", "<i4"),
+        ("tag", "<i4"),
+        ("coalesced", "<i4"),
+        ("thread", "<u4"),
+        ("flags", "<u2"),
+        ("state", "u1"),
+    ]
+)
+
+SPAN = np.dtype(
+    [
+        ("number", "<u8"),
+        ("started_mono_ns", "<i8"),
+        ("ended_mono_ns", "<i8"),
+        ("step", "<i8"),
+        ("name", "<u4"),  # into strings
+        ("detail", "<u4"),  # into strings
+        ("site", "<u4"),  # into strings
+        ("thread", "<u4"),
+        ("depth", "<u4"),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Who wrote a black box, when and under which settings.
+
+    `mono_ns` and `wall_ns` were read together. A stamp of this rank lies on rank 0's clock at
+    `stamp + clock_offset_ns`, within `clock_error_ns`; -1 as error: the offset was never measured.
+    """
+
+    rank: int
+    local_rank: int = 0
+    world_size: int = 1
+    attempt: int = 0
+    job_id: str = ""
+    host: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    pid_start_ticks: int = 0
+    mono_ns: int = 0
+    wall_ns: int = 0
+    clock_offset_ns: int = 0
+    clock_error_ns: int = -1
+    stack_signal: int = 0  # 0: no handler is registered
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def changed(self, **changes: Any) -> Identity:
+        """Return a copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group: its name and its members' global ranks, in group order."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operation was called with; equal on all ranks of a well-matched collective.
+
+    `summary` is set where the lists did not fit into the slot: (number of tensors, number of
+    elements, CRC32 of the full lists); `shapes` and the splits are then empty.
+    """
+
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    input_splits: tuple[int, ...] = ()
+    output_splits: tuple[int, ...] = ()
+    summary: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        """Show it as a person would write it: `float32[1024, 4096]`."""
+        if self.summary is not None:
+            return f"{self.dtype}[{self.summary[0]} tensors, {self.summary[1]} elements]"
+        return " ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes) or self.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastWords:
+    """The uncaught exception that ended a rank, written by the rank itself."""
+
+    type: str
+    message: str
+    site: str  # "file:line function" of the innermost frame of the user's own code
+    traceback: str
+    mono_ns: int
+    bases: tuple[str, ...] = ()  # qualified names of the type's base classes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """The signal that ended a rank, written by the rank itself as it died."""
+
+    signal: int
+    code: int = 0  # si_code: above 0, the thread's own instruction caused it
+    address: int = 0  # that it could not use; 0: none
+    mono_ns: int = 0
+    thread: int = 0
+    frames: tuple[str, ...] = ()  # innermost first: "libc.so.6+0x1234", with a function if known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One rank's black box as read: columns over operations and spans, and what else is known.
+
+    `operations` [num_operations] of dtype `OPERATION`, oldest first; `spans` (ended ones) and
+    `open_spans` [...] of dtype `SPAN`, outermost first among the open ones of a thread.
+    """
+
+    path: str
+    identity: Identity
+    operations: npt.NDArray[Any]
+    spans: npt.NDArray[Any]
+    open_spans: npt.NDArray[Any]
+    strings: Sequence[str]
+    groups: Sequence[Group]
+    signatures: Sequence[Signature]
+    live: tuple[int, ...] = (0,) * Live.NUM_WORDS
+    last_words: LastWords | None = None
+    fault: Fault | None = None
+    host: HostFacts = field(default_factory=HostFacts)
+    dumped_mono_ns: int = 0  # on the rank's own host
+    has_ring: bool = True  # False: the rank never opened one; only `host` speaks
+    warnings: tuple[str, ...] = ()
+
+
+def encode_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks as runs `first-last:stride`, so that a large regular group stays short."""
+    runs: list[str] = []
+    i = 0
+    while i < len(ranks):
+        j = i + 1
+        stride = ranks[j] - ranks[i] if j < len(ranks) else 1
+        while stride > 0 and j + 1 < len(ranks) and ranks[j + 1] - ranks[j] == stride:
+            j += 1
+        if stride <= 0 or j >= len(ranks) or j == i + 1:
+            runs.append(str(ranks[i]))
+            i += 1
+            continue
+        runs.append(f"{ranks[i]}-{ranks[j]}" + (f":{stride}" if stride > 1 else ""))
+        i = j + 1
+    return ",".join(runs)
+
+
+def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
+    """Read what `encode_ranks` wrote.
+
+    Raises:
+        ValueError: the text is something else, or names more than `limit` ranks.
+    """
+    if not isinstance(text, str):
+        raise ValueError("ranks are not a text")
+    ranks: list[int] = []
+    for run in text.split(",") if text else []:
+        span, _, stride = run.partition(":")
+        first, dash, last = span.partition("-")
+        more = range(int(first), int(last if dash else first) + 1, int(stride or 1))
+        if len(ranks) + len(more) > limit:
+            raise ValueError(f"groups of more than {MAX_RANKS} ranks together")
+        ranks.extend(more)
+    return tuple(ranks)

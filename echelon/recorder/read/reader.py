@@ -1,0 +1,252 @@
+"""Read black boxes: live rings, rings of dead processes, and dump files.
+
+Read-only and safe on untrusted bytes: counts are bounded by the file's size before anything is
+allocated, nothing is evaluated, and what does not check out is left out and counted in
+`Record.warnings`. A file that is no black box at all is a `DumpFormatError`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from echelon.errors import DumpFormatError
+from echelon.recorder.format.layout import LIVE_BYTES, LIVE_OFFSET, OPEN_SPANS_OFFSET, Layout
+from echelon.recorder.format.schema import (
+    DUMP_CRC_MARK,
+    DUMP_KIND,
+    KEPT_OPERATION,
+    NUM_KEPT,
+    NUM_OPEN_SPANS,
+    OPERATION_SLOT,
+    RING_MAGIC,
+    Live,
+    Record,
+    State,
+)
+from echelon.recorder.protection import protect, release
+from echelon.recorder.read.dump_parser import record_of_dump
+from echelon.recorder.read.ring_parser import RingParser, check_header, is_payload_whole
+from echelon.recorder.read.untrusted import check_version
+from echelon.recorder.stall.watchdog import Sight
+
+_MAX_DUMP_BYTES = 1 << 28  # a ring of the largest size makes half of it
+_MAX_LIST = 1 << 21  # entries of one list or map in a dump
+_HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
+
+
+def read(path: Path) -> Record:
+    """Read a ring or a dump, told apart by its first bytes.
+
+    Raises:
+        DumpFormatError: the file is neither, is too new, or cannot be opened.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(RING_MAGIC))
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    return read_ring(path) if magic == RING_MAGIC else read_dump(path)
+
+
+def read_ring(path: Path) -> Record:
+    """Read a ring file, also while its process writes it.
+
+    Raises:
+        DumpFormatError: no ring, a newer major version, or shorter than its header says.
+    """
+    for last_try in (False, False, True):
+        record, num_torn = _read_ring_once(path)
+        if not num_torn or last_try:
+            break  # a dead writer's torn slot stays torn; a living one's is whole a moment later
+    return record
+
+
+def _read_ring_once(path: Path) -> tuple[Record, int]:
+    """Read a ring from one copy of its bytes; return how many slots were torn, too."""
+    layout, data = _ring_bytes(path)
+    live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
+    parser = RingParser(data, layout, live)
+    identity = parser.identity(path)
+    operations = parser.operations()
+    spans = parser.spans(layout.spans_offset, layout.num_spans)
+    open_spans = parser.spans(OPEN_SPANS_OFFSET, NUM_OPEN_SPANS)
+    record = Record(
+        path=str(path),
+        identity=identity,
+        operations=operations,
+        spans=spans[spans["ended_mono_ns"] > 0],
+        open_spans=open_spans[open_spans["ended_mono_ns"] == 0],
+        strings=parser.strings,
+        groups=parser.groups,
+        signatures=parser.signatures,
+        live=live,
+        last_words=parser.last_words(path),
+        fault=parser.fault(),
+        warnings=tuple(parser.all_warnings()),
+    )
+    return record, parser.num_torn
+
+
+def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
+    """Read a ring's file as far as its header says, and no further."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            layout = check_header(path, header, size)
+            file.seek(0)
+            data = file.read(layout.file_bytes)
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    return check_header(path, data), data
+
+
+def read_dump(path: Path) -> Record:
+    """Read a dump file, as `dump.write_dump` makes it.
+
+    Raises:
+        DumpFormatError: no dump, damaged, or of a newer major version.
+    """
+    try:
+        if path.stat().st_size > _MAX_DUMP_BYTES:
+            raise DumpFormatError(f"{path}: larger than any dump ({_MAX_DUMP_BYTES} B)", path=path)
+        data = path.read_bytes()
+    except OSError as err:
+        raise DumpFormatError(f"{path}: {err.strerror or err}", path=path) from err
+    has_crc = data[-len(DUMP_CRC_MARK) - 4 : -4] == DUMP_CRC_MARK
+    if has_crc and crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        raise DumpFormatError(f"{path}: damaged dump (its checksum differs)", path=path)
+    try:
+        top = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_array_len=_MAX_LIST, max_map_len=_MAX_LIST
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as err:
+        raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path) from err
+    if not isinstance(top, dict) or top.get("kind") != DUMP_KIND:
+        raise DumpFormatError(f"{path}: not an echelon ring or dump", path=path)
+    check_version(path, top.get("version"))
+    if not has_crc:
+        raise DumpFormatError(f"{path}: damaged dump (it has no checksum)", path=path)
+    try:
+        return record_of_dump(path, top)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as err:
+        raise DumpFormatError(f"{path}: damaged dump ({err!r:.200})", path=path) from err
+    except (RecursionError, MemoryError) as err:
+        raise DumpFormatError(f"{path}: damaged dump ({type(err).__name__})", path=path) from err
+
+
+class LiveRing:
+    """A ring mapped read-only, to look at again and again while its process runs.
+
+    Raises:
+        DumpFormatError: the file is not there, or no whole ring yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                check_header(path, file.read(_HEADER_BYTES), file.seek(0, os.SEEK_END))
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as err:  # ValueError: still empty
+            raise DumpFormatError(f"{path}: {err}", path=path) from err
+        try:
+            layout = check_header(path, self._map)
+        except DumpFormatError:
+            self._map.close()
+            raise
+        self._path, self._identity = path, _file_identity(path)
+        self._protected = protect(self._map)
+        self._live = np.frombuffer(self._map, "<u8", Live.NUM_WORDS, LIVE_OFFSET)
+        self._slots = np.frombuffer(
+            self._map, OPERATION_SLOT, layout.num_operations, layout.operations_offset
+        )
+        self._kept = np.frombuffer(self._map, KEPT_OPERATION, NUM_KEPT, layout.kept_offset)["slot"]
+
+    def words(self) -> tuple[int, ...]:
+        """Return the live words, see `Live`."""
+        return tuple(int(word) for word in self._live)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its rank has closed it: the program has ended, the process may not have."""
+        self._follow()
+        return bool(self._live[Live.CLOSED])
+
+    def pending(self) -> tuple[int, int]:
+        """Return (when the oldest operation that has not ended was called, how many there are)."""
+        in_slots, num_in_slots = _oldest_open(self._slots)
+        kept, num_kept = _oldest_open(self._kept)
+        oldest = min((called for called in (in_slots, kept) if called), default=0)
+        return oldest, num_in_slots + num_kept
+
+    def sight(self, rank: int) -> Sight:
+        """Return what the stall rule wants to know of this rank."""
+        self._follow()
+        words = self.words()
+        pending_mono_ns, num_pending = self.pending()
+        ended = words[Live.NUM_OPERATIONS] - num_pending + words[Live.NUM_SPANS] + words[Live.STEP]
+        return Sight(
+            rank=rank,
+            initialised=bool(words[Live.INITIALISED]),
+            progress_mono_ns=words[Live.PROGRESS_MONO_NS],
+            pending_mono_ns=pending_mono_ns,
+            num_ended=ended,
+        )
+
+    def _follow(self) -> None:
+        """Map the ring of a later program of this rank, which took the path over.
+
+        The path is touched only once this ring's program has closed it: it may lie on a file
+        system that hangs, and the caller is an agent's only thread.
+        """
+        if not int(self._live[Live.CLOSED]):
+            return
+        now = _file_identity(self._path)
+        if now in (self._identity, (0, 0)):
+            return
+        try:
+            other = LiveRing(self._path)
+        except DumpFormatError:
+            return  # not whole yet, or the same one at its final place: the old mapping serves
+        self.close()
+        self.__dict__.update(other.__dict__)
+
+    def activity(self) -> int:
+        """Count what the rank has begun or ended so far: if it stands still, so does the rank."""
+        return self.words()[Live.NUM_OPERATIONS] + self.sight(0).num_ended
+
+    def close(self) -> None:
+        """Unmap the file."""
+        release(self._protected)
+        del self._live, self._slots, self._kept
+        self._map.close()
+
+
+def _file_identity(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
+
+
+def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
+    """Return (when the oldest operation that has not ended was called, how many there are)."""
+    state, head = slots["state"], slots["head"]
+    ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
+    open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)
+    called = slots["fixed"]["created_mono_ns"][open_slots]
+    # The oldest decides about a stall: it must not be a slot that is just being written.
+    for i in np.argsort(called, kind="stable").tolist():
+        copy = slots[open_slots[i] : open_slots[i] + 1].copy()
+        if is_payload_whole(copy.tobytes(), 0):
+            return int(copy["fixed"]["created_mono_ns"][0]), len(open_slots)
+    return 0, 0

@@ -1,0 +1,79 @@
+"""Build record classes from the fields of files that nobody vouches for.
+
+Unknown fields are dropped, as a newer minor version may have them; every known one is checked
+against its declared type before anything is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from echelon.errors import DumpFormatError
+from echelon.recorder.format.schema import FORMAT_MAJOR, FORMAT_MINOR, HostThread, Socket
+
+_T = TypeVar("_T")
+_NESTED: dict[str, type[Any]] = {"tuple[Socket": Socket, "tuple[HostThread": HostThread}
+
+
+def check_version(path: Path, version: object) -> tuple[int, int]:
+    """Return a file's version as (major, minor).
+
+    Raises:
+        DumpFormatError: it is no version, or of another major one.
+    """
+    if (
+        not isinstance(version, Sequence)
+        or len(version) != 2
+        or not all(isinstance(v, int) for v in version)
+    ):
+        raise DumpFormatError(f"{path}: no format version", path=path)
+    if version[0] != FORMAT_MAJOR:
+        raise DumpFormatError(
+            f"{path}: format {version[0]}.{version[1]}, this fr-analyze reads "
+            f"{FORMAT_MAJOR}.x (written by {FORMAT_MAJOR}.{FORMAT_MINOR}). Upgrade it",
+            path=path,
+        )
+    return version[0], version[1]
+
+
+def build(path: Path, kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """Build a record class from untrusted fields: unknown ones are dropped, types are checked."""
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    taken = {name: value for name, value in values.items() if name in known}
+    for name, value in taken.items():
+        if not _fits(str(known[name].type), value):
+            raise DumpFormatError(f"{path}: field {name!r} is {value!r:.100}", path=path)
+        if isinstance(value, (list, tuple)):
+            nested = _nested(str(known[name].type))
+            taken[name] = tuple(build(path, nested, v) if nested else v for v in value)
+    try:
+        return kind(**taken)
+    except TypeError as err:
+        raise DumpFormatError(f"{path}: {kind.__name__} is incomplete", path=path) from err
+
+
+def _nested(annotation: str) -> type[Any] | None:
+    return next((kind for start, kind in _NESTED.items() if annotation.startswith(start)), None)
+
+
+def _fits(annotation: str, value: object) -> bool:
+    plain: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "str": (str,),
+        "bool": (bool,),
+        "float": (int, float),
+    }
+    base, _, optional = annotation.partition(" | ")
+    if value is None:
+        return optional == "None"
+    if base in plain:
+        return isinstance(value, plain[base]) and (base == "bool" or not isinstance(value, bool))
+    if base.startswith("tuple["):
+        kind = dict if _nested(base) else str
+        return isinstance(value, (list, tuple)) and all(isinstance(v, kind) for v in value)
+    if base == "Mapping[str, float]":
+        return isinstance(value, dict) and all(_fits("float", v) for v in value.values())
+    return isinstance(value, dict)

@@ -1,0 +1,1 @@
+"""Writing a process's black box."""

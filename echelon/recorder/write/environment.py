@@ -1,0 +1,128 @@
+"""The recorder's settings, read from the environment here and nowhere else in this room.
+
+| variable | meaning | set by |
+|---|---|---|
+| ECHELON_RANK_DIR | folder of this rank and attempt, for the ring | launcher |
+| ECHELON_RECORD_DIR | where programs without the launcher record, in `rank_<r>/attempt_<n>` below
+  it; with neither folder, nothing is recorded | user |
+| ECHELON_RECORD_OWNER | who records there, so that what it starts does not | recorder |
+| ECHELON_RING_DIR | node-local folder for the rings (default: the rank's folder where that is on a
+  local file system, else the temporary folder) | user |
+| ECHELON_STALL_TIMEOUT | seconds that count as a stall where no agent runs (default 60) | user |
+| ECHELON_RECORDER_SIZE | operations kept (default 4096); 0: no recording | user, launcher |
+| ECHELON_RECORDER_SPANS | ended spans kept (default 1024) | user |
+| ECHELON_STACK_SIGNAL | signal number that makes a rank write its stacks; 0: none | user |
+| ECHELON_FAULTHANDLER | 0: leave the handlers of fatal signals alone (default 1) | user |
+| ECHELON_ATTEMPT | number of this start of the job, part of its folders' names | launcher |
+| ECHELON_JOB_ID | the job's name in rings and reports | launcher |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.recorder.format.schema import DEFAULT_NUM_OPERATIONS, DEFAULT_NUM_SPANS, MAX_SLOTS
+
+DEFAULT_STALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How this process records."""
+
+    rank_dir: Path | None = None  # from the launcher: an agent watches
+    record_dir: Path | None = None
+    ring_dir: Path | None = None
+    stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
+    num_operations: int = DEFAULT_NUM_OPERATIONS
+    num_spans: int = DEFAULT_NUM_SPANS
+    stack_signal: int = 0
+    chose_signal: bool = False  # the user did
+    handles_faults: bool = True
+    was_spawned: bool = False  # by multiprocessing, and is a rank all the same
+    job_id: str = ""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 0  # 0: not said
+    attempt: int = 0
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether a launcher's agent watches this process."""
+        return self.rank_dir is not None
+
+    @property
+    def has_rank_0s_clock(self) -> bool:
+        """Whether rank 0 is known to run on this host, and so to read the same clock."""
+        return self.rank == 0 or self.local_world_size == self.world_size
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is to be recorded."""
+        return self.num_operations > 0 and bool(self.rank_dir or self.record_dir)
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Read the settings; a value that is no number counts as not given."""
+        return cls(
+            rank_dir=_folder("ECHELON_RANK_DIR"),
+            record_dir=_folder("ECHELON_RECORD_DIR"),
+            ring_dir=_folder("ECHELON_RING_DIR"),
+            stall_timeout_s=_seconds("ECHELON_STALL_TIMEOUT", DEFAULT_STALL_TIMEOUT_S),
+            num_operations=_number("ECHELON_RECORDER_SIZE", DEFAULT_NUM_OPERATIONS, 0, MAX_SLOTS),
+            num_spans=_number("ECHELON_RECORDER_SPANS", DEFAULT_NUM_SPANS, 1, MAX_SLOTS),
+            stack_signal=_number("ECHELON_STACK_SIGNAL", _default_signal(), 0, 64),
+            chose_signal="ECHELON_STACK_SIGNAL" in os.environ,
+            handles_faults=bool(_number("ECHELON_FAULTHANDLER", 1, 0, 1)),
+            job_id=os.environ.get("ECHELON_JOB_ID", ""),
+            rank=_number("RANK", 0, 0, 1 << 30),
+            local_rank=_number("LOCAL_RANK", 0, 0, 1 << 30),
+            world_size=_number("WORLD_SIZE", 1, 1, 1 << 30),
+            local_world_size=_number("LOCAL_WORLD_SIZE", 0, 1, 1 << 30),
+            attempt=_number("ECHELON_ATTEMPT", 0, 0, 1 << 30),
+        )
+
+    def allowed(self) -> dict[str, Any]:
+        """Return what may be written into the ring: never a secret, never the environment."""
+        return {"recorder_size": self.num_operations, "recorder_spans": self.num_spans}
+
+
+def claim_ownership(process: str) -> bool:
+    """Return whether ECHELON_RECORD_DIR is this process's to record into.
+
+    The first process that asks leaves its name in the environment, so that the programs it starts
+    do not take themselves for further attempts of its rank.
+    """
+    return os.environ.setdefault("ECHELON_RECORD_OWNER", process) == process
+
+
+def _folder(name: str) -> Path | None:
+    text = os.environ.get(name)
+    return Path(text) if text else None
+
+
+def _seconds(name: str, default: float) -> float:
+    try:
+        value = float(os.environ[name])
+    except (KeyError, ValueError):
+        return default
+    return value if 0 < value < 1e9 else default
+
+
+def _default_signal() -> int:
+    """Return SIGRTMIN+6: SIGUSR1 and SIGUSR2 belong to the user (Slurm requeue, Lightning)."""
+    first = getattr(signal, "SIGRTMIN", None)
+    return 0 if first is None else int(first) + 6
+
+
+def _number(name: str, default: int, low: int, high: int) -> int:
+    try:
+        value = int(os.environ[name])
+    except (KeyError, ValueError):
+        return default
+    return value if low <= value <= high else default

@@ -1,0 +1,100 @@
+"""Operations that have not ended when their slots are needed again.
+
+A hung operation of one group must survive while other groups go on: it is the one that matters. So
+it moves, with its signature, into one of a few places of its own, and leaves it when it ends.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+from zlib import crc32
+
+from echelon.recorder.format.layout import Layout
+from echelon.recorder.format.schema import (
+    KEPT_OPERATION,
+    MAX_SIGNATURE_BYTES,
+    NUM_KEPT,
+    OPERATION_FIXED,
+    OPERATION_SLOT,
+    RECENT_BYTES,
+    RECENT_HEAD,
+    RECENT_UNIT,
+    Live,
+)
+
+_STAMP_STRUCT = struct.Struct("<Q")
+_SIGNATURE_STRUCT = struct.Struct("<II")  # length and CRC32 of a signature
+_REF_STRUCT = struct.Struct("<I")
+_RECENT_STRUCT = struct.Struct("<IIII")
+_SLOT_BYTES = OPERATION_SLOT.itemsize
+_STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
+_REF_OFFSET = (
+    OPERATION_SLOT.fields["fixed"][1] + OPERATION_FIXED.fields["signature"][1]  # type: ignore[index]
+)
+_RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
+
+
+class Kept:
+    """The places for them, in a ring's memory. Each is taken and freed under `lock`."""
+
+    def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
+        self.lock = threading.RLock()  # a signal handler may record inside
+        self._memory = memory
+        self._live = live
+        self._offset = layout.kept_offset
+        self._slots_offset = layout.operations_offset
+        self._recent_offset = layout.recent_offset
+        self._stamps = [0] * NUM_KEPT  # of the operation in each place; 0: it is free
+
+    def keep(self, slot: int) -> int:
+        """Copy the operation in `slot` to a free place.
+
+        Returns:
+            The operation's stamp, 0 without a free place. It may have ended while it was copied:
+            the caller checks.
+        """
+        at = self._slots_offset + slot * _SLOT_BYTES
+        with self.lock:
+            copy = bytes(self._memory[at : at + _SLOT_BYTES])
+            stamp = int(_STAMP_STRUCT.unpack_from(copy)[0])
+            if stamp in self._stamps:
+                return stamp  # another thread, which wants the same slot, was faster
+            if 0 not in self._stamps:
+                return 0
+            place = self._stamps.index(0)
+            self._stamps[place] = stamp
+            self._live[Live.NUM_KEPT] += 1
+            signature = self._signature(_REF_STRUCT.unpack_from(copy, _REF_OFFSET)[0])
+            copy += _SIGNATURE_STRUCT.pack(len(signature), crc32(signature)) + signature
+            to = self._offset + place * KEPT_OPERATION.itemsize
+            self._memory[to : to + len(copy)] = copy
+            return stamp
+
+    def started(self, stamp: int, cell: bytes) -> None:
+        """Note that a kept operation started; another's stamp is ignored."""
+        with self.lock:
+            if stamp in self._stamps:
+                at = self._at(stamp) + _STATE_OFFSET
+                self._memory[at : at + len(cell)] = cell
+
+    def ended(self, stamp: int) -> None:
+        """Free the place of an operation that ended; another's stamp is ignored."""
+        with self.lock:
+            if stamp in self._stamps:
+                _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
+                self._stamps[self._stamps.index(stamp)] = 0
+                self._live[Live.NUM_KEPT] -= 1
+
+    def _at(self, stamp: int) -> int:
+        return self._offset + self._stamps.index(stamp) * KEPT_OPERATION.itemsize
+
+    def _signature(self, ref: int) -> bytes:
+        """Return the entry of `recent` that `ref` points to; b"" if it was overwritten."""
+        at = self._recent_offset + ref % _RECENT_UNITS * RECENT_UNIT
+        position, length, _, _ = _RECENT_STRUCT.unpack_from(self._memory, at)
+        if position != ref or length > MAX_SIGNATURE_BYTES:
+            return b""
+        begin = at + RECENT_HEAD.itemsize
+        return bytes(self._memory[begin : begin + length])

@@ -1,0 +1,64 @@
+"""The C core that writes operations; without a compiler at installation there is none."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from echelon.recorder.format.schema import NUM_KEPT
+from echelon.recorder.write import sites
+from echelon.recorder.write.operations import OperationWriter, Signatures
+from echelon.recorder.write.ring import Ring
+
+try:
+    _native: Any = importlib.import_module("echelon.recorder._native")
+except ImportError:
+    _native = None
+
+
+def available() -> bool:
+    """Whether the C core was built."""
+    return _native is not None
+
+
+class NativeWriter(OperationWriter, Protocol):
+    """What the C core's writer does besides writing operations."""
+
+    def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
+        """Count a pause of the garbage collector."""
+
+    def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
+        """Have `keep(began, ended, info)` called for pauses from a length on."""
+
+    def start_heartbeat(self, period_ns: int, /) -> bool:
+        """Start the thread that stamps a live word without Python; False if there is one."""
+
+    def stop_heartbeat(self) -> None:
+        """Stop that thread. Safe to call twice."""
+
+    def write_faults(self, over_others: bool, /) -> None:
+        """Write the signal that ends this process into the ring."""
+
+
+def make_writer(
+    ring: Ring, known_sites: sites.Sites, now: Callable[[], int] | None = None
+) -> NativeWriter:
+    """Return a writer in C. It holds the ring's memory until the ring is closed."""
+    signatures = Signatures(ring)
+    writer = _native.Writer(
+        memory=ring.map,
+        operations_offset=ring.layout.operations_offset,
+        num_operations=ring.num_operations,
+        kept_offset=ring.layout.kept_offset,
+        num_kept=NUM_KEPT,
+        recent_offset=ring.layout.recent_offset,
+        add_signature=signatures.add,
+        is_user_code=sites.is_user_code,
+        add_site=known_sites.add,
+        find_site=known_sites.find,
+        now=now,
+    )
+    ring.when_closed(writer.close)
+    made: NativeWriter = writer
+    return made

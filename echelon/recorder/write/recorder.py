@@ -1,0 +1,302 @@
+"""The recorder: operations, spans, steps, a heartbeat, and last words, written into a ring.
+
+It never raises into training, never touches a device, and allocates nothing after start but the
+text of a call site that it has not met before. Which process has one is decided in `current.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from echelon.recorder.format.schema import NUM_OPEN_SPANS, Identity, LastWords, Live, encode_ranks
+from echelon.recorder.write import native, sites
+from echelon.recorder.write.counting import counter
+from echelon.recorder.write.open_span import OpenSpan
+from echelon.recorder.write.operations import NOT_RECORDED as NOT_RECORDED
+from echelon.recorder.write.operations import Operations, OperationWriter
+from echelon.recorder.write.ring import Ring
+
+HEARTBEAT_S = 0.5
+# Looking up a member of an enum costs as much as storing it.
+_STEP = int(Live.STEP)
+_STEP_MONO_NS = int(Live.STEP_MONO_NS)
+_PROGRESS = int(Live.PROGRESS_MONO_NS)
+_NUM_SPANS = int(Live.NUM_SPANS)
+_MAX_STEP = (1 << 63) - 2
+_ERROR_CHARS = 600
+_WORDS_CHARS = 2000
+_TRACE_CHARS = 6000
+_BASES = 16
+
+
+class _Thread(threading.local):
+    """What is asked again and again about the calling thread."""
+
+    def __init__(self) -> None:
+        self.native_id = threading.get_native_id()
+        self.depth = 0  # of its open spans
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
+    """Have a method return `answer` where it would raise: recording is not worth a training."""
+
+    def wrap(method: _Call) -> _Call:
+        @functools.wraps(method)
+        def guarded(*args: Any, **changes: Any) -> Any:
+            try:
+                return method(*args, **changes)
+            except Exception:  # noqa: BLE001 -- see above
+                return answer
+
+        return cast("_Call", guarded)
+
+    return wrap
+
+
+class Recorder:
+    """Record into a ring. All methods are thread-safe and none raises."""
+
+    def __init__(
+        self, ring: Ring, *, in_c: bool = True, now: Callable[[], int] | None = None
+    ) -> None:
+        """Record into `ring`.
+
+        Args:
+            in_c: use the C core where it was built.
+            now: the clock, in nanoseconds; None: the monotonic one.
+        """
+        self._ring = ring
+        self._live = ring.live
+        self._span_numbers = counter()
+        self._span_records = counter()
+        self._num_ended_spans = counter(1)
+        self._coalesced_numbers = counter()
+        self._sites = sites.Sites(ring.texts)
+        self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._open_places = deque(range(NUM_OPEN_SPANS))
+        self._thread = _Thread()
+        self._beating: threading.Thread | None = None
+        self._is_owner = True
+        self.closing = threading.Event()
+        self.is_in_c = in_c and native.available()
+        operations: OperationWriter
+        self.native: native.NativeWriter | None = None
+        if self.is_in_c:
+            operations = self.native = native.make_writer(ring, self._sites, now)
+        else:
+            operations = Operations(ring, self._sites, now or monotonic_ns)
+        # No method stands between an operation and its writer: a call costs as much as the record.
+        self.begin = operations.begin
+        self.started = operations.started
+        self.completed = operations.completed
+        self._failed = operations.failed
+
+    @property
+    def identity(self) -> Identity:
+        """Who this black box says it belongs to."""
+        return self._ring.identity
+
+    def num_records(self) -> int:
+        """Return how many operations and spans were recorded so far."""
+        return self._live[Live.NUM_OPERATIONS] + self._live[Live.NUM_SPANS]
+
+    @_never_raises(None)
+    def identify(self, **changes: Any) -> None:
+        """Replace some of the identity's fields, such as the world size or the clock offset."""
+        self._ring.write_identity(self._ring.identity.changed(**changes))
+
+    def mark_initialised(self) -> None:
+        """Note that the world group stands: from here on silence counts as a stall."""
+        self._live[Live.INITIALISED] = 1
+        self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
+
+    @_never_raises(0)
+    def group(self, name: str, ranks: Sequence[int]) -> int:
+        """Return the reference of a process group, for `begin`."""
+        key = (name, tuple(ranks))
+        known = self._groups.get(key)
+        if known is None:
+            known = self._ring.texts.intern_group(f"{name}\n{encode_ranks(ranks)}")
+            self._groups[key] = known
+        return known
+
+    @_never_raises(None)
+    def failed(self, record: int, error: BaseException) -> None:
+        """Record that the operation ended in an error."""
+        text = f"{type(error).__name__}: {_said(error)}"[:_ERROR_CHARS]
+        self._failed(record, self._ring.texts.recent(text))
+
+    @_never_raises(0)
+    def new_group(self, name: str, ranks: Sequence[int]) -> int:
+        """Return the reference of a group that has just been made.
+
+        Groups are told apart by name and members. Where these were seen before, say because the
+        world was left and joined again, the name gets a number, so that sequences never mix; all
+        members make their groups in the same order, so they agree on it.
+        """
+        key, number = (name, tuple(ranks)), 1
+        while key in self._groups:
+            number += 1
+            key = (f"{name}#{number}", tuple(ranks))
+        return self.group(*key)
+
+    def next_coalesced(self) -> int:
+        """Return the number of a new block of coalesced operations."""
+        return self._coalesced_numbers()
+
+    def step(self, number: int | None = None) -> None:
+        """Note that a training step begins: number `number`, or one more than the last."""
+        try:
+            now, live = monotonic_ns(), self._live
+            before = live[_STEP]
+            live[_STEP] = before + 1 if number is None else _step_word(number, before)
+            live[_STEP_MONO_NS] = live[_PROGRESS] = now
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
+
+    def open_span(self, name: str, detail: str, depth: int) -> OpenSpan | None:
+        """Record that a phase begins; None if it cannot be recorded."""
+        try:
+            return self._open_span(name, detail, depth + 1)
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return None
+
+    def _open_span(self, name: str, detail: str, depth: int) -> OpenSpan:
+        now = monotonic_ns()
+        texts = self._ring.texts
+        name_ref = texts.intern(_said(name)[:_ERROR_CHARS])
+        detail_ref = texts.recent(_said(detail)[:_ERROR_CHARS])
+        try:
+            site, _ = self._sites.find(sys._getframe(depth))
+        except ValueError:  # the stack is not that deep
+            site = 0
+        level = self._thread.depth
+        self._thread.depth = level + 1
+        try:
+            place = self._open_places.popleft()
+        except IndexError:
+            place = -1
+            self._live[Live.OPEN_SPANS_REFUSED] += 1
+        span = OpenSpan(
+            self._span_numbers(), now, self._live[_STEP] - 1, name_ref, detail_ref, site,
+            self._thread.native_id, level, place,
+        )  # fmt: skip
+        if place >= 0:
+            self._ring.write_open_span(place, span.number, span.pack(0))
+        self._live[_PROGRESS] = now
+        return span
+
+    def close_span(self, span: OpenSpan) -> None:
+        """Record that a phase ended."""
+        try:
+            self._close_span(span, monotonic_ns())
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
+
+    def _close_span(self, span: OpenSpan, now: int) -> None:
+        if span.thread == self._thread.native_id:
+            self._thread.depth = span.depth
+        fields = span.pack(now)
+        self._ring.write_span(self._span_records(), fields)
+        if span.place >= 0:
+            self._ring.write_open_span(span.place, span.number, fields)
+            self._open_places.append(span.place)
+        self._live[_NUM_SPANS] = self._num_ended_spans()
+        self._live[_PROGRESS] = now
+
+    def text(self, text: str) -> int:
+        """Return the reference of a text, for `keep_pause`."""
+        return self._ring.texts.intern(text)
+
+    def count_pauses(self, number: int, nanoseconds: int) -> None:
+        """Store how many pauses there were so far, and how long they took together."""
+        self._live[Live.NUM_GC_PAUSES] = number
+        self._live[Live.GC_PAUSES_NS] = nanoseconds
+
+    @_never_raises(None)
+    def keep_pause(self, name: int, detail: int, began: int, ended: int) -> None:
+        """Keep a pause of the whole process as a span. It is not progress.
+
+        Takes no lock and stores no text: it may be called between any two instructions.
+        """
+        thread = self._thread
+        span = OpenSpan(
+            self._span_numbers(), began, self._live[_STEP] - 1, name, detail, 0,
+            thread.native_id, thread.depth, -1,
+        )  # fmt: skip
+        self._ring.write_span(self._span_records(), span.pack(ended))
+
+    @_never_raises(None)
+    def last_words(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Record the exception that ends this process."""
+        if not self._is_owner:
+            return
+        frames = list(traceback.walk_tb(trace))
+        own = [pair for pair in frames if sites.is_user_code(pair[0].f_code)] or frames
+        site = ""
+        if own:
+            frame, line = own[-1]
+            site = f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+        words = LastWords(
+            type=f"{kind.__module__}.{kind.__qualname__}",
+            message=_said(error)[:_WORDS_CHARS],
+            site=site,
+            traceback="".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARS:],
+            mono_ns=monotonic_ns(),
+            bases=tuple(f"{b.__module__}.{b.__qualname__}" for b in kind.__mro__[1:-1][:_BASES]),
+        )
+        self._ring.write_last_words(words)
+
+    def start_heartbeat(self) -> None:
+        """Start the threads whose stamps tell a held lock from a process without a processor."""
+        if self.native is not None:
+            self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
+        self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
+        beating = threading.Thread(target=self._beat, name="echelon-heartbeat", daemon=True)
+        beating.start()
+        self._beating = beating
+
+    def close(self) -> None:
+        """Note an orderly end and stop the heartbeat. The file stays."""
+        self.closing.set()
+        if self._beating is not None:
+            self._beating.join(timeout=2 * HEARTBEAT_S)
+        if self.native is not None:
+            self.native.stop_heartbeat()
+        self._live[Live.CLOSED] = 1
+
+    def disown(self) -> None:
+        """Write no more last words or end: this is a forked child, the ring is its parent's."""
+        self._is_owner = False
+
+    def _beat(self) -> None:
+        while not self.closing.wait(HEARTBEAT_S):
+            self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
+
+
+def _step_word(number: Any, before: int) -> int:
+    """Return a step's live word; what is not a number leaves the step as it was."""
+    try:
+        return min(max(int(number), -1), _MAX_STEP) + 1
+    except (TypeError, ValueError, OverflowError):
+        return before
+
+
+def _said(text: object) -> str:
+    try:
+        return str(text)
+    except Exception:  # noqa: BLE001 -- a broken __str__ must not hide the error itself
+        return "<no text>"

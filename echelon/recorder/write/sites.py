@@ -1,0 +1,171 @@
+"""Where in the user's code an operation was called: "file:line function", and a short stack.
+
+A frame belongs to the user unless its file lies in this package, in the standard library or in an
+installed package. Frames are met again and again, so the text is made once per (code, instruction)
+chain and the lookup is a dictionary's.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+from echelon.recorder.format.schema import SITES_BYTES
+from echelon.recorder.write.texts import Texts
+
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
+_LIBRARIES = tuple(
+    {
+        path.rstrip("/") + "/"
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        if (path := sysconfig.get_path(name))
+    }
+)
+# Code that torch's compilers write and run: its callers are the user's.
+_GENERATED = ("<eval_with_key>", "<frozen", "<torch_package")
+_GENERATED_FOLDER = "/torchinductor_"
+_STACK_FRAMES = 4
+_MAX_WALK = 64
+
+_MAX_CODES = 1 << 16
+_MAX_SITES = 1 << 14
+
+# By identity: hashing a code object costs as much as all the rest. `_codes` keeps them alive, so
+# that no identity is used twice; a program that makes code without end is classified anew.
+_user_codes: set[int] = set()
+_other_codes: set[int] = set()
+_codes: list[CodeType] = []
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the nearest frame of the user's code at or above `frame`.
+
+    Without one it is `frame`; but on a thread that C++ started, such as those on which autograd
+    runs a device's backward, it is the main thread's, which waits there in the user's call.
+    """
+    nearest = last = frame
+    for _ in range(_MAX_WALK):
+        if frame is None:
+            return _on_main_thread() or nearest if _is_outside_python(last) else nearest
+        code = frame.f_code
+        if id(code) in _user_codes or (id(code) not in _other_codes and is_user_code(code)):
+            return frame
+        last, frame = frame, frame.f_back
+    return nearest
+
+
+def _is_outside_python(outermost: FrameType | None) -> bool:
+    """Tell whether a thread whose outermost frame this is was not started by `threading`."""
+    return outermost is not None and outermost.f_code.co_filename != threading.__file__
+
+
+def _on_main_thread() -> FrameType | None:
+    main = threading.main_thread().ident
+    if main is None or main == threading.get_ident():
+        return None
+    frame = sys._current_frames().get(main)
+    while frame is not None and not is_user_code(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def is_user_code(code: CodeType) -> bool:
+    """Tell whether a code object comes from the user's own files."""
+    if id(code) in _user_codes:
+        return True
+    if id(code) in _other_codes:
+        return False
+    own = is_user_file(code.co_filename)
+    if len(_codes) < _MAX_CODES:
+        _codes.append(code)
+        (_user_codes if own else _other_codes).add(id(code))
+    return own
+
+
+def is_user_file(filename: str) -> bool:
+    """Tell whether a source file is the user's own."""
+    if filename.startswith("<"):  # "<frozen importlib>"; "<stdin>" and "<string>" are the user's
+        return not filename.startswith(_GENERATED)
+    return (
+        _GENERATED_FOLDER not in filename
+        and not filename.startswith(_PACKAGE)
+        and not filename.startswith(_LIBRARIES)
+    )
+
+
+def describe(frame: FrameType) -> str:
+    """Say where a frame stands: "file:line function"."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def stack(frame: FrameType) -> str:
+    """Describe a frame and its callers, innermost first, one a line."""
+    return "\n".join(describe(one) for one in _frames(frame))
+
+
+class Sites:
+    """The call sites met so far, as references into a string table."""
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self._known: dict[tuple[int, ...], tuple[tuple[int, int], list[CodeType]]] = {}
+
+    def find(self, frame: FrameType | None) -> tuple[int, int]:
+        """Return the references of the nearest user frame's description and of its stack.
+
+        The key is where each of the innermost frames stands. The code objects are kept with the
+        answer, so that no key can come to mean another place.
+        """
+        first = frame if frame and id(frame.f_code) in _user_codes else user_frame(frame)
+        if first is None:
+            return 0, 0
+        key: tuple[int, ...]
+        second = first.f_back
+        if second is None:
+            key = (id(first.f_code), first.f_lasti)
+        elif (third := second.f_back) is None:
+            key = (id(first.f_code), first.f_lasti, id(second.f_code), second.f_lasti)
+        elif (fourth := third.f_back) is None:
+            key = (
+                id(first.f_code), first.f_lasti,
+                id(second.f_code), second.f_lasti,
+                id(third.f_code), third.f_lasti,
+            )  # fmt: skip
+        else:
+            key = (
+                id(first.f_code), first.f_lasti,
+                id(second.f_code), second.f_lasti,
+                id(third.f_code), third.f_lasti,
+                id(fourth.f_code), fourth.f_lasti,
+            )  # fmt: skip
+        known = self._known.get(key)
+        return known[0] if known is not None else self._add(key, first)
+
+    def add(self, frame: FrameType) -> tuple[int, int]:
+        """Store the description of a user's frame and of its stack; return their references."""
+        intern = self._texts.intern
+        return intern(describe(frame), SITES_BYTES), intern(stack(frame), SITES_BYTES)
+
+    def _add(self, key: tuple[int, ...], frame: FrameType) -> tuple[int, int]:
+        refs = self.add(frame)
+        if len(self._known) < _MAX_SITES:
+            self._known[key] = refs, [one.f_code for one in _frames(frame)]
+        return refs
+
+
+def _frames(frame: FrameType) -> Iterator[FrameType]:
+    here: FrameType | None = frame
+    for _ in range(_STACK_FRAMES):
+        if here is None:
+            return
+        yield here
+        here = here.f_back
+
+
+def caller(depth: int = 1) -> FrameType | None:
+    """Return the nearest user frame, starting `depth` frames above the caller of this."""
+    return user_frame(sys._getframe(depth + 1))

@@ -1,0 +1,150 @@
+"""The texts of a ring: names that stay, and recent ones that give way to newer ones.
+
+See schema.py, [Note: two kinds of texts]. A text that is already known costs one look-up and no
+lock. A new one takes a lock; a signal handler or finalizer that interrupts the very thread that
+holds it does not wait, and gets the reference of `TABLE_FULL`.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+from echelon.recorder.format.layout import STRINGS_OFFSET
+from echelon.recorder.format.schema import (
+    IS_RECENT,
+    NAMES_BYTES,
+    RECENT_BYTES,
+    RECENT_UNIT,
+    STRINGS_BYTES,
+    TABLE_FULL,
+    Live,
+)
+
+_STRING_STRUCT = struct.Struct("<HI")
+_RECENT_STRUCT = struct.Struct("<IIII")
+_MAX_STRING_BYTES = 4000
+_UNITS = RECENT_BYTES // RECENT_UNIT
+# Caches of references into `recent` are emptied each time that a part of it is full, so that what
+# is recorded now never points to an entry that is about to be overwritten.
+_PART_UNITS = _UNITS // 4
+_MAX_CACHED = 4096
+
+
+class Texts:
+    """Store texts in a ring's memory; references are stable for the ring's life. Thread-safe."""
+
+    def __init__(self, memory: Any, live: Any, recent_offset: int) -> None:
+        self._memory = memory
+        self._live = live
+        self._recent_offset = recent_offset
+        self._names: dict[str, int] = {}
+        self._recent: dict[str, int] = {}
+        self._lock = threading.RLock()
+        self._is_writing = False
+        self._used = 0
+        self._position = 1
+        self._when_a_part_is_full: list[Callable[[], None]] = [self._recent.clear]
+        self._table_full = 0
+        self.intern("")
+        self._table_full = self.intern(TABLE_FULL)
+
+    def intern(self, text: str, room: int = NAMES_BYTES) -> int:
+        """Return the reference of a name, storing it if it is new.
+
+        Args:
+            room: bytes of the table beyond which it is refused: `NAMES_BYTES`, `SITES_BYTES`, or
+                `STRINGS_BYTES` for groups.
+        """
+        known = self._names.get(text)
+        if known is not None:
+            return known
+        data = _cut(text.encode("utf-8", "replace"))
+        with self._lock:
+            if self._is_writing:
+                return self._table_full
+            self._is_writing = True
+            try:
+                return self._add_name(text, data, room)
+            finally:
+                self._is_writing = False
+
+    def intern_group(self, text: str) -> int:
+        """Return the reference of a group: two groups never share one, even in a full table."""
+        ref = self.intern(text, STRINGS_BYTES)
+        return self.recent(text) if ref == self._table_full else ref
+
+    def recent(self, text: str) -> int:
+        """Return the reference of a text that may be different each time."""
+        if not text:
+            return 0
+        known = self._recent.get(text)
+        if known is not None:
+            return known
+        ref = self.append(_cut(text.encode("utf-8", "replace")))
+        if ref == 0:
+            return self._table_full
+        ref |= IS_RECENT
+        if len(self._recent) >= _MAX_CACHED:
+            self._recent.clear()
+        self._recent[text] = ref
+        return ref
+
+    def append(self, data: bytes) -> int:
+        """Append an entry to `recent`; return its position, 0 if it could not be stored."""
+        with self._lock:
+            if self._is_writing:
+                return 0
+            self._is_writing = True
+            try:
+                return self._append(data)
+            finally:
+                self._is_writing = False
+
+    def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
+        """Register what empties a cache of references into `recent`."""
+        self._when_a_part_is_full.append(forget)
+
+    def _add_name(self, text: str, data: bytes, room: int) -> int:
+        known = self._names.get(text)
+        if known is not None:
+            return known
+        start = self._used
+        end = start + _STRING_STRUCT.size + len(data)
+        if end > room:
+            self._live[Live.STRINGS_REFUSED] += 1
+            return self._table_full
+        at = STRINGS_OFFSET + start
+        self._memory[at + _STRING_STRUCT.size : STRINGS_OFFSET + end] = data
+        _STRING_STRUCT.pack_into(self._memory, at, len(data), crc32(data))
+        self._used = end
+        self._live[Live.STRINGS_USED_BYTES] = end
+        self._names[text] = start
+        return start
+
+    def _append(self, data: bytes) -> int:
+        units = -(-(_RECENT_STRUCT.size + len(data)) // RECENT_UNIT)
+        before = position = self._position
+        if position % _UNITS + units > _UNITS:
+            position += _UNITS - position % _UNITS  # no entry runs over the end
+        if position % IS_RECENT == 0:
+            position += 1
+        at = self._recent_offset + position % _UNITS * RECENT_UNIT
+        begin = at + _RECENT_STRUCT.size
+        ref = position % IS_RECENT
+        self._memory[begin : begin + len(data)] = data
+        _RECENT_STRUCT.pack_into(self._memory, at, ref, len(data), crc32(data, ref), 0)
+        self._position = self._live[Live.RECENT_UNITS] = position + units
+        if before // _PART_UNITS != self._position // _PART_UNITS:
+            for forget in self._when_a_part_is_full:
+                forget()
+        return ref
+
+
+def _cut(data: bytes) -> bytes:
+    if len(data) <= _MAX_STRING_BYTES:
+        return data
+    return data[:_MAX_STRING_BYTES].decode("utf-8", "ignore").encode()

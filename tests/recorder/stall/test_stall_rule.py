@@ -1,0 +1,169 @@
+"""When a job counts as stalled: looks at imagined ranks, at imagined times."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.recorder.stall.watchdog import Sight, StallRule
+
+S = 1_000_000_000
+
+
+def sight(rank=0, *, initialised=True, progress=0.0, pending=0.0, ended=0):
+    return Sight(
+        rank=rank,
+        initialised=initialised,
+        progress_mono_ns=int(progress * S),
+        pending_mono_ns=int(pending * S),
+        num_ended=ended,
+    )
+
+
+def rule(timeout_s=10.0, started=100.0):
+    return StallRule(timeout_s, int(started * S))
+
+
+@pytest.mark.parametrize(
+    ("sights", "now", "reason"),
+    [
+        ([], 10_000, None),
+        ([sight(progress=109, pending=100)], 109.9, None),
+        ([sight(progress=109, pending=100)], 110, "rank 0 has an operation pending for 10 s"),
+        (
+            [sight(0, progress=120, pending=119), sight(1, progress=120, pending=105)],
+            120,
+            "rank 1 has an operation pending for 10 s",
+        ),
+        ([sight(0, progress=100), sight(1, progress=105)], 114, None),
+        ([sight(0, progress=100), sight(1, progress=105)], 115, "no rank recorded anything"),
+        ([sight()], 109, None),
+        ([sight()], 110, "no rank recorded anything for 10 s"),
+        ([sight(initialised=False)], 149, None),
+        ([sight(initialised=False)], 150, "no rank reached init for 50 s"),
+        ([sight(initialised=False, progress=120)], 169, None),
+        ([sight(0, initialised=False), sight(1, progress=105)], 115, "no rank recorded anything"),
+    ],
+    ids=[
+        "nobody lives",
+        "pending, not yet",
+        "pending",
+        "the oldest pending one is named",
+        "one rank still records",
+        "all silent",
+        "silent since the start, not yet",
+        "silent since the start",
+        "before init, not yet",
+        "before init",
+        "before init but recording",
+        "one rank has passed init",
+    ],
+)
+def test_a_look(sights, now, reason):
+    stall = rule().look(sights, int(now * S))
+    if reason is None:
+        assert stall is None
+    else:
+        assert stall is not None
+        assert stall.reason.startswith(reason)
+
+
+def test_a_stall_says_since_when():
+    stall = rule().look([sight(progress=108, pending=102)], 115 * S)
+    assert stall is not None
+    assert stall.since_mono_ns == 102 * S
+
+
+def test_one_stall_is_reported_once():
+    watch = rule()
+    stuck = [sight(0, pending=100, ended=7), sight(1, progress=101, ended=8)]
+    assert watch.look(stuck, 110 * S)
+    assert watch.is_stalled
+    assert [watch.look(stuck, now * S) for now in range(111, 200, 10)] == [None] * 9
+
+
+def test_the_next_stall_counts_after_progress():
+    watch = rule()
+    assert watch.look([sight(pending=100, ended=7)], 110 * S)
+    assert watch.look([sight(progress=130, ended=8)], 131 * S) is None
+    assert not watch.is_stalled
+    assert watch.look([sight(progress=130, pending=130, ended=8)], 140 * S)
+
+
+def test_another_call_is_no_progress_until_something_ends():
+    watch = rule()
+    assert watch.look([sight(progress=100, pending=100, ended=7)], 110 * S)
+    assert watch.look([sight(progress=118, pending=100, ended=7)], 120 * S) is None
+    assert watch.is_stalled
+
+
+def test_a_rank_that_ends_during_a_stall_is_no_progress():
+    watch = rule()
+    assert watch.look([sight(0, pending=100, ended=7), sight(1, ended=9)], 110 * S)
+    assert watch.look([sight(0, pending=100, ended=7)], 120 * S) is None
+    assert watch.is_stalled
+
+
+def test_a_rank_that_comes_during_a_stall_is_progress():
+    watch = rule()
+    assert watch.look([sight(0, initialised=False)], 150 * S)
+    looks = [sight(0, initialised=False), sight(1, initialised=False, progress=151)]
+    assert watch.look(looks, 152 * S) is None
+    assert not watch.is_stalled
+
+
+def foreign(rank=0, *, met=True, progress=0.0, signs=0, dumps=0):
+    """What is seen of a rank that records nothing."""
+    return Sight(
+        rank=rank,
+        initialised=met,
+        progress_mono_ns=int(progress * S),
+        num_ended=signs,
+        records=False,
+        num_dumps=dumps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sights", "now", "reason"),
+    [
+        ([foreign(0, progress=105), foreign(1)], 114, None),
+        ([foreign(0, progress=105), foreign(1)], 115, "no rank computed, printed or sent anything"),
+        ([foreign(met=False, progress=130)], 179, None),
+        ([foreign(met=False, progress=130)], 180, "no rank reached init for 50 s"),
+        ([foreign(0, progress=199), sight(1, progress=100)], 200, "no rank recorded anything"),
+        (
+            [foreign(0, progress=109, dumps=1)],
+            109,
+            "rank 0 wrote a dump of torch's flight recorder",
+        ),
+    ],
+    ids=["active", "silent", "before it met the others", "never met", "others record", "a dump"],
+)
+def test_a_rank_that_records_nothing_is_judged_by_what_it_does(sights, now, reason):
+    stall = rule().look(sights, now * S)
+    assert (stall is None) if reason is None else (reason in stall.reason)
+
+
+def test_a_dump_of_torchs_counts_once():
+    watched = rule()
+    assert watched.look([foreign(progress=101, dumps=1)], 101 * S) is not None
+    assert watched.look([foreign(progress=101, dumps=1)], 102 * S) is None
+    assert watched.look([foreign(progress=103, signs=1, dumps=1)], 103 * S) is None
+    assert not watched.is_stalled
+    assert watched.look([foreign(progress=104, signs=2, dumps=2)], 104 * S) is not None
+
+
+def test_a_busy_rank_does_not_end_the_waiting_of_others():
+    watched = rule()
+    busy = foreign(1, progress=110, signs=5)
+
+    def waits(signs, pending):
+        return Sight(rank=0, initialised=True, progress_mono_ns=int(pending * S), num_ended=signs,
+                     pending_mono_ns=int(pending * S), records=False)  # fmt: skip
+
+    assert "rank 0 has an operation pending" in watched.look([waits(3, 100), busy], 111 * S).reason
+    busy = foreign(1, progress=112, signs=6)
+    assert watched.look([waits(3, 100), busy], 112 * S) is None
+    assert watched.is_stalled
+    assert watched.look([waits(4, 113), busy], 113 * S) is None
+    assert not watched.is_stalled

@@ -1,0 +1,180 @@
+"""The C core writes what the Python writer does: the same bytes for the same calls."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from echelon.recorder.format.layout import LIVE_OFFSET
+from echelon.recorder.format.schema import Identity, Live, State
+from echelon.recorder.read import read_ring
+from echelon.recorder.write import native
+from echelon.recorder.write.recorder import Recorder
+from echelon.recorder.write.ring import Ring
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the C core was not built")
+
+NUM_OPERATIONS = 8
+NUMBERS = st.one_of(
+    st.integers(-2, 300),
+    st.sampled_from([-(1 << 31), (1 << 31) - 1, 1 << 31, -(1 << 63), (1 << 63) - 1, 1 << 70]),
+    st.booleans(),
+)
+DIMS = st.lists(NUMBERS, max_size=9).map(tuple)
+TEXTS = st.sampled_from(["", "all_reduce", "sum", "float32", "é" * 3, "x" * 5000])
+TIMEOUTS = st.one_of(st.floats(), st.integers(-1, 1 << 40))
+CALLS = st.fixed_dictionaries(
+    {},
+    optional={
+        "sequence": NUMBERS,
+        "p2p_sequence": NUMBERS,
+        "dtype": TEXTS,
+        "shapes": st.one_of(
+            st.lists(DIMS, max_size=9).map(tuple), st.lists(st.lists(st.integers(0, 9)))
+        ),
+        "input_splits": st.lists(NUMBERS, max_size=40).map(tuple),
+        "output_splits": st.lists(NUMBERS, max_size=40).map(tuple),
+        "num_bytes": NUMBERS,
+        "reduce_op": TEXTS,
+        "root": NUMBERS,
+        "peer": NUMBERS,
+        "tag": NUMBERS,
+        "coalesced": NUMBERS,
+        "timeout_s": TIMEOUTS,
+        "flags": NUMBERS,
+        "depth": st.integers(0, 40),
+        "is_started": st.booleans(),
+    },
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), NUMBERS, TEXTS, CALLS),
+        st.tuples(st.just("started"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
+        st.tuples(st.just("completed"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
+        st.tuples(st.just("failed"), st.integers(-1, 40)),
+        st.tuples(st.just("step")),
+    ),
+    max_size=40,
+)
+
+
+class Pair:
+    """Two recorders with clocks of their own that tick alike: one in Python, one in C."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rings = []
+        self.recorders = []
+        for name in ("python", "c"):
+            ring = Ring(folder / name, Identity(rank=3), num_operations=NUM_OPERATIONS, num_spans=1)
+            clock = itertools.count(1_000_000_007, 1_000_003)
+            recorder = Recorder(ring, in_c=name == "c", now=lambda clock=clock: next(clock))
+            assert recorder.is_in_c == (name == "c")
+            self.rings.append(ring)
+            self.recorders.append(recorder)
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring.close()
+            ring.path.unlink()
+
+    def do(self, step: tuple) -> None:
+        answers = [take(recorder, step) for recorder in self.recorders]
+        assert answers[0] == answers[1], step
+
+    def bytes_of(self, ring: Ring) -> bytes:
+        data = bytearray(ring.path.read_bytes())
+        for word in (Live.STEP_MONO_NS, Live.PROGRESS_MONO_NS):  # `step` reads the real clock
+            data[LIVE_OFFSET + 8 * word : LIVE_OFFSET + 8 * word + 8] = bytes(8)
+        return bytes(data)
+
+    def check(self) -> None:
+        python, c = (self.bytes_of(ring) for ring in self.rings)
+        if python != c:
+            at = next(i for i, (a, b) in enumerate(zip(python, c, strict=True)) if a != b)
+            pytest.fail(f"byte {at} differs: {python[at - 8 : at + 64]!r} {c[at - 8 : at + 64]!r}")
+
+
+def take(recorder: Recorder, step: tuple) -> object:
+    """Make one call; the caller's line is the same for both writers."""
+    kind, *rest = step
+    if kind == "begin":
+        return recorder.begin(rest[0], rest[1], **rest[2])
+    if kind == "started":
+        return recorder.started(*rest)
+    if kind == "completed":
+        return recorder.completed(*rest)
+    if kind == "failed":
+        return recorder.failed(rest[0], ValueError(f"number {rest[0]}"))
+    return recorder.step()
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(steps=STEPS)
+def test_both_writers_leave_the_same_bytes(tmp_path, steps):
+    pair = Pair(tmp_path)
+    try:
+        for step in steps:
+            pair.do(step)
+        pair.check()
+    finally:
+        pair.close()
+
+
+def test_both_writers_forget_signatures_alike(tmp_path):
+    """More than the log of recent texts holds, some of it met again and again."""
+    choose = random.Random(5)
+    pair = Pair(tmp_path)
+    try:
+        for i in range(12_000):
+            shapes = ((choose.choice((choose.randrange(64), i)), 3),)
+            pair.do(("begin", 0, "all_to_all", {"shapes": shapes, "input_splits": (1,) * (i % 60)}))
+            pair.do(("completed", i - choose.randrange(3), None))
+        assert pair.rings[0].live[Live.RECENT_UNITS] > 2 * (1 << 19) // 16
+        pair.check()
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("wrong", [{"sequence": "x"}, {"timeout_s": None}, {"shapes": 5}])
+def test_what_cannot_be_recorded_is_not_and_raises_nothing(tmp_path, wrong):
+    pair = Pair(tmp_path)
+    try:
+        for recorder in pair.recorders:
+            assert recorder.begin(0, "barrier", **wrong) == -1
+            assert recorder.begin(0, "barrier") >= 0
+            recorder.completed(-1)
+            recorder.started("x")
+            recorder.completed(None)
+        for ring in pair.rings:
+            assert [int(row["state"]) for row in read_ring(ring.path).operations] == [State.CREATED]
+    finally:
+        pair.close()
+
+
+def test_a_writer_whose_ring_is_closed_records_nothing(tmp_path):
+    pair = Pair(tmp_path)
+    begin, completed = pair.recorders[1].begin, pair.recorders[1].completed
+    pair.close()
+    assert begin(0, "barrier") == -1
+    completed(0)
+
+
+def test_the_core_leaks_no_references(ring):
+    recorder = Recorder(ring)
+    assert recorder.is_in_c
+    shapes = ((5, 7),)
+    counted = [shapes, "all_reduce", "float32", sys._getframe().f_code]
+    for _ in range(100):
+        recorder.completed(recorder.begin(0, "all_reduce", dtype="float32", shapes=shapes))
+    before = [sys.getrefcount(one) for one in counted]
+    for _ in range(1000):
+        recorder.completed(recorder.begin(0, "all_reduce", dtype="float32", shapes=shapes))
+    assert [sys.getrefcount(one) for one in counted] == before
