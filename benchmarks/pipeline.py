@@ -344,10 +344,7 @@ def gloo_group(world: Any) -> Any:
 
     members = Members(name="gloo", rank=world.rank, ranks=world.ranks)
     where = Rendezvous.from_environment()
-    client = TCPStore(
-        where.master_addr, where.master_port, is_master=False, secret=where.secret,
-        wait_for_workers=False,
-    )  # fmt: skip
+    client = TCPStore(where.master_addr, where.master_port, is_master=False, wait_for_workers=False)
     store = PrefixStore("benchmark/gloo", client)
     backend = registry.create("gloo", members, store, 60.0)
     channels = ChannelTags(PrefixStore("benchmark/channels", client), members.rank)

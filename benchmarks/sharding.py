@@ -3,6 +3,7 @@
     python benchmarks/sharding.py                                  # the tables and the plot's data
     python benchmarks/sharding.py --sizes 10M --ranks 2 --rounds 5
     python benchmarks/sharding.py --mixed-precision bf16 --contenders echelon,fsdp2,ddp,alone
+    python benchmarks/sharding.py --mixed-precision bf16 --accumulate 4
     python benchmarks/sharding.py --link 60                        # MB/s between hosts, as root
     python benchmarks/sharding.py --plot docs/images/sharding-memory.svg   # memory against ranks
     python benchmarks/sharding.py --compile                       # blocks against the whole model
@@ -13,6 +14,9 @@ machine meets them all. A step is everything from `zero_grad` to `optimizer.step
 long as its slowest rank. Reported: best and median step, processor seconds a step and rank (all
 threads, at the best step), peak resident memory of the largest rank. "alone": the same computation
 by as many processes at once that do not know of each other; no way of sharding can be faster.
+
+With `--accumulate N` a step is N micro-batches, each of the whole size, whose gradients are summed
+and reduced once, with the last of them.
 
 With `--link` every rank is a host of its own (a network namespace), whose sending is limited by a
 token bucket; "compute" is a step of the same ranks without communication, "link" the bytes that a
@@ -34,11 +38,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharding_model import SIZES, Size, make_batch, make_model
 
 CONTENDERS = ("echelon", "fsdp2", "ddp")
+
+
+class Training(NamedTuple):
+    """How all contenders train: a 16-bit type to compute in, and micro-batches a step."""
+
+    precision: str = ""
+    num_micro: int = 1
+
+    def arguments(self) -> list[str]:
+        precision = ["--mixed-precision", self.precision] if self.precision else []
+        return [*precision, "--accumulate", str(self.num_micro)]
+
+
+_PLAIN = Training()
 
 
 # ---- the contenders ----
@@ -83,33 +101,54 @@ def wrap(contender: str, model: Any, precision: str) -> Any:
     return torch_fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
 
 
-def serve(contender: str, size: Size, precision: str) -> None:
-    """Be one rank: take a step for every line on standard input."""
+def train_step(contender: str, model: Any, batches: list[tuple[Any, Any]], *, casts: bool) -> float:
+    """Sum the gradients of all micro-batches and reduce them with the last; return its loss."""
     import torch
     from torch.nn import functional
+
+    for number, (ids, targets) in enumerate(batches, 1):
+        is_last = number == len(batches)
+        if contender == "echelon":
+            from echelon.dist.fsdp import set_requires_gradient_sync
+
+            set_requires_gradient_sync(model, is_last)
+        elif contender == "fsdp2":
+            model.set_requires_gradient_sync(is_last)
+        keeps = contender == "ddp" and not is_last
+        with model.no_sync() if keeps else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                logits = model(ids)
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            (loss / len(batches)).backward()
+    return float(loss.item())
+
+
+def serve(contender: str, size: Size, training: Training) -> None:
+    """Be one rank: take a step for every line on standard input."""
+    import torch
 
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     imported = _peak_mib()
-    model = wrap(contender, make_model(size), precision)
+    model = wrap(contender, make_model(size), training.precision)
     # Who does not shard has autocast instead.
-    casts = bool(precision) and contender in ("ddp", "alone")
+    casts = bool(training.precision) and contender in ("ddp", "alone")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for step, _ in enumerate(sys.stdin):
-        ids, targets = make_batch(size, step, rank, ranks)
+        batches = [
+            make_batch(size, step * training.num_micro + number, rank, ranks)
+            for number in range(training.num_micro)
+        ]
         start, cpu = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-            logits = model(ids)
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss.backward()
+        loss = train_step(contender, model, batches, casts=casts)
         optimizer.step()
         answer = {
             "wall_s": time.perf_counter() - start,
             "cpu_s": time.process_time() - cpu,
-            "loss": loss.item(),
+            "loss": loss,
             "peak_mib": _peak_mib(),
             "imported_mib": imported,
         }
@@ -133,14 +172,14 @@ class Team:
         size_name: str,
         environ: list[dict[str, str]],
         prefixes: list[list[str]],
-        precision: str,
+        training: Training,
     ) -> None:
         self.contender = contender
         self.steps: list[dict[str, Any]] = []
         self._processes = [
             subprocess.Popen(
                 [*prefix, sys.executable, __file__, "--serve", contender, "--sizes", size_name,
-                 *(["--mixed-precision", precision] if precision else [])],
+                 *training.arguments()],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **one},
             )
@@ -203,7 +242,7 @@ class Team:
 
 @contextlib.contextmanager
 def team(
-    contender: str, size: str, ranks: int, *, hosts: list[Any] | None = None, precision: str = ""
+    contender: str, size: str, ranks: int, training: Training, hosts: list[Any] | None = None
 ) -> Iterator[Team]:
     from echelon.store import StoreServer
 
@@ -230,7 +269,7 @@ def team(
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
         each = [{**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        result = Team(contender, size, each, prefixes, precision)
+        result = Team(contender, size, each, prefixes, training)
         stack.callback(result.close)
         yield result
 
@@ -256,17 +295,15 @@ def race(
     size: str,
     ranks: int,
     rounds: int,
+    training: Training = _PLAIN,
     *,
     hosts: list[Any] | None = None,
-    precision: str = "",
 ) -> dict[str, dict[str, float]]:
     """Let the contenders take one step in turn, `rounds` times; return what was seen."""
     with contextlib.ExitStack() as stack:
         teams = []
         for one in contenders:
-            teams.append(
-                stack.enter_context(team(one, size, ranks, hosts=hosts, precision=precision))
-            )
+            teams.append(stack.enter_context(team(one, size, ranks, training, hosts)))
             teams[-1].wait_until_ready()
         for number in range(rounds + 1):
             for one in teams[number % len(teams) :] + teams[: number % len(teams)]:
@@ -360,13 +397,16 @@ def main() -> None:
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--mixed-precision", choices=["bf16"], default="",
                         help="compute and gather in it, reduce in fp32")  # fmt: skip
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N",
+                        help="micro-batches a step")  # fmt: skip
     parser.add_argument("--link", type=float, metavar="MB/S", help="limit what a rank sends")
     parser.add_argument("--plot", metavar="FILE", help="draw memory against ranks (SVG)")
     parser.add_argument("--compile", action="store_true", help="time cold starts")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    training = Training(options.mixed_precision, options.accumulate)
     if options.serve:
-        serve(options.serve, SIZES[options.sizes], options.mixed_precision)
+        serve(options.serve, SIZES[options.sizes], training)
         return
     counts = list(map(int, options.ranks.split(",")))
     if options.plot:
@@ -390,10 +430,7 @@ def main() -> None:
     for size in options.sizes.split(","):
         for ranks in counts:
             contenders = options.contenders.split(",")
-            result = race(
-                contenders, size, ranks, options.rounds, precision=options.mixed_precision
-            )
-            show(size, ranks, result)
+            show(size, ranks, race(contenders, size, ranks, options.rounds, training))
 
 
 if __name__ == "__main__":
