@@ -12,7 +12,6 @@ The order in which failures count is the order in which they arrive here, never 
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections import deque
@@ -23,26 +22,21 @@ from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.meeting import MeetingPlace
+from echelon.launcher.coordinator.restarts import Restarts
 from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.world import World
-from echelon.launcher.incident.collection import Collection
-from echelon.launcher.incident.verdicts import Verdicts
 from echelon.launcher.job.report import EXIT_STALL, NOT_CONCLUDED, Report, exit_code
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
-from echelon.recorder.stall.watchdog import StallRule
 
-_COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
-_HURRIED_S = 5.0  # the same once the user has asked to stop
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
 _VERDICT_S = 120.0  # for the analyses at the end of the job
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
-_MAX_STALLS = 16  # incidents of stalls that are kept: each may have half a megabyte per rank
-_SHORT_S = 60.0  # a world that lost a node sooner has hardly run
-_FREE_LOSSES = 3  # in a row; from then on each costs a restart
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
 
 Send = Callable[[str, m.Command], None]
@@ -61,12 +55,14 @@ class Coordinator:
         terminal: Terminal,
     ) -> None:
         self._options = options
-        self._directory = directory
         self._report = report
         self._meeting = meeting
         self._send = send
         self._say = terminal.say
-        self._verdicts = Verdicts(directory, terminal, self._show_others)
+        self._incidents = Incidents(
+            directory, report, terminal, options.node_name, self._tell, self._decide
+        )
+        self._verdicts = self._incidents.verdicts
         self._roster = Roster(
             options.min_nodes,
             options.max_nodes,
@@ -76,10 +72,9 @@ class Coordinator:
         )
         self._roster.open(time.monotonic())
         self._world: World | None = None
-        self._collection: Collection | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
-        self._restarts = 0
+        self._restarts = Restarts(options.max_restarts, is_elastic=options.max_nodes > 1)
         self._started_s = time.monotonic()
         self._stop_signal = 0
         self._look_s = min(_LOOK_S, options.stall_timeout_s / 5)
@@ -88,7 +83,6 @@ class Coordinator:
         self._ending_deadline_s = 0.0
         self._waits_since_s = self._started_s
         self._next_reason_s = self._started_s + _EXPLAIN_S
-        self._num_short_losses = 0
         self._store_died = False
         self.is_over = False
 
@@ -103,9 +97,7 @@ class Coordinator:
         world = self._world
         if world is None:
             return self._roster.deadline_s()
-        due = self._next_look_s
-        if self._collection is not None:
-            due = min(due, self._collection.deadline_s)
+        due = min(self._next_look_s, self._incidents.deadline_s())
         if world.clearing is not None:
             return min(due, world.clear_deadline_s)
         return min(due, world.attempt.deadline_s or float("inf"))
@@ -125,10 +117,9 @@ class Coordinator:
         elif isinstance(event, m.StopAsked):
             self._stop(node, event.number)
         elif isinstance(event, m.DumpPart):
-            self._keep_part(event)
+            self._incidents.keep(self._world, event)
         elif isinstance(event, m.Harvested):
-            if self._collection is not None:
-                self._collection.note_harvested(node, event)
+            self._incidents.note_harvested(node, event)
         elif isinstance(event, m.Ask):
             self._show_job(node)
         elif isinstance(event, m.Statuses):
@@ -194,8 +185,7 @@ class Coordinator:
     def _leave(self, node: str, reason: str) -> None:
         left = [n for n in self._roster.nodes if n.name == node]
         self._roster.leave(node)
-        if self._collection is not None:
-            self._collection.waiting.discard(node)
+        self._incidents.note_lost(node)
         world = self._world
         if world is None or node not in world.nodes:
             return
@@ -237,9 +227,7 @@ class Coordinator:
             self._stop_signal = number
             self._finish(EndedBy.SIGNAL, 128 + number)
             return
-        if self._collection is not None:
-            hurried_s = time.monotonic() + _HURRIED_S
-            self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
+        self._incidents.hurry()
         gone = {*world.leaving, node}
         stays = [one for one in self._roster.nodes if one.name not in gone]
         name = signal.Signals(number).name
@@ -287,20 +275,9 @@ class Coordinator:
         stall = world.look(time.monotonic_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
-            self._note_progress(world)
+            self._incidents.note_progress(world)
         if stall is not None:
             self._decide(world, decide.StallSeen(stall.reason))
-
-    def _note_progress(self, world: World) -> None:
-        """A stall is over: of the incident being collected, or of the last one."""
-        if self._collection is not None:
-            self._collection.is_overtaken = True
-            return
-        if self._report.incidents:
-            self._report.incidents[-1].recovered = True
-            if world.records:
-                self._verdicts.withdraw(self._report.incidents[-1])
-        self._say("stall cleared: ranks are making progress again")
 
     def _decide(self, world: World, event: decide.Event) -> None:
         self._todo.extend(world.attempt.on(event, time.monotonic()))
@@ -334,28 +311,9 @@ class Coordinator:
         """Return what this state waits for; "" while ranks run."""
         if self._ending is not None:
             return "the analysis of an incident"
-        world = self._world
-        if world is None:
-            nodes = [node.host for node in self._roster.nodes]
-            few = f"{len(nodes)} of {self._options.min_nodes} required nodes"
-            return f"{few} connected ({', '.join(nodes)}){self._loopback_hint()}"
-        if world.clearing:
-            hosts = ", ".join(sorted(map(world.hosts.__getitem__, world.clearing)))
-            return f"processes that workers left behind on {hosts}"
-        if world.attempt.phase in (decide.Phase.STOPPING, decide.Phase.KILLING):
-            ranks = world.attempt.running
-            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-            return f"rank {', '.join(map(str, ranks[:8]))}{more} to end"
-        if self._collection is not None:
-            hosts = ", ".join(sorted(map(world.hosts.__getitem__, self._collection.waiting)))
-            return f"diagnostics from {hosts}"
-        return ""
-
-    def _loopback_hint(self) -> str:
-        meeting = self._options.rendezvous
-        if meeting is None or not meeting.stays_here:
-            return ""
-        return f"; only launchers on this machine can reach {meeting.address}"
+        if self._world is not None:
+            return why_world_waits(self._world, self._incidents.awaited)
+        return why_roster_waits(self._roster, self._options)
 
     def _step_world(self, world: World, now_s: float) -> None:
         if now_s >= self._next_look_s:
@@ -363,7 +321,9 @@ class Coordinator:
             self._look(world)
             self._check_store()
         self._decide(world, decide.TimePassed())
-        self._check_collection(now_s)
+        if self._incidents.is_complete(now_s):
+            self._look(world)  # the nodes have just sent what they see after the second look
+            self._incidents.finish(world)
         self._act_all(world)
         self._check_cleared(world, now_s)
 
@@ -379,7 +339,7 @@ class Coordinator:
         while self._todo:
             action = self._todo.popleft()
             urgent = isinstance(action, decide.StopWorkers) and action.urgent
-            busy = self._collection is not None
+            busy = self._incidents.is_collecting
             waits = waiting or (
                 busy and isinstance(action, decide.CollectIncident | decide.EndAttempt)
             )
@@ -399,39 +359,30 @@ class Coordinator:
             self._finish(EndedBy.AGENT, 1)
 
     def _begin(self, nodes: Sequence[Node]) -> None:
-        counts = [node.num_workers for node in nodes]
-        world_size = sum(counts)
-        firsts = [sum(counts[:i]) for i in range(len(nodes))]
-        self._report.world_size = world_size
-        self._world = World(
+        options = self._options
+        self._world, firsts = World.of(
+            nodes,
             number=self._numbers,
-            attempt=decide.Attempt(
-                world_size,
-                grace_s=self._options.shutdown_timeout_s,
-                stop_on_stall=self._options.on_stall == "stop",
-            ),
-            rule=StallRule(self._options.stall_timeout_s, time.monotonic_ns()),
-            nodes={
-                node.name: range(first, first + node.num_workers)
-                for node, first in zip(nodes, firsts, strict=True)
-            },
-            hosts={node.name: node.host for node in nodes},
+            grace_s=options.shutdown_timeout_s,
+            stop_on_stall=options.on_stall == "stop",
+            stall_timeout_s=options.stall_timeout_s,
         )
+        self._report.world_size = self._world.size
         self._numbers += 1
         for index, (node, first) in enumerate(zip(nodes, firsts, strict=True)):
             start = m.Start(
                 attempt=self._world.number,
                 restart=self._report.attempts,
-                max_restarts=self._options.max_restarts,
+                max_restarts=options.max_restarts,
                 job_id=self._report.job_id,
-                world_size=world_size,
+                world_size=self._world.size,
                 first_rank=first,
                 num_workers=node.num_workers,
                 node_rank=index,
                 num_nodes=len(nodes),
                 master_addr=self._meeting.host,
                 master_port=self._meeting.port,
-                stall_timeout_ms=int(self._options.stall_timeout_s * 1000),
+                stall_timeout_ms=int(options.stall_timeout_s * 1000),
             )
             self._send(node.name, start)
 
@@ -443,7 +394,7 @@ class Coordinator:
         elif isinstance(action, decide.KillWorkers):
             self._tell(world.nodes, m.Kill())
         elif isinstance(action, decide.CollectIncident):
-            self._collect(world, action)
+            self._incidents.begin(world, action)
         else:
             for rank in action.unkillable:
                 world.unkillable.setdefault(rank, "its node did not report")
@@ -457,96 +408,6 @@ class Coordinator:
         for node in nodes:
             self._send(node, command)
 
-    # ---- incidents ----
-
-    def _collect(self, world: World, action: decide.CollectIncident) -> None:
-        stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
-        if action.kind == "stall" and stalls >= _MAX_STALLS:
-            self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")
-            self._decide(world, decide.StallExamined(lasts=True))
-            return
-        self._say(f"{action.kind}: {action.reason}; collecting diagnostics from all ranks")
-        self._verdicts.expect()
-        try:
-            self._collection = Collection(
-                self._directory,
-                kind=action.kind,
-                reason=action.reason,
-                attempt=world.number,
-                nodes=world.present,
-                deadline_s=time.monotonic() + _COLLECT_S,
-            )
-        except OSError as err:
-            self._verdicts.expect_none()
-            self._say_not_kept(err)
-            if action.kind == "stall":
-                self._decide(world, decide.StallExamined(lasts=True))
-            return
-        collect = m.Collect(
-            incident=self._collection.number, kind=action.kind, reason=action.reason
-        )
-        self._tell(list(self._collection.waiting), collect)
-
-    def _keep_part(self, part: m.DumpPart) -> None:
-        if self._collection is None:
-            return
-        try:
-            self._collection.keep(part)
-        except OSError as err:
-            self._give_up_collecting(err)
-
-    def _check_collection(self, now_s: float) -> None:
-        collection, world = self._collection, self._world
-        if collection is None or world is None or not collection.is_complete(now_s):
-            return
-        late = set(collection.waiting)
-        self._look(world)  # the nodes have just sent what they see after the second look
-        try:
-            incident = collection.finish(
-                self._report.job_id,
-                world.size,
-                lambda rank: world.why_absent(rank, late),
-                world.ranks_lost_first,
-                world.ended.values(),
-            )
-        except OSError as err:
-            self._give_up_collecting(err)
-            return
-        self._collection = None
-        self._report.incidents.append(incident)
-        is_stall = incident.kind == "stall"
-        incident.recovered = is_stall and collection.is_overtaken
-        incident.ended = world.ended
-        self._verdicts.begin(incident, world.present, is_due=is_stall)
-        # Examining ranks that do not record makes them active: it does not count as progress.
-        is_withdrawn = incident.recovered and world.records
-        if is_withdrawn:
-            self._verdicts.withdraw(incident)
-            self._say("stall cleared: ranks made progress while it was being examined")
-        if is_stall:
-            self._decide(world, decide.StallExamined(lasts=not is_withdrawn))
-
-    def _give_up_collecting(self, err: OSError) -> None:
-        """The disk is full, or gone: the job's end matters more than its story."""
-        self._verdicts.expect_none()
-        world, collection = self._world, self._collection
-        if world is not None and collection is not None and collection.kind == "stall":
-            lasts = not (collection.is_overtaken and world.records)
-            self._decide(world, decide.StallExamined(lasts=lasts))
-        if self._collection is not None:
-            with contextlib.suppress(OSError):
-                self._collection.close()
-        self._collection = None
-        self._say_not_kept(err)
-
-    def _say_not_kept(self, err: OSError) -> None:
-        where = self._directory.shown / "dump"
-        self._say(f"could not save the incident to {where}: {err.strerror or err}")
-
-    def _show_others(self, nodes: Sequence[str], text: str) -> None:
-        others = [node for node in nodes if node != self._options.node_name]
-        self._tell(others, m.Show(text=text))
-
     # ---- the end of an attempt, and of the job ----
 
     def _check_cleared(self, world: World, now_s: float) -> None:
@@ -559,7 +420,7 @@ class Coordinator:
         self._todo.clear()
         for node, number in world.leaving.items():
             self._let_go(node, number)
-        if not self._may_restart(world, world.end):
+        if not self._restart(world, world.end):
             self._ending = (world, world.end)
             self._ending_deadline_s = now_s + _VERDICT_S
             self._check_verdicts(now_s)
@@ -581,31 +442,21 @@ class Coordinator:
         self._world = None
         self._conclude(world, end)
 
-    def _may_restart(self, world: World, end: decide.EndAttempt) -> bool:
-        """A lost node changes the world and costs no restart; a failure does."""
-        if not end.failed or end.ended_by not in (EndedBy.WORKER, EndedBy.LEAVE):
-            return False
+    def _restart(self, world: World, end: decide.EndAttempt) -> bool:
+        """Return whether another attempt follows, and print why."""
         if world.unkillable:
             return False
-        if self._is_free(world):
-            enough = len(self._roster.nodes) >= self._options.min_nodes
-            if enough:
-                number = len(self._roster.nodes)
-                self._say(f"continuing with {'1 node' if number == 1 else f'{number} nodes'}")
-                return True
-        if self._restarts >= self._options.max_restarts:
-            return False
-        self._restarts += 1
-        self._say(f"restart {self._restarts} of {self._options.max_restarts}")
-        return True
-
-    def _is_free(self, world: World) -> bool:
-        """Whether nodes were lost or left, and not again and again just after the start."""
-        if self._options.max_nodes == 1 or not (world.lost or world.leaving):
-            return False
-        is_short = bool(world.lost) and time.monotonic() - world.started_s < _SHORT_S
-        self._num_short_losses = self._num_short_losses + 1 if is_short else 0
-        return self._num_short_losses <= _FREE_LOSSES
+        why = self._restarts.next(
+            end,
+            lost=bool(world.lost),
+            left=bool(world.leaving),
+            lasted_s=time.monotonic() - world.started_s,
+            num_nodes=len(self._roster.nodes),
+            low=self._options.min_nodes,
+        )
+        if why is not None:
+            self._say(why)
+        return why is not None
 
     def _conclude(self, world: World, end: decide.EndAttempt) -> None:
         report = self._report

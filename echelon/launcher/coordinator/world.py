@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.job.report import Ended
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
@@ -40,6 +41,31 @@ class World:
     clear_deadline_s: float = 0.0
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[Node],
+        *,
+        number: int,
+        grace_s: float,
+        stop_on_stall: bool,
+        stall_timeout_s: float,
+    ) -> tuple[World, list[int]]:
+        """Return the attempt of these nodes, in rank order, and each node's first rank."""
+        counts = [node.num_workers for node in nodes]
+        firsts = [sum(counts[:i]) for i in range(len(nodes))]
+        world = cls(
+            number=number,
+            attempt=decide.Attempt(sum(counts), grace_s=grace_s, stop_on_stall=stop_on_stall),
+            rule=StallRule(stall_timeout_s, time.monotonic_ns()),
+            nodes={
+                node.name: range(first, first + node.num_workers)
+                for node, first in zip(nodes, firsts, strict=True)
+            },
+            hosts={node.name: node.host for node in nodes},
+        )
+        return world, firsts
 
     @property
     def size(self) -> int:

@@ -1,0 +1,186 @@
+"""The incidents of one job: collected from the nodes, explained, and shown.
+
+One is collected at a time. What cannot be kept (a full disk) is reported and given up: the end of
+the job matters more than its story. A stall that was examined goes back to the attempt as an event,
+since it may end the attempt; a failure has ended it already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.incident.collection import Collection
+from echelon.launcher.incident.verdicts import Verdicts
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.output.output import Terminal
+
+_COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
+_HURRIED_S = 5.0  # the same once the user has asked to stop
+_MAX_STALLS = 16  # incidents of stalls that are kept: each may have half a megabyte per rank
+
+
+class Incidents:
+    """All incidents of a job; at most one of them is being collected.
+
+    Args:
+        tell: sends a command to nodes.
+        node_name: this node, which shows verdicts without being told.
+        decide: hands an event to a world's attempt.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        report: Report,
+        terminal: Terminal,
+        node_name: str,
+        tell: Callable[[Iterable[str], m.Command], None],
+        decide: Callable[[World, decide.Event], None],
+    ) -> None:
+        self._directory = directory
+        self._report = report
+        self._say = terminal.say
+        self._node_name = node_name
+        self._tell = tell
+        self._decide = decide
+        self._collection: Collection | None = None
+        self.verdicts = Verdicts(directory, terminal, self._show_others)
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether nodes are still sending what they have."""
+        return self._collection is not None
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The nodes that have not sent everything."""
+        return frozenset() if self._collection is None else frozenset(self._collection.waiting)
+
+    def deadline_s(self) -> float:
+        """Return when `check` gives up waiting."""
+        return float("inf") if self._collection is None else self._collection.deadline_s
+
+    def hurry(self) -> None:
+        """The user wants the job to stop: wait less for the nodes."""
+        if self._collection is not None:
+            hurried_s = time.monotonic() + _HURRIED_S
+            self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
+
+    def note_lost(self, node: str) -> None:
+        """Wait no longer for a node."""
+        if self._collection is not None:
+            self._collection.waiting.discard(node)
+
+    def note_harvested(self, node: str, event: m.Harvested) -> None:
+        """Note that a node has sent everything."""
+        if self._collection is not None:
+            self._collection.note_harvested(node, event)
+
+    def note_progress(self, world: World) -> None:
+        """A stall has cleared: that of the incident being collected, or the last one's."""
+        if self._collection is not None:
+            self._collection.is_overtaken = True
+            return
+        if self._report.incidents:
+            self._report.incidents[-1].recovered = True
+            if world.records:
+                self.verdicts.withdraw(self._report.incidents[-1])
+        self._say("stall cleared: ranks are making progress again")
+
+    def begin(self, world: World, action: decide.CollectIncident) -> None:
+        """Ask all nodes for what they have."""
+        stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
+        if action.kind == "stall" and stalls >= _MAX_STALLS:
+            self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")
+            self._decide(world, decide.StallExamined(lasts=True))
+            return
+        self._say(f"{action.kind}: {action.reason}; collecting diagnostics from all ranks")
+        self.verdicts.expect()
+        try:
+            self._collection = Collection(
+                self._directory,
+                kind=action.kind,
+                reason=action.reason,
+                attempt=world.number,
+                nodes=world.present,
+                deadline_s=time.monotonic() + _COLLECT_S,
+            )
+        except OSError as err:
+            self.verdicts.expect_none()
+            self._say_not_kept(err)
+            if action.kind == "stall":
+                self._decide(world, decide.StallExamined(lasts=True))
+            return
+        collect = m.Collect(
+            incident=self._collection.number, kind=action.kind, reason=action.reason
+        )
+        self._tell(list(self._collection.waiting), collect)
+
+    def keep(self, world: World | None, part: m.DumpPart) -> None:
+        """Write a piece of a dump."""
+        if self._collection is None:
+            return
+        try:
+            self._collection.keep(part)
+        except OSError as err:
+            self._give_up(world, err)
+
+    def is_complete(self, now_s: float) -> bool:
+        """Whether the present incident has all it will get."""
+        return self._collection is not None and self._collection.is_complete(now_s)
+
+    def finish(self, world: World) -> None:
+        """Complete the present incident and have it explained."""
+        collection = self._collection
+        assert collection is not None
+        late = set(collection.waiting)
+        try:
+            incident = collection.finish(
+                self._report.job_id,
+                world.size,
+                lambda rank: world.why_absent(rank, late),
+                world.ranks_lost_first,
+                world.ended.values(),
+            )
+        except OSError as err:
+            self._give_up(world, err)
+            return
+        self._collection = None
+        self._report.incidents.append(incident)
+        is_stall = incident.kind == "stall"
+        incident.recovered = is_stall and collection.is_overtaken
+        incident.ended = world.ended
+        self.verdicts.begin(incident, world.present, is_due=is_stall)
+        # Examining ranks that do not record makes them active: it does not count as progress.
+        is_withdrawn = incident.recovered and world.records
+        if is_withdrawn:
+            self.verdicts.withdraw(incident)
+            self._say("stall cleared: ranks made progress while it was being examined")
+        if is_stall:
+            self._decide(world, decide.StallExamined(lasts=not is_withdrawn))
+
+    def _give_up(self, world: World | None, err: OSError) -> None:
+        """Leave out an incident that cannot be written."""
+        self.verdicts.expect_none()
+        collection = self._collection
+        if world is not None and collection is not None and collection.kind == "stall":
+            lasts = not (collection.is_overtaken and world.records)
+            self._decide(world, decide.StallExamined(lasts=lasts))
+        if collection is not None:
+            with contextlib.suppress(OSError):
+                collection.close()
+        self._collection = None
+        self._say_not_kept(err)
+
+    def _say_not_kept(self, err: OSError) -> None:
+        where = self._directory.shown / "dump"
+        self._say(f"could not save the incident to {where}: {err.strerror or err}")
+
+    def _show_others(self, nodes: Sequence[str], text: str) -> None:
+        self._tell([node for node in nodes if node != self._node_name], m.Show(text=text))

@@ -1,0 +1,39 @@
+"""What a job waits for, in words: printed when a state lasts longer than a user expects."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.roster import Roster
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.options.options import Options
+
+_MAX_RANKS = 8  # named
+
+
+def why_roster_waits(roster: Roster, options: Options) -> str:
+    """Describe a world that is not complete."""
+    hosts = ", ".join(node.host for node in roster.nodes)
+    few = f"{len(roster.nodes)} of {options.min_nodes} required nodes connected ({hosts})"
+    meeting = options.rendezvous
+    if meeting is None or not meeting.stays_here:
+        return few
+    return f"{few}; only launchers on this machine can reach {meeting.address}"
+
+
+def why_world_waits(world: World, awaited: Collection[str]) -> str:
+    """Describe what a world waits for, "" while its ranks run; `awaited` nodes owe diagnostics."""
+    if world.clearing:
+        return f"processes that workers left behind on {_hosts(world, world.clearing)}"
+    if world.attempt.phase in (decide.Phase.STOPPING, decide.Phase.KILLING):
+        ranks = world.attempt.running
+        more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+        return f"rank {', '.join(map(str, ranks[:_MAX_RANKS]))}{more} to end"
+    if awaited:
+        return f"diagnostics from {_hosts(world, awaited)}"
+    return ""
+
+
+def _hosts(world: World, nodes: Collection[str]) -> str:
+    return ", ".join(sorted(map(world.hosts.__getitem__, nodes)))
