@@ -23,12 +23,13 @@ from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills, sample
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Occasion, Steps, Worker, harvest, harvest_steps
+from echelon.launcher.incident.harvest import Occasion, Worker
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
-from echelon.launcher.job.rundir import RunDirectory, write_json
+from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.node import environment
 from echelon.launcher.node.binding import bind, describe
 from echelon.launcher.node.containment import Containment
+from echelon.launcher.node.examination import Examination, examine_alone
 from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
 from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
@@ -36,9 +37,7 @@ from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Worker
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Source, Stream, Terminal
 from echelon.launcher.status.status import RankStatus, silent, status_of
-from echelon.recorder.format.schema import Record
 from echelon.recorder.read import read_ring
-from echelon.recorder.read.dump import pack_dump, write_dump
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
 _SWEEP_S = 2.0
@@ -72,11 +71,8 @@ class NodeAgent:
         self._has_lost_output = False
         self._sighting: Sighting | None = None
         self._grace = Grace()
-        self._harvest: Steps | None = None
-        self._harvest_due_s = 0.0
-        self._collecting: m.Collect | None = None
-        self._stop_after_harvest: m.Stop | None = None
-        self._is_urgent = False
+        self._examination: Examination | None = None
+        self._stop_after_examination: m.Stop | None = None
         self._denied: list[int] = []
         self._containment = Containment()
         self._workers: list[Worker] = []
@@ -120,8 +116,8 @@ class NodeAgent:
     def deadline_s(self) -> float:
         """When `tick` must be called, at the latest."""
         due = [self._terminal.deadline_s or float("inf")]
-        if self._harvest is not None:
-            due.append(self._harvest_due_s)
+        if self._examination is not None:
+            due.append(self._examination.due_s)
         if self.has_workers:
             due.append(self._grace.deadline_s())
         return min(due)
@@ -129,8 +125,8 @@ class NodeAgent:
     def tick(self) -> None:
         """Do what is due: show output held back, go on collecting, kill workers out of time."""
         self._terminal.tick()
-        if self._harvest is not None and time.monotonic() >= self._harvest_due_s:
-            self._go_on_collecting()
+        if self._examination is not None and time.monotonic() >= self._examination.due_s:
+            self._examine_on()
         if self._grace.is_running and self.has_workers:
             self._check_grace()
 
@@ -141,7 +137,6 @@ class NodeAgent:
         self._start = command
         self._num_ended = 0
         self._grace = Grace()
-        self._is_urgent = False
         self._oom_kills_before = oom_kills(os.getpid())
         attempt = self._attempt(command)
         if command.num_nodes > 1:
@@ -180,12 +175,12 @@ class NodeAgent:
 
         Stacks are read first, unless it is urgent. Only the first time of an attempt counts.
         """
-        self._is_urgent = self._is_urgent or command.urgent
         if self._grace.is_running:
             return
-        if self._harvest is not None:
-            self._stop_after_harvest = command
-            self._harvest_due_s = 0.0 if command.urgent else self._harvest_due_s
+        if self._examination is not None:
+            self._stop_after_examination = command
+            if command.urgent:
+                self._examination.hurry()
             return
         self._grace.begin(command.grace_ms / 1e3, time.monotonic())
         self._end_workers(command.number)
@@ -194,7 +189,7 @@ class NodeAgent:
 
     def kill(self) -> None:
         """Kill all workers that still run."""
-        self._stop_after_harvest = None
+        self._stop_after_examination = None
         self._grace.note_killed(time.monotonic())
         self._end_workers(signal.SIGKILL)
 
@@ -231,49 +226,33 @@ class NodeAgent:
 
     def collect(self, command: m.Collect) -> None:
         """Begin to snapshot this node's ranks; their dumps are sent once they are complete."""
-        self._finish_collecting()
-        self._collecting = command
-        occasion = self._occasion(command.kind)
-        self._harvest = harvest_steps(self._workers, occasion, lambda: self._is_urgent)
-        self._go_on_collecting()
+        self._finish_examining()
+        self._examination = Examination(command, self._workers, self._occasion(command.kind))
+        self._examine_on()
 
-    def _go_on_collecting(self) -> None:
+    def _examine_on(self) -> None:
         """Take the next step, and the one after the last: send the dumps."""
-        assert self._harvest is not None
-        try:
-            self._harvest_due_s = time.monotonic() + next(self._harvest)
-        except StopIteration as end:
-            self._harvest = None
-            self._send_harvest(end.value)
-            if self._stop_after_harvest is not None:
-                command, self._stop_after_harvest = self._stop_after_harvest, None
-                self.stop(command)
-
-    def _finish_collecting(self) -> None:
-        """Complete a snapshot without waiting for anything else."""
-        self._is_urgent = True
-        while self._harvest is not None:
-            self._go_on_collecting()
-        self._is_urgent = False
-
-    def _send_harvest(self, records: Sequence[Record]) -> None:
-        command, self._collecting = self._collecting, None
-        assert command is not None
-        for worker, record in zip(self._workers, records, strict=True):
-            self._send_dump(command.incident, worker.rank, pack_dump(record), is_torchs=False)
-            if worker.torch is not None:
-                dump = worker.torch.read()
-                self._send_dump(command.incident, worker.rank, dump, is_torchs=True)
+        examination = self._examination
+        assert examination is not None
+        records = examination.step()
+        if records is None:
+            return
+        self._examination = None
+        examination.send(records, self._tell)
         if self._sighting is not None:
             self._sighting.rest()
         self.look()  # whether a stall still lasts is decided by what is seen now
-        self._tell(m.Harvested(incident=command.incident, exit_codes=self._exit_codes()))
+        incident = examination.command.incident
+        self._tell(m.Harvested(incident=incident, exit_codes=self._exit_codes()))
+        if self._stop_after_examination is not None:
+            stop, self._stop_after_examination = self._stop_after_examination, None
+            self.stop(stop)
 
-    def _send_dump(self, incident: int, rank: int, data: bytes, *, is_torchs: bool) -> None:
-        for start in range(0, len(data), m.DUMP_PART_BYTES):
-            piece = data[start : start + m.DUMP_PART_BYTES]
-            part = m.DumpPart(incident=incident, rank=rank, data=piece, is_torchs=is_torchs)
-            self._tell(part)
+    def _finish_examining(self) -> None:
+        """Complete a snapshot without waiting for anything else."""
+        while self._examination is not None:
+            self._examination.hurry()
+            self._examine_on()
 
     def collect_alone(self, reason: str) -> Path:
         """Keep an incident of this node's own, when no coordinator can be reached.
@@ -281,24 +260,23 @@ class NodeAgent:
         Raises:
             OSError: it cannot be written.
         """
-        self._harvest = None
-        number, folder = self._directory.open_incident()
-        records = harvest(self._workers, self._occasion("failure"), self._pump)
-        for worker, record in zip(self._workers, records, strict=True):
-            write_dump(record, folder / f"rank_{worker.rank}")
-            dump = b"" if worker.torch is None else worker.torch.read()
-            if dump:
-                (folder / f"torch_rank_{worker.rank}").write_bytes(dump)
-        about = {"format": 1, "kind": "failure", "number": number, "reason": reason}
-        start = self._start
-        if start is not None:
-            about |= {"attempt": start.attempt, "world_size": start.world_size}
-        write_json(folder / "incident.json", about)
-        return self._directory.complete_incident(number, folder)
+        self._examination = None
+        occasion = self._occasion("failure")
+        return examine_alone(self._directory, self._workers, occasion, reason, self._pump)
+
+    def _occasion(self, kind: str) -> Occasion:
+        assert self._start is not None
+        return Occasion(
+            kind=kind,
+            attempt=self._start.attempt,
+            world_size=self._start.world_size,
+            job_id=self._start.job_id,
+            oom_kills_before=self._oom_kills_before,
+        )
 
     def clear_up(self) -> None:
         """End what workers left behind, pass on the rest of their output, and report it."""
-        self._finish_collecting()
+        self._finish_examining()
         deadline_s = time.monotonic() + _SWEEP_S
         denied = self._denied
         while self._swept != len(denied) and time.monotonic() < deadline_s:
@@ -342,7 +320,7 @@ class NodeAgent:
 
     def look(self) -> None:
         """Report what the living ranks show; not while an incident makes them move."""
-        if self._sighting is None or self._harvest is not None:
+        if self._sighting is None or self._examination is not None:
             return
         sights = self._sighting.look()
         if sights is not None:
@@ -459,16 +437,6 @@ class NodeAgent:
             recorder_size=self._options.recorder_size,
             terminal_columns=self._terminal.columns,
             virtual_local_rank=self._options.virtual_local_rank,
-        )
-
-    def _occasion(self, kind: str) -> Occasion:
-        assert self._start is not None
-        return Occasion(
-            kind=kind,
-            attempt=self._start.attempt,
-            world_size=self._start.world_size,
-            job_id=self._start.job_id,
-            oom_kills_before=self._oom_kills_before,
         )
 
     def _exit_codes(self) -> list[list[int]]:
