@@ -105,7 +105,10 @@ def _groups(
     found: dict[ProcessGroup, None] = {}
     if isinstance(parameters, nn.Module):
         found.update(
-            (unit.driver.group, None) for unit in units_of(parameters) if unit.flats and unit.trains
+            (flat.group, None)
+            for unit in units_of(parameters)
+            if unit.trains
+            for flat in unit.flats
         )
     members = [member for member in map(member_of, owners) if member is not None]
     found.update((group, None) for group in groups_of(members))
@@ -149,7 +152,7 @@ def _share(owner: torch.Tensor, over: ProcessGroup | None, replicas: ProcessGrou
     """Return for how much this rank's gradient counts in the sum over `over`."""
     member: Member | None = member_of(owner)
     if member is not None:
-        replicas = member.flat.unit.driver.replicas
+        replicas = member.flat.replicas
     if replicas is None or over is None:
         return 1.0
     return 1.0 / len(set(replicas.ranks) & set(over.ranks))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from echelon.dist.fsdp.driver import Driver
-from echelon.dist.fsdp.reducer import Reducer
-from echelon.dist.fsdp.unit import State, units_of
+from echelon.dist.fsdp.driver import Driver, driver_of
+from echelon.dist.fsdp.unit import Unit, units_of
 
 
 @contextlib.contextmanager
@@ -20,20 +19,20 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
     the meantime.
     """
     units = units_of(module)
-    before = [unit.sync for unit in units]
+    before = [unit.entry.sync for unit in units]
     for unit in units:
-        unit.sync = enabled
+        unit.entry.sync = enabled
     try:
         yield
     finally:
         for unit, was in zip(units, before, strict=True):
-            unit.sync = was
+            unit.entry.sync = was
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
     """Say whether backwards reduce gradients from now on; see `gradient_sync`."""
     for unit in units_of(module):
-        unit.sync = requires_gradient_sync
+        unit.entry.sync = requires_gradient_sync
 
 
 def unshard(module: nn.Module) -> None:
@@ -46,21 +45,17 @@ def unshard(module: nn.Module) -> None:
     Raises:
         CollectiveError: a rank is lost or did not come.
     """
-    units = units_of(module)
-    for unit in units:
-        if unit.state is State.WHOLE and unit.is_stale():
-            unit.release()
-        unit.driver.start_gather(unit)
-    for unit in units:
-        unit.wait()
-        unit.held = True
+    by_driver = _by_driver(units_of(module))
+    for driver, units in by_driver.items():
+        driver.gather(units)
+    for driver, units in by_driver.items():
+        driver.hold(units)
 
 
 def reshard(module: nn.Module) -> None:
     """Release all units in a module. What a backward still needs is gathered again for it."""
-    for unit in units_of(module):
-        unit.held = False
-        unit.release()
+    for driver, units in _by_driver(units_of(module)).items():
+        driver.release(units)
 
 
 def reduce_gradients(module: nn.Module) -> None:
@@ -72,9 +67,13 @@ def reduce_gradients(module: nn.Module) -> None:
     Raises:
         CollectiveError: a rank is lost or did not come.
     """
-    reducers: dict[Driver, Reducer] = {}
-    for unit in reversed(units_of(module)):
-        if unit.trains:
-            reducers.setdefault(unit.driver, Reducer(unit.driver)).start(unit)
-    for reducer in reducers.values():
-        reducer.finish()
+    trained = [unit for unit in reversed(units_of(module)) if unit.trains]
+    for driver, units in _by_driver(trained).items():
+        driver.reduce(units)
+
+
+def _by_driver(units: Iterable[Unit]) -> dict[Driver, list[Unit]]:
+    found: dict[Driver, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(driver_of(unit), []).append(unit)
+    return found

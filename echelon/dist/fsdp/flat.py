@@ -26,21 +26,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.dist import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
+from echelon.dist.fsdp.marks import attach, attached
 from echelon.dist.fsdp.pages import Pages
 from echelon.dist.fsdp.settings import CPUOffloadPolicy
 from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
-
-if TYPE_CHECKING:
-    from echelon.dist.fsdp.unit import Unit
 
 Slot = tuple[nn.Module, str]
 
@@ -73,6 +71,9 @@ class Member:
         self.leaf = self._make_leaf()
         self.aside: torch.Tensor | None = None
         self._become_shard()
+
+    def __repr__(self) -> str:
+        return repr(self.name)
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put the leaf or the shard where the modules look for the parameter."""
@@ -119,29 +120,30 @@ class Member:
         view = self.within(self.flat.full.tensor).data
         leaf = nn.Parameter(view, requires_grad=self.shard.requires_grad)
         leaf.__dict__.update(self.shard.__dict__)
-        leaf._echelon_member = self  # type: ignore[attr-defined]
+        attach(leaf, self)
         return leaf
 
     def _become_shard(self) -> None:
         self.shard.grad = None
         self.shard.data = self.of(self.flat.chunk)
-        self.shard._echelon_member = self  # type: ignore[attr-defined]
+        attach(self.shard, self)
 
 
 def member_of(parameter: Any) -> Member | None:
     """Return the member that a shard or leaf belongs to."""
-    return getattr(parameter, "_echelon_member", None)
+    found = attached(parameter)
+    return found if isinstance(found, Member) else None
 
 
 def mark(gradient: torch.Tensor) -> torch.Tensor:
     """Mark a gradient as a shard's, for functions that see gradients only."""
-    gradient._echelon_of_shard = True  # type: ignore[attr-defined]
+    attach(gradient, True)
     return gradient
 
 
 def is_of_shard(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is the gradient of a shard."""
-    return getattr(tensor, "_echelon_of_shard", False)
+    return attached(tensor) is True
 
 
 class Flat:
@@ -157,10 +159,8 @@ class Flat:
         pages: passes memory on between flats.
 
     Attributes:
-        unit: whose flat this is.
+        replicas: the ranks that keep a copy of this rank's chunk; None: no other rank does.
     """
-
-    unit: Unit
 
     def __init__(
         self,
@@ -177,6 +177,7 @@ class Flat:
         if first.device.type == "cpu":
             heap.keep()
         self.group = group
+        self.replicas = replicas
         self.dtype = first.dtype
         self.device = first.device
         self.compute_dtype = compute_dtype or first.dtype
@@ -207,6 +208,11 @@ class Flat:
     def full_bytes(self) -> int:
         """Bytes of the whole vector."""
         return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the buffer that reduces the gradients."""
+        return self.layout.numel * self.reduce_dtype.itemsize
 
     # ---- parameters ----
 

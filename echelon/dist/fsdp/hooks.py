@@ -6,28 +6,28 @@ tensors.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.backward import check_whole
+from echelon.dist.fsdp.driver import Driver
 from echelon.dist.fsdp.flat import Member
 from echelon.dist.fsdp.nested import map_tensors, tensors_in
-from echelon.dist.fsdp.unit import UNWATCHED, State, Unit, unit_of
+from echelon.dist.fsdp.order.entry import UNWATCHED, State
+from echelon.dist.fsdp.unit import Unit, unit_of
 
 _numbers = itertools.count(UNWATCHED + 1)
 _hooks: weakref.WeakKeyDictionary[Unit, _ModuleHooks] = weakref.WeakKeyDictionary()
 
 
-def install(unit: Unit) -> None:
+def install(unit: Unit, driver: Driver) -> None:
     """Hook a unit's modules and parameters."""
-    hooks = _ModuleHooks(unit)
+    hooks = _ModuleHooks(unit, driver)
     _hooks[unit] = hooks
     before = _uncompiled(hooks.before)
     after = _uncompiled(hooks.after)
@@ -38,7 +38,7 @@ def install(unit: Unit) -> None:
         if part not in unit.modules:
             part.register_forward_pre_hook(_PartHook(unit), prepend=True)
     for member in unit.members:
-        _hook_gradient(unit, member)
+        _hook_gradient(unit, driver, member)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -67,10 +67,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = call
 
 
-def _hook_gradient(unit: Unit, member: Member) -> None:
+def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
     def arrived(leaf: torch.Tensor) -> None:  # noqa: ARG001
-        with _failing(unit):
-            unit.driver.enter_backward().arrived(unit, member)
+        driver.gradient_arrives(unit, member)
 
     if member.leaf.is_floating_point():
         wanted = member.leaf.requires_grad
@@ -100,36 +99,35 @@ class _PartHook:
 class _ModuleHooks:
     """Before and after the forward of a unit's modules."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, driver: Driver) -> None:
         self._unit = unit
+        self._driver = driver
         self._ran: set[nn.Module] = set()
         self._call: int | None = None  # of the forward that runs; None: not followed
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        driver = self._unit.driver
+        driver = self._driver
         if module in self._ran and not driver.is_nested(self._unit):
             self._ran.clear()  # an earlier forward of the unit raised before its end
         first = not self._ran
         if first:
-            with _failing(self._unit):
-                driver.before_forward(self._unit, trains=_trains(args, kwargs))
+            driver.before_forward(self._unit, trains=_trains(args, kwargs))
         self._ran.add(module)
         args, kwargs = self._prepare((args, kwargs), watched=first)
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
-        unit, call = self._unit, self._call
+        unit, driver, call = self._unit, self._driver, self._call
         if unit.precision.output_dtype is not None:
             output = _cast(output, unit.precision.output_dtype)
-        has_graph = _watch(output, lambda: _needed(unit, call))
+        has_graph = _watch(output, lambda: driver.outputs_have_gradients(unit, call))
         if len(self._ran) == len(unit.modules):
             self._ran.clear()
-            with _failing(unit):
-                unit.driver.after_forward(unit, has_graph=has_graph)
+            driver.after_forward(unit, has_graph=has_graph)
         return output
 
     def _prepare(self, inputs: Any, *, watched: bool) -> Any:
-        unit, precision = self._unit, self._unit.precision
+        unit, driver, precision = self._unit, self._driver, self._unit.precision
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             inputs = _cast(inputs, precision.param_dtype)
         if not watched:
@@ -139,12 +137,13 @@ class _ModuleHooks:
             return inputs
         # A forward that is computed again was watched when it ran with gradients. Within a
         # reentrant checkpoint it ran without.
-        if unit.driver.running() is not None and (unit.calls or unit.is_unwatched):
+        if driver.in_backward and (unit.entry.calls or unit.entry.is_unwatched):
             return inputs
         inputs = map_tensors(_inner, inputs)
         call = next(_numbers)
-        self._call = call if _watch(inputs, lambda: _passed(unit, call)) else UNWATCHED
-        unit.begin_call(self._call)
+        is_watched = _watch(inputs, lambda: driver.inputs_have_gradients(unit, call))
+        self._call = call if is_watched else UNWATCHED
+        unit.entry.begin_call(self._call)
         return inputs
 
 
@@ -153,22 +152,6 @@ def _trains(args: Any, kwargs: Any) -> bool:
     return torch.is_grad_enabled() or any(
         tensor.requires_grad for tensor in tensors_in((args, kwargs))
     )
-
-
-def _needed(unit: Unit, call: int | None) -> None:
-    with _failing(unit):
-        backward = unit.driver.enter_backward()
-        if call is not None:
-            unit.begin_call(call)  # once more, if its graph was kept
-        backward.enters(unit)
-
-
-def _passed(unit: Unit, call: int) -> None:
-    with _failing(unit):
-        backward = unit.driver.enter_backward()
-        check_whole(unit, "the gradient of an input")
-        unit.end_call(call)
-        backward.look(unit, passed=True)
 
 
 def _watch(value: Any, told: Callable[[], None]) -> bool:
@@ -199,16 +182,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(change, value)
-
-
-@contextlib.contextmanager
-def _failing(unit: Unit) -> Iterator[None]:
-    """Tell the driver of an exception that passes through."""
-    try:
-        yield
-    except BaseException:
-        unit.driver.fail()
-        raise
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from echelon.dist.fsdp.driver import driver_of
 from echelon.dist.fsdp.flat import member_of
-from echelon.dist.fsdp.unit import Unit
+from echelon.dist.fsdp.unit import Unit, owner_of
 
 _ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta"}
@@ -44,14 +45,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa:
             member = member_of(parameter)
             if member is not None:
                 _check_parameter(parameter, member.shard)
-                units[member.flat.unit] = None
+                units[owner_of(member)] = None
     if not units:
         return
     if optimizer not in _checked:
         _check_optimizer(optimizer)
         _checked.add(optimizer)
     for unit in units:
-        unit.before_step()
+        unit.check_step()
+        driver_of(unit).release([unit])
 
 
 def _check_parameter(parameter: nn.Parameter, shard: nn.Parameter) -> None:

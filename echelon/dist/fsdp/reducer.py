@@ -8,27 +8,39 @@ gradient on any rank keeps its `.grad`, which tells the optimizer to leave it al
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
 from echelon.dist.fsdp.flat import Flat, Member
 from echelon.dist.fsdp.reduction import Reduction
+from echelon.dist.fsdp.storage import Pool
+from echelon.dist.fsdp.unit import Unit
 from echelon.dist.group import ProcessGroup
-from echelon.errors import CollectiveError, CollectiveMismatchError
-
-if TYPE_CHECKING:
-    from echelon.dist.fsdp.driver import Driver
-    from echelon.dist.fsdp.unit import Unit
-
-_MAX_IN_FLIGHT = 2
+from echelon.errors import CollectiveMismatchError
 
 
 class Reducer:
-    """Reduces units in the order of `start`, which is the same on all ranks."""
+    """Reduces units in the order of `start`, which is the same on all ranks.
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    Args:
+        pool: lends buffers.
+        group: reduces.
+        replicas: the ranks that hold the same chunk as this one; None: no other rank does.
+        note: is called with "reduce" and a flat's number for each reduction that begins.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        group: ProcessGroup,
+        replicas: ProcessGroup | None,
+        note: Callable[[str, int], None],
+    ) -> None:
+        self._pool = pool
+        self._group = group
+        self._replicas = replicas
+        self._note = note
         self._filling: dict[Flat, Reduction] = {}
         self._flying: deque[Reduction] = deque()
         self._all: list[Reduction] = []
@@ -38,65 +50,72 @@ class Reducer:
         self._reduction(member.flat).collect(member)
 
     def start(self, unit: Unit) -> None:
-        """Begin to reduce a unit's gradients. Blocks only if too many are in flight."""
+        """Begin to reduce a unit's gradients.
+
+        Raises:
+            CollectiveError: a rank is lost, did not join, or reduces another unit.
+        """
         for flat in unit.flats:
             if not flat.trains:
                 continue
             reduction = self._reduction(flat)
             del self._filling[flat]
-            self._driver.note("reduce", flat.number)
-            try:
-                self._advance(_MAX_IN_FLIGHT - 1)
-                reduction.start()
-            except CollectiveError as err:
-                raise self._driver.explain(err, f"reducing the gradients of {unit}") from None
+            self._note("reduce", flat.number)
+            self._advance(len(self._flying))
+            reduction.start()
             self._flying.append(reduction)
             self._all.append(reduction)
 
-    def finish(self) -> None:
+    def finish_first(self, unit: Unit) -> None:
+        """Complete the reductions of a unit and those before it; blocks.
+
+        Raises:
+            CollectiveError: a rank is lost or did not join.
+        """
+        last = max((i for i, one in enumerate(self._flying) if one.flat in unit.flats), default=-1)
+        self._advance(len(self._flying) - last - 1)
+
+    def finish(self, hashes: Sequence[int]) -> None:
         """Wait for all of them and give the shards their gradients.
+
+        Args:
+            hashes: of the order in which this rank went through the units.
 
         Raises:
             CollectiveMismatchError: a rank went through the units in another order.
-            CollectiveError: a rank is lost or did not come.
+            CollectiveError: a rank is lost or did not join.
         """
         if not self._all:
             return
         members = [member for one in self._all for member in one.flat.members]
         mine = [member in one.present for one in self._all for member in one.flat.members]
-        try:
-            present = self._exchange(mine)
-            self._advance(0)
-        except CollectiveError as err:
-            raise self._driver.explain(err, "reducing the last gradients") from None
+        present = self._exchange(hashes, mine)
+        self._advance(0)
         some = {member for member, flag in zip(members, present, strict=True) if flag}
         for reduction in self._all:
             reduction.settle(some.intersection(reduction.flat.members))
 
     def _reduction(self, flat: Flat) -> Reduction:
         if flat not in self._filling:
-            driver = self._driver
-            self._filling[flat] = Reduction(flat, driver.pool, driver.reducer, driver.replicas)
+            self._filling[flat] = Reduction(flat, self._pool, self._group, self._replicas)
         return self._filling[flat]
 
     def _advance(self, limit: int) -> None:
-        """Go on with what flies, in its order; block while more than `limit` do."""
+        """Continue with what flies, in its order; block while more than `limit` do."""
         while self._flying and self._flying[0].advance(block=len(self._flying) > limit):
             self._flying.popleft()
 
-    def _exchange(self, present: list[bool]) -> list[bool]:
-        driver = self._driver
+    def _exchange(self, hashes: Sequence[int], present: list[bool]) -> list[bool]:
         device = self._all[0].flat.device
-        hashes = list(driver.hashes.values())
         message = torch.tensor([*hashes, *present], dtype=torch.int64).to(device)
-        rows = _gather(driver.reducer, message)
-        _check([tuple(row[: len(hashes)]) for row in rows], driver.reducer)
+        rows = _gather(self._group, message)
+        _check([tuple(row[: len(hashes)]) for row in rows], self._group)
         columns = zip(*(row[len(hashes) :] for row in rows), strict=True)
         flags = [any(column) for column in columns]
-        if driver.replicas is not None:
+        if self._replicas is not None:
             self._advance(0)  # their all_reduces come first, on all of them
             across = torch.tensor(flags, dtype=torch.int64).to(device)
-            rows = _gather(driver.replicas, across)
+            rows = _gather(self._replicas, across)
             flags = [any(column) for column in zip(*rows, strict=True)]
         return flags
 

@@ -196,5 +196,5 @@ def share_overflow(
 def _groups(members: list[Member]) -> list[ProcessGroup]:
     """Return the group that has all ranks among which parameters are divided, and the replicas."""
     over = largest(groups_of(members))
-    replicas = {member.flat.unit.driver.replicas: None for member in members}
+    replicas = {member.flat.replicas: None for member in members}
     return [group for group in (over, *replicas) if group is not None]

@@ -12,8 +12,9 @@ from torch import nn
 from echelon.dist.fsdp import guards, hooks, meta, optimizers, states
 from echelon.dist.fsdp.driver import Driver
 from echelon.dist.fsdp.flat import Flat, Source, member_of
+from echelon.dist.fsdp.marks import attach
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
-from echelon.dist.fsdp.unit import Unit, unit_of
+from echelon.dist.fsdp.unit import Unit, owner_of, unit_of
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.runtime import world
@@ -86,17 +87,17 @@ def fully_shard(
     unit = Unit(
         modules,
         [_flat(part, driver, precision, offload_policy) for part in _alike(sources)],
-        driver,
+        len(driver.units),
         precision,
         reshard=reshard_after_forward is not False,
         near=driver.near(near_size) if near_size else None,
         depth=prefetch,
     )
-    unit.borrowed = borrowed
-    for owner in borrowed:
-        owner.borrowers.append(unit)
+    driver.add(unit)
+    unit.borrow(borrowed)
     _name(unit, modules)
-    hooks.install(unit)
+    driver.order.budget.measure(driver.order.entries)
+    hooks.install(unit, driver)
     states.install(unit)
     optimizers.install()
     guards.install()
@@ -179,10 +180,10 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
                 source.slots.append((module, name))
             elif not any(part is module and key == name for part, key in member.slots):
                 member.slots.append((module, name))
-                borrowed[member.flat.unit] = None
+                borrowed[owner_of(member)] = None
             elif module not in sharded:
                 raise ValueError(
-                    f"{name!r} of this {type(modules[0]).__name__} belongs to {member.flat.unit} "
+                    f"{name!r} of this {type(modules[0]).__name__} belongs to {owner_of(member)} "
                     "already: shard the blocks first and the module around them last"
                 )
     return list(sources.values()), list(borrowed)
@@ -235,9 +236,9 @@ def _flat(
 
 def _name(unit: Unit, modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
-        module.__dict__["_echelon_unit"] = unit
+        attach(module, unit)
         for path, part in module.named_modules():
             inner = unit_of(part)
             if inner is not None and inner is not unit:
-                inner.name = path
-                unit.outer = True
+                inner.entry.name = path
+                unit.entry.outer = True

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.dist.fsdp.driver import driver_of
 from echelon.dist.fsdp.flat import Flat, Member, make_whole, member_of
 from echelon.dist.fsdp.layout import tagged_shape
-from echelon.dist.fsdp.unit import Unit, units_of
+from echelon.dist.fsdp.unit import Unit, owner_of, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ def shards(module: nn.Module) -> dict[str, Shard]:
 
 def _shard(member: Member, names: list[str]) -> Shard:
     flat, part = member.flat, member.part
-    group, replicas = flat.group, flat.unit.driver.replicas
+    group, replicas = flat.group, flat.replicas
     mine = (group.ranks[group.rank],)
     return Shard(
         name=names[0],
@@ -111,7 +112,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
     for unit in units_of(module):
         for flat in unit.flats:
             whole.update(_gather(flat, rank0_only))
-    everywhere = all(unit.driver.group.rank == 0 for unit in units_of(module))
+    everywhere = all(driver_of(unit).group.rank == 0 for unit in units_of(module))
     if rank0_only and not everywhere:
         return {}
     result: dict[str, torch.Tensor] = {}
@@ -155,9 +156,9 @@ def install(unit: Unit) -> None:
 
 
 def _show_shards(unit: Unit) -> None:
-    if unit.held:
+    if unit.entry.held:
         raise ValueError(f"{unit} is unsharded: call reshard() before taking its state")
-    unit.release()
+    driver_of(unit).release([unit])
 
 
 def _before_load(
@@ -178,5 +179,5 @@ def _before_load(
 def _named(module: nn.Module, unit: Unit) -> Iterator[tuple[str, Member]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         member = member_of(parameter)
-        if member is not None and (member.flat.unit is unit or member.flat.unit in unit.borrowed):
+        if member is not None and owner_of(member) in (unit, *unit.borrowed):
             yield name, member

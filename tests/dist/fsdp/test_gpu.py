@@ -27,6 +27,7 @@ def _loss(model, index):
 
 def _device(rank, size, offload, reshard):
     from echelon.dist.fsdp import CPUOffloadPolicy, clip_grad_norm_, full_state_dict, fully_shard
+    from echelon.dist.fsdp.unit import unit_of
 
     torch.cuda.set_device(rank)
     dist.init("nccl")
@@ -38,10 +39,7 @@ def _device(rank, size, offload, reshard):
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
-    storages = [
-        block.__dict__["_echelon_unit"].flats[0].full.tensor.untyped_storage()
-        for block in model.blocks
-    ]
+    storages = [unit_of(block).flats[0].full.tensor.untyped_storage() for block in model.blocks]
     assert all(storage.size() == 0 for storage in storages)
     optimizer = models.make_optimizer(model)
     expected = models.make().cuda()

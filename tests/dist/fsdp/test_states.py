@@ -101,13 +101,15 @@ def _resident(tensor) -> int:
 
 def _memory(rank, size):
     from echelon.dist.fsdp import fully_shard
+    from echelon.dist.fsdp.driver import driver_of
+    from echelon.dist.fsdp.unit import unit_of
 
     models.join()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    flats = [layer.__dict__["_echelon_unit"].flats[0] for layer in model]
+    flats = [unit_of(layer).flats[0] for layer in model]
     whole = 4 << 20
 
     def resident():
@@ -131,7 +133,7 @@ def _memory(rank, size):
         loss.backward()
         assert sum(resident()) == 0
         # Gradients: pooled buffers of whole units, no more than are in flight at a time.
-        assert model[0].__dict__["_echelon_unit"].driver.pool.num_bytes <= 3 * whole
+        assert driver_of(unit_of(model[0])).pool.num_bytes <= 3 * whole
     dist.shutdown()
 
 
@@ -141,6 +143,7 @@ def test_only_the_units_at_work_are_in_memory():
 
 def _clip(rank, size):
     from echelon.dist.fsdp import clip_grad_norm_
+    from echelon.dist.fsdp.flat import member_of
 
     models.join()
     norms = []
@@ -155,7 +158,7 @@ def _clip(rank, size):
         assert type(norm) is float
         assert norm == pytest.approx(expected, rel=1e-5)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            part = p._echelon_member.part
+            part = member_of(p).part
             mine = q.grad.flatten()[part.start : part.start + part.length]
             torch.testing.assert_close(p.grad.flatten(), mine, rtol=1e-4, atol=1e-8)
         assert clip_grad_norm_(model, 1e9, norm_type) <= 0.051

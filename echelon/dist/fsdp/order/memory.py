@@ -1,0 +1,116 @@
+"""Memory: which units are in it, and which reductions have buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from echelon.dist.fsdp.order.actions import Action, Exchange, Finish, Gather, Reduce, Release, Wait
+from echelon.dist.fsdp.order.budget import Budget
+from echelon.dist.fsdp.order.entry import Entry, State
+
+
+class Residency:
+    """Keeps `Entry.state`, and the actions of the event that is being handled.
+
+    Attributes:
+        entries: all units of the group, by number.
+        budget: bounds what is gathered ahead.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.entries: list[Entry] = []
+        self.budget = budget
+        self._actions: list[Action] = []
+        self._ahead: set[Entry] = set()
+
+    def emit(self, action: Action) -> None:
+        """Add an action to those of this event."""
+        self._actions.append(action)
+
+    def take(self) -> list[Action]:
+        """Return this event's actions."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def clear(self) -> None:
+        """Drop the actions of an event that failed, and forget what was gathered ahead."""
+        self._actions.clear()
+        self._ahead.clear()
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of units that are gathered and were not asked for yet."""
+        return sum(entry.num_bytes for entry in self._ahead)
+
+    def gather(self, entry: Entry) -> None:
+        """Begin to gather a unit that is not in memory."""
+        if entry.state in (State.SHARDED, State.NEAR):
+            self.emit(Gather(entry, near=entry.state is State.NEAR))
+            entry.state = State.GATHERING
+
+    def gather_ahead(self, entry: Entry, following: Sequence[Entry]) -> None:
+        """Begin to gather what follows a unit, as far as its depth and the budget allow.
+
+        The first unit that the budget refuses ends it, so that the order never depends on sizes.
+        """
+        self.note_use(entry)
+        for due in following[: entry.depth]:
+            if due.state not in (State.SHARDED, State.NEAR):
+                continue
+            if not self.budget.allows_ahead(self.ahead_bytes, due.num_bytes):
+                return
+            self._ahead.add(due)
+            self.gather(due)
+
+    def note_use(self, entry: Entry) -> None:
+        """Note that a unit is used now, so it is ahead no more."""
+        self._ahead.discard(entry)
+
+    def wait(self, entry: Entry) -> None:
+        """Have a unit's parameters in memory."""
+        if entry.state is not State.WHOLE:
+            self.gather(entry)
+            self.emit(Wait(entry))
+            entry.state = State.WHOLE
+
+    def release(self, entry: Entry, *, for_backward: bool = False) -> None:
+        """Release a unit; a gather under way is waited for."""
+        if entry.state is State.SHARDED:
+            return
+        if entry.state is State.GATHERING:
+            self.wait(entry)
+        keep_near = for_backward and entry.has_near
+        self.emit(Release(entry, keep_near=keep_near))
+        entry.state = State.NEAR if keep_near else State.SHARDED
+        self._ahead.discard(entry)
+
+    def release_ahead(self) -> None:
+        """Release what was gathered ahead and is not asked for any more."""
+        for entry in sorted(self._ahead, key=lambda one: one.number):
+            if not entry.held:
+                self.release(entry)
+        self._ahead.clear()
+
+
+class Reductions:
+    """The reductions of one run, within the budget."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._under_way: deque[Entry] = deque()
+
+    def begin(self, entry: Entry) -> None:
+        """Reduce a unit's gradients; the oldest reductions are completed first if need be."""
+        budget = self._residency.budget
+        while not budget.allows_reduction(
+            [one.gradient_bytes for one in self._under_way], entry.gradient_bytes
+        ):
+            self._residency.emit(Finish(self._under_way.popleft()))
+        self._residency.emit(Reduce(entry))
+        self._under_way.append(entry)
+
+    def complete(self) -> None:
+        """Complete all of them, and agree with the other ranks on what was reduced."""
+        self._under_way.clear()
+        self._residency.emit(Exchange())

@@ -1,0 +1,165 @@
+"""Run: one run of autograd through sharded units.
+
+Two orders, both known before it begins, keep the ranks in step whatever their data does:
+
+* units are gathered in the reverse of the order in which their forwards *ended*. Asking for one
+  gathers those before it, too;
+* gradients are reduced in the reverse of the order in which forwards *began* (an outer unit begins
+  first and has its last gradient last). One that is ready waits for those before it.
+
+A unit's parameters are released once all its gradients are computed, or those of its inputs, which
+autograd computes after everything inside. A unit with frozen parameters whose inputs need no
+gradients is released at the end of the run: its last trained gradient says nothing about them.
+A run without a single gradient for a parameter (inputs' gradients only, the first half of a split
+backward) releases and reduces nothing: the weights' gradients are still to be computed, and may
+need the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+
+from echelon.dist.fsdp.order.actions import Collect, SetAside
+from echelon.dist.fsdp.order.entry import Entry, State
+from echelon.dist.fsdp.order.memory import Reductions, Residency
+
+
+class Run:
+    """One run.
+
+    Args:
+        ended, begun: forwards since the last run, in these orders.
+        place: a number by which the units' forwards began in order.
+        is_again: there were no forwards, so this run goes through graphs that were kept; `begun`
+            is then that of the last run, and units that this one does not reach are left out.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        ended: list[Entry],
+        begun: Iterable[Entry],
+        place: Callable[[Entry], int],
+        *,
+        is_again: bool,
+    ) -> None:
+        self._residency = residency
+        self._place = place
+        self._is_again = is_again
+        self._to_gather = ended[::-1]
+        self._expected = [entry for entry in reversed(list(begun)) if entry.facts.trains]
+        self._over: set[Entry] = set()
+        self._entered: set[Entry] = set()  # units whose outputs have their gradients
+        self._any_arrived = False
+        self._reductions = Reductions(residency)
+
+    @property
+    def yields_nothing(self) -> bool:
+        """Whether gradients were expected and none arrived."""
+        return not self._any_arrived and bool(self._expected)
+
+    def left(self) -> tuple[list[Entry], list[Entry]]:
+        """Return what was not gathered and not reduced, as forwards ended and began."""
+        return self._to_gather[::-1], self._expected[::-1]
+
+    def enters(self, entry: Entry) -> None:
+        """Gather what autograd needs to go through a unit, which it is about to do."""
+        for one in (*entry.borrowed, entry):
+            self._entered.add(one)
+            self._needs(one)
+
+    def arrived(self, entry: Entry, member: Hashable) -> None:
+        """Take the gradient that autograd finished for a parameter.
+
+        Raises:
+            RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
+        """
+        check_whole(entry, f"the gradient of {member}")
+        self._any_arrived = True
+        if entry in self._over:  # again, through another graph
+            self._over.discard(entry)
+            entry.missing = None
+            if entry not in self._expected:
+                self._expect(entry)
+        entry.awaits().discard(member)
+        kind = Collect if entry.reduces else SetAside
+        self._residency.emit(kind(entry, member))
+        self.look(entry, passed=False)
+
+    def look(self, entry: Entry, *, passed: bool) -> None:
+        """Check whether a unit's backward is complete; `passed`: its inputs have gradients."""
+        if entry.calls or self._is_lent(entry) or not self._is_complete(entry, passed=passed):
+            return
+        self._over.add(entry)
+        # Frozen parameters have no gradient that tells when the last use of them is over.
+        if not entry.held and not (entry.is_unwatched and entry.facts.has_frozen):
+            self._residency.release(entry)
+        self._reduce_ready()
+        for owner in entry.borrowed:
+            if owner not in self._over:
+                self.look(owner, passed=not owner.is_unwatched)
+
+    def finish(self) -> None:
+        """Reduce what is left, and agree with the other ranks on all of it."""
+        for entry in self._to_gather:  # the other ranks may have needed it
+            self._residency.gather(entry)
+        self._to_gather = []
+        if self._is_again:
+            reached = self._entered | self._over
+            self._expected = [entry for entry in self._expected if entry in reached]
+        for entry in self._residency.entries:
+            is_known = entry in self._over or entry in self._expected
+            if not is_known and entry.facts.has_gradients():
+                self._expect(entry)  # from an earlier backward that did not reduce
+        self._over.update(self._expected)
+        self._reduce_ready()
+        self._reductions.complete()
+
+    def _needs(self, entry: Entry) -> None:
+        if entry in self._to_gather:
+            place = self._to_gather.index(entry)
+            for due in self._to_gather[: place + 1]:
+                self._residency.gather(due)
+            del self._to_gather[: place + 1]
+        self._residency.gather(entry)
+        self._residency.gather_ahead(entry, self._to_gather)
+        self._residency.wait(entry)
+        is_known = entry in self._expected or entry in self._over
+        if not is_known and entry.facts.trains:
+            self._expect(entry)
+
+    def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
+        """Whether no gradient of a unit's parameters is still to be computed."""
+        if not passed and entry.borrowed:
+            return False  # what it borrowed is not among what it awaits
+        # A run that yields no gradient at all computes those of inputs only. Which parameters of
+        # this unit got one may differ between ranks, so that must not decide.
+        return not entry.awaits() or (passed and self._any_arrived)
+
+    def _is_lent(self, entry: Entry) -> bool:
+        """Whether autograd is inside a unit that uses parameters of this one."""
+        return any(one in self._entered and one not in self._over for one in entry.borrowers)
+
+    def _expect(self, entry: Entry) -> None:
+        self._expected.append(entry)
+        self._expected.sort(key=self._place, reverse=True)
+
+    def _reduce_ready(self) -> None:
+        while self._expected and self._expected[0] in self._over:
+            entry = self._expected.pop(0)
+            if entry.reduces:
+                self._reductions.begin(entry)
+
+
+def check_whole(entry: Entry, what: str) -> None:
+    """Check that a unit's parameters are in memory.
+
+    Raises:
+        RuntimeError: they are not, so what was just computed is wrong.
+    """
+    if entry.state is not State.WHOLE:
+        raise RuntimeError(
+            f"{what} was computed while {entry} was sharded: something computed inside the unit "
+            "left it other than through its outputs. Return it from forward, or call unshard() "
+            "before backward"
+        )
