@@ -10,6 +10,8 @@ from pathlib import Path
 
 from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
+from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
+from echelon.analysis.evidence.stacks import main_thread
 from echelon.analysis.finding import Finding, Report
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
@@ -81,13 +83,26 @@ def diagnose(evidence: Evidence) -> Report:
 def report_of(picture: Picture) -> Report:
     """Ask the rules and put their findings in order, the root first."""
     evidence = picture.evidence
+    findings = tuple(_named(finding) for finding in _findings(picture))
+    is_healthy = all(finding.info for finding in findings)
     return Report(
         world_size=evidence.world_size,
         ranks_present=tuple(evidence.ranks),
-        findings=tuple(_named(finding) for finding in _findings(picture)),
+        findings=findings,
         origin=evidence.origin,
         warnings=evidence.warnings,
+        stacks=() if is_healthy else merged_stacks(evidence),
     )
+
+
+def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
+    """Merge the main threads' stacks of all ranks, as they were at the snapshot."""
+    shown: dict[int, tuple[str, ...]] = {}
+    for rank, facts in evidence.ranks.items():
+        thread = main_thread(facts.host.stacks) if facts.host.stacks else None
+        if thread is not None:
+            shown[rank] = short_form(thread.frames)
+    return merge(shown)
 
 
 def _named(finding: Finding) -> Finding:

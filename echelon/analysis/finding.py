@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.analysis.evidence.stack_tree import Branch
 
 REPORT_FORMAT = 2
 
@@ -137,6 +140,7 @@ class Report:
     findings: tuple[Finding, ...]
     origin: str = ""  # what was read, in words
     warnings: tuple[str, ...] = ()
+    stacks: tuple[Branch, ...] = ()  # of all ranks merged, in the short form; () when healthy
 
     @property
     def verdict(self) -> Finding | None:

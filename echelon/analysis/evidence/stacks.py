@@ -87,7 +87,7 @@ def threads(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(name, tuple(frames)) for name, frames in found)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16384)  # each rank is asked several times, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
     """Return the main thread: the one that began in a script, else the last one listed."""
     listed = threads(text)

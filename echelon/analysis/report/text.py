@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from echelon.analysis.evidence.stack_tree import Branch
     from echelon.analysis.evidence.timing import RankTime, Timing
 
 _MAX_EVIDENCE = 7
@@ -20,6 +21,8 @@ _MAX_WARNINGS = 3
 _MAX_RANKS = 4
 _MAX_CALLS = 4
 _MAX_CHARS = 400
+_MAX_PLACES = 8
+_MAX_FRAMES = 4  # of a run that ranks share, innermost ones
 
 
 def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
@@ -43,7 +46,7 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for label, lines in _sections(verdict):
+        for label, lines in _sections(verdict, report):
             for index, line in enumerate(lines):
                 table.add_row("" if index else label, Text(clean(line, _MAX_CHARS)))
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
@@ -59,7 +62,7 @@ def plain_lines(report: Report, timing: Timing | None = None) -> list[str]:
     lines = [_headline(report, verdict).plain.strip()]
     if verdict is not None:
         lines += [f"  {clean(verdict.summary, _MAX_CHARS)}", ""]
-        sections = _sections(verdict)
+        sections = _sections(verdict, report)
         width = max(len(label) for label, _ in sections) + 2
         for label, rows in sections:
             for index, row in enumerate(rows):
@@ -96,11 +99,13 @@ def _headline(report: Report, verdict: Finding | None) -> Text:
     return line
 
 
-def _sections(finding: Finding) -> list[tuple[str, list[str]]]:
+def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
     evidence = list(finding.evidence[:_MAX_EVIDENCE])
     if len(finding.evidence) > _MAX_EVIDENCE:
         evidence.append(f"and {len(finding.evidence) - _MAX_EVIDENCE} more (--json)")
     sections = [("next", [finding.next_action]), ("evidence", evidence)]
+    if len(report.ranks_present) > 1:
+        sections.append(("stacks", stack_lines(report.stacks, finding.culprit_ranks)))
     if finding.fallout_ranks:
         sections.append(("fallout", [rank_list(finding.fallout_ranks)]))
     if finding.would_settle:
@@ -108,6 +113,37 @@ def _sections(finding: Finding) -> list[tuple[str, list[str]]]:
     if finding.alternatives:
         sections.append(("runner-up", [alternative_line(finding.alternatives[0])]))
     return [(label, lines) for label, lines in sections if lines and lines[0]]
+
+
+def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
+    """Show where the ranks stand: a line per place with its number of ranks, culprits' first.
+
+    A place that forks below is shown with what its ranks share, and the places below it indented.
+    """
+    lines: list[tuple[str, Branch]] = []
+    _add_places(lines, branches, set(culprits), 0)
+    if len(lines) <= _MAX_PLACES:
+        return [line for line, _ in lines]
+    shown, rest = lines[: _MAX_PLACES - 1], lines[_MAX_PLACES - 1 :]
+    ends = [branch for _, branch in rest if not branch.children]
+    count = sum(len(branch.ranks) for branch in ends)
+    more = f"{count:,} ranks at {len(ends):,} more places (--html)"
+    return [*(line for line, _ in shown), more]
+
+
+def _add_places(
+    lines: list[tuple[str, Branch]], branches: Sequence[Branch], culprits: set[int], depth: int
+) -> None:
+    ordered = sorted(branches, key=lambda one: (culprits.isdisjoint(one.ranks), -len(one.ranks)))
+    for branch in ordered:
+        frames = branch.frames[-_MAX_FRAMES:]
+        cut = "... > " if len(frames) < len(branch.frames) else ""
+        who = rank_list(branch.ranks)
+        count = len(branch.ranks)
+        if count > 1:
+            who = f"{count:,} {who.replace('ranks ', 'ranks (', 1)})"
+        lines.append((f"{'  ' * depth}{who}: {cut}{' > '.join(frames)}", branch))
+        _add_places(lines, branch.children, culprits, depth + 1)
 
 
 def alternative_line(other: Alternative) -> str:

@@ -1,0 +1,90 @@
+"""The stacks of all ranks merged into one tree: 1,021 ranks here, 3 there.
+
+A node is a run of frames that the same ranks share; it forks where their ways part. Ranks with
+equal stacks are put together before anything is compared, so thousands of ranks cost little more
+than their distinct stacks. The short form keeps the user's frames and the first call out of them,
+because two waiting ranks that stand in different lines of a library's polling loop stand at one
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from echelon.analysis.evidence.stacks import Frame, users_frame
+
+MAX_FRAMES = 100  # innermost ones; what faulthandler writes of a thread
+_Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Ranks that share a run of frames, outermost first, and where their ways part after it."""
+
+    frames: tuple[str, ...]
+    ranks: tuple[int, ...]
+    children: tuple[Branch, ...] = ()
+
+
+def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
+    """Merge stacks, each outermost frame first, of which one is left out if it is empty.
+
+    The branch of the most ranks comes first.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, frames in stacks.items():
+        if frames:
+            alike.setdefault(frames[-MAX_FRAMES:], []).append(rank)
+    return _fork([(frames, tuple(sorted(ranks))) for frames, ranks in alike.items()], 0)
+
+
+def _fork(stacks: _Stacks, depth: int) -> tuple[Branch, ...]:
+    """Return a branch per different frame at `depth`; stacks that end there have none."""
+    ways: dict[str, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
+    for one in stacks:
+        if len(one[0]) > depth:
+            ways.setdefault(one[0][depth], []).append(one)
+    branches = [_branch(way, depth) for way in ways.values()]
+    return tuple(sorted(branches, key=lambda one: (-len(one.ranks), one.ranks)))
+
+
+def _branch(way: _Stacks, depth: int) -> Branch:
+    shortest = min((frames for frames, _ in way), key=len)
+    end = depth + 1
+    while end < len(shortest) and all(frames[end] == shortest[end] for frames, _ in way):
+        end += 1
+    ranks = tuple(sorted(rank for _, some in way for rank in some))
+    return Branch(shortest[depth:end], ranks, _fork(way, end))
+
+
+@lru_cache(maxsize=4096)
+def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
+    """Return the user's frames of a stack, outermost first, and what the innermost one calls.
+
+    Args:
+        frames: innermost first.
+    """
+    own = [place for place, frame in enumerate(frames) if frame.is_users]
+    if not own:
+        at = users_frame(frames)
+        return () if at is None else (str(at),)
+    shown = [str(frames[place]) for place in reversed(own)]
+    if own[0] > 0:
+        shown.append(f"{frames[own[0] - 1].function}()")
+    return tuple(shown)
+
+
+def long_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
+    """Return all frames of a stack, outermost first.
+
+    Args:
+        frames: innermost first.
+    """
+    return tuple(str(frame) for frame in reversed(frames))
+
+
+def leaves(branches: Iterable[Branch]) -> int:
+    """Return how many different ends a tree has."""
+    return sum(leaves(branch.children) or 1 for branch in branches)
