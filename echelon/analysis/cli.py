@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     picture, report = examine(arguments.path)
     if arguments.html is not None:
-        from echelon.analysis.report.page.html import write_html
+        from echelon.analysis.report.page.render import write_html
 
         write_html(picture, report, arguments.html)
     if arguments.trace is not None:

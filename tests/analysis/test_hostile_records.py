@@ -16,7 +16,7 @@ from echelon.analysis.evidence.model import Incident
 from echelon.analysis.evidence.picture import take_picture
 from echelon.analysis.evidence.stacks import Frame, main_thread
 from echelon.analysis.finding import Report
-from echelon.analysis.report.page.html import render_html
+from echelon.analysis.report.page.render import render_html
 from echelon.analysis.report.trace import events
 from echelon.analysis.sources.builder import EvidenceBuilder
 from echelon.errors import DumpFormatError

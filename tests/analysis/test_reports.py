@@ -20,7 +20,7 @@ from echelon.analysis.evidence.timing import timing_of
 from echelon.analysis.finding import rank_list, seconds
 from echelon.analysis.report.clean import clean
 from echelon.analysis.report.page.graph import draw
-from echelon.analysis.report.page.html import render_html, write_html
+from echelon.analysis.report.page.render import render_html, write_html
 from echelon.analysis.report.page.timeline import MAX_BOXES, timeline
 from echelon.analysis.report.text import render_text
 from echelon.analysis.report.trace import events, write_trace
@@ -259,8 +259,8 @@ def look(page: str, folder: Path) -> dict[str, object]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [4, 1024])
 def test_the_page_opens_zooms_and_answers_the_pointer(tmp_path: Path, size: int) -> None:
-    job = hung(size, 2)
-    seen = look(page_of(job), tmp_path)
+    browser()  # before the page is made: else there is nothing to do
+    seen = look(page_of(hung(size, 2)), tmp_path)
     assert seen["faults"] == []
     assert seen["ready"] == "yes"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from echelon.analysis.evidence.stack_tree import Branch, leaves, merge, short_form
+from echelon.analysis.evidence.stack_tree import Branch, long_form, merge, short_form
 from echelon.analysis.evidence.stacks import Frame
 from echelon.analysis.report.text import plain_lines
 from tests.analysis.imagined_job import Job
@@ -47,6 +47,11 @@ def test_the_short_form_keeps_the_users_frames_and_what_they_call() -> None:
     assert short_form(()) == ()
 
 
+def test_the_long_form_leaves_out_the_lines_of_libraries() -> None:
+    wait = Frame(_LIBRARY, 3245, "all_reduce")
+    assert long_form((wait, _STEP)) == ("train.py:88 in step", "distributed_c10d.py in all_reduce")
+
+
 def test_a_deep_recursion_is_cut_at_its_innermost_frames() -> None:
     deep = tuple(f"f{n}" for n in range(5000))
     (branch,) = merge({0: deep, 1: deep})
@@ -59,7 +64,7 @@ def test_4096_stacks_that_all_differ_are_merged_in_bounded_time() -> None:
     tree = merge({rank: (*common, f"line {rank}", "leaf") for rank in range(4096)})
     assert time.process_time() - began < 5  # 0.05 s; quadratic work would take minutes
     assert len(tree) == 1
-    assert leaves(tree) == 4096
+    assert len(tree[0].children) == 4096
 
 
 def hung(size: int, culprit: int) -> Job:

@@ -14,7 +14,7 @@ from imagined_torch import TorchJob
 from echelon.analysis import analyze
 from echelon.analysis.diagnose import examine
 from echelon.analysis.finding import Finding
-from echelon.analysis.report.page.html import render_html
+from echelon.analysis.report.page.render import render_html
 from echelon.analysis.sources.torch.file import rank_in_name, ranks_in
 from echelon.errors import DumpFormatError
 

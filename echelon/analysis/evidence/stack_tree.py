@@ -9,11 +9,11 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from echelon.analysis.evidence.stacks import Frame, users_frame
+from echelon.analysis.evidence.stacks import Frame, file_name, users_frame
 
 MAX_FRAMES = 100  # innermost ones; what faulthandler writes of a thread
 _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
@@ -77,14 +77,12 @@ def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
 
 
 def long_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return all frames of a stack, outermost first.
+    """Return all frames of a stack, outermost first; those of libraries without their line.
 
     Args:
         frames: innermost first.
     """
-    return tuple(str(frame) for frame in reversed(frames))
-
-
-def leaves(branches: Iterable[Branch]) -> int:
-    """Return how many different ends a tree has."""
-    return sum(leaves(branch.children) or 1 for branch in branches)
+    return tuple(
+        str(frame) if frame.is_users else f"{file_name(frame.file)} in {frame.function}"
+        for frame in reversed(frames)
+    )

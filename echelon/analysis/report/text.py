@@ -138,12 +138,17 @@ def _add_places(
     for branch in ordered:
         frames = branch.frames[-_MAX_FRAMES:]
         cut = "... > " if len(frames) < len(branch.frames) else ""
-        who = rank_list(branch.ranks)
-        count = len(branch.ranks)
-        if count > 1:
-            who = f"{count:,} {who.replace('ranks ', 'ranks (', 1)})"
-        lines.append((f"{'  ' * depth}{who}: {cut}{' > '.join(frames)}", branch))
+        where = f"{cut}{' > '.join(frames)}"
+        lines.append((f"{'  ' * depth}{counted(branch.ranks)}: {where}", branch))
         _add_places(lines, branch.children, culprits, depth + 1)
+
+
+def counted(ranks: Sequence[int]) -> str:
+    """Name ranks with their number: `1,021 ranks (0-6 and 10-1023)`, `rank 7`."""
+    names = rank_list(ranks)
+    if len(ranks) < 2:
+        return names
+    return f"{len(ranks):,} {names.replace('ranks ', 'ranks (', 1)})"
 
 
 def alternative_line(other: Alternative) -> str:

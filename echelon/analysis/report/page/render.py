@@ -1,33 +1,31 @@
 """The report as one HTML file: no network, nothing beside it, light and dark.
 
-The verdict comes first, then the timeline, the wait-for graph, the stacks side by side, and where
-the time went. Everything recorded is untrusted: it is cleaned, then escaped, and the data block
-cannot end its own element. A content security policy forbids the page to load or send anything.
+The verdict comes first, then the timeline, the wait-for graph, the stacks merged and side by side,
+and where the time went. `page.html`, `style.css` and `script.js` beside this module are its frame.
+Everything recorded is untrusted: it is cleaned, then escaped, and the data block cannot end its own
+element. A content security policy forbids the page to load or send anything.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from echelon import __version__
-from echelon.analysis.evidence.model import RankEvidence
-from echelon.analysis.evidence.picture import Picture, last_row
-from echelon.analysis.evidence.stacks import Frame, main_thread, site_frame, users_frame
+from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.timing import COMMUNICATION, CallTime, RankTime, Timing, timing_of
 from echelon.analysis.finding import Finding, Report, rank_list, rate, seconds
 from echelon.analysis.report.clean import safe
 from echelon.analysis.report.page.graph import draw
 from echelon.analysis.report.page.graph_svg import render_graph
-from echelon.analysis.report.page.page_script import SCRIPT
-from echelon.analysis.report.page.page_style import STYLE
+from echelon.analysis.report.page.stacks import stacks_section
+from echelon.analysis.report.page.template import fill
 from echelon.analysis.report.page.timeline import timeline
 from echelon.analysis.report.text import alternative_line
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_MAX_STACKS = 8
 _MAX_ROWS = 16
 _PHASE_COLOURS = {
     COMMUNICATION: "#5b8def",
@@ -51,25 +49,19 @@ def render_html(picture: Picture, report: Report) -> str:
     verdict = report.verdict
     culprits = list(verdict.culprit_ranks) if verdict else []
     data = {"timeline": timeline(picture), "culprits": culprits}
-    parts = [
-        _verdict(report),
-        _timeline_frame(picture),
-        render_graph(draw(picture.graph, culprits), set(culprits)),
-        _stacks(picture, report),
-        _others(report),
-        _time(timing_of(picture)),
-    ]
     title = f"{verdict.cause.value}: {rank_list(verdict.culprit_ranks)}" if verdict else "healthy"
-    return (
-        "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{safe(title)} · fr-analyze</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head><body><main>{''.join(parts)}"
-        f'<p class="small">echelon {safe(__version__)} · {safe(report.origin)}</p></main>'
-        '<div id="tip" role="tooltip"></div>'
-        f'<script type="application/json" id="data">{_json(data)}</script>'
-        f"<script>{SCRIPT}</script></body></html>\n"
+    return fill(
+        {
+            "title": safe(title),
+            "verdict": _verdict(report),
+            "num_ranks": str(len(picture.evidence.ranks)),
+            "graph": render_graph(draw(picture.graph, culprits), set(culprits)),
+            "stacks": stacks_section(picture, report),
+            "others": _others(report),
+            "time": _time(timing_of(picture)),
+            "footer": " · ".join(filter(None, (f"echelon {__version__}", safe(report.origin)))),
+            "data": _json(data),
+        }
     )
 
 
@@ -144,77 +136,6 @@ def _others(report: Report) -> str:
     return f"<section><h2>Also found</h2>{_list(lines)}</section>"
 
 
-# ---- the timeline ----
-
-
-def _timeline_frame(picture: Picture) -> str:
-    count = len(picture.evidence.ranks)
-    return (
-        '<section><div class="bar"><h2>Timeline</h2>'
-        '<button id="in" title="zoom in (+)">zoom in</button>'
-        '<button id="out" title="zoom out (-)">zoom out</button>'
-        '<button id="stall">the trouble</button><button id="fit">everything</button></div>'
-        '<div id="frame"><canvas id="timeline" role="img" '
-        f'aria-label="operations of {count} ranks over time"></canvas></div>'
-        '<div id="legend"></div>'
-        '<p class="small">Drag to move, wheel or double click to zoom, Shift + wheel for '
-        "more ranks, arrows and + - on the keyboard.</p></section>"
-    )
-
-
-# ---- the stacks ----
-
-
-def _stacks(picture: Picture, report: Report) -> str:
-    culprits = set(report.verdict.culprit_ranks) if report.verdict else set()
-    stuck = sorted(picture.disturbed | culprits, key=lambda rank: (rank not in culprits, rank))
-    columns = []
-    for rank in stuck:
-        facts = picture.evidence.ranks.get(rank)
-        column = _stack(picture, facts, bad=rank in culprits) if facts is not None else ""
-        if column:
-            columns.append(column)
-        if len(columns) == _MAX_STACKS:
-            break
-    if not columns:
-        return ""
-    note = (
-        f"{len(columns)} of {len(stuck)} ranks, culprits first" if len(stuck) > len(columns) else ""
-    )
-    return (
-        f'<section><h2>Stacks side by side</h2><div class="stacks">{"".join(columns)}</div>'
-        f'<p class="small">{safe(note)}</p></section>'
-    )
-
-
-def _stack(picture: Picture, facts: RankEvidence, *, bad: bool) -> str:
-    frames, source = _frames(picture, facts)
-    if not frames:
-        return ""
-    here = users_frame(frames)
-    items = []
-    for frame in frames[:24]:
-        kind = "here" if frame is here else "own" if frame.is_users else ""
-        items.append(f'<li class="{kind}">{safe(str(frame))}</li>')
-    style = "stack bad" if bad else "stack"
-    return (
-        f'<div class="{style}"><h3>rank {facts.rank}</h3><p class="small">{safe(source)}</p>'
-        f"<ol>{''.join(items)}</ol></div>"
-    )
-
-
-def _frames(picture: Picture, facts: RankEvidence) -> tuple[tuple[Frame, ...], str]:
-    thread = main_thread(facts.host.stacks)
-    if thread is not None and thread.frames:
-        return thread.frames, "main thread at the snapshot"
-    row = last_row(facts)
-    if row is None:
-        return (), ""
-    text = picture.evidence.tables.texts[int(row["stack"])] or picture.evidence.site(row)
-    frames = tuple(frame for line in text.splitlines() if (frame := site_frame(line)) is not None)
-    return frames, f"at its last call, {picture.evidence.call(row).operation}"
-
-
 # ---- where the time went ----
 
 
@@ -270,6 +191,10 @@ def _call_row(call: CallTime) -> Sequence[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{safe(head)}</th>" for head in heads)
+    numbers = [cell.startswith('<td class="n"') for cell in rows[0]] if rows else []
+    top = "".join(
+        f"<th{' class=n' if is_number else ''}>{safe(head)}</th>"
+        for head, is_number in zip_longest(heads, numbers)
+    )
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
