@@ -194,6 +194,36 @@ def test_both_are_named_where_nothing_shows_which_side_is_odd(tmp_path: Path) ->
     assert told(verdict_of(job, tmp_path)) == ("shape_mismatch", [0, 1])
 
 
+def buffered(**odd: object) -> TorchJob:
+    """Rank 0 is through with a small message that rank 1 never receives; rank 2 waits for both."""
+    job = TorchJob(3).all_call(1)
+    for _ in range(3):
+        job[0].send(1)
+        job[1].recv(0)
+    job[0].send(1, **odd).call(state="scheduled")
+    job[1].recv(0, "scheduled")
+    job[2].call(state="scheduled")
+    return job
+
+
+@pytest.mark.parametrize(
+    ("odd", "cause"),
+    [({"sizes": [[9, 4]]}, "shape_mismatch"), ({"dtype": "Half"}, "dtype_mismatch")],
+)
+def test_a_message_that_left_its_sender_and_fits_no_receive(
+    tmp_path: Path, odd: dict[str, object], cause: str
+) -> None:
+    verdict = verdict_of(buffered(**odd), tmp_path)
+    assert told(verdict) == (cause, [0])
+    assert verdict is not None
+    assert verdict.confidence.value == "likely"
+
+
+def test_a_message_that_left_its_sender_and_fits_is_on_its_way(tmp_path: Path) -> None:
+    verdict = verdict_of(buffered(), tmp_path)
+    assert verdict is None or not verdict.cause.value.endswith("mismatch")
+
+
 # ---- sizes that no vote can see ----
 
 

@@ -61,15 +61,17 @@ def _side(streams: Streams, message: Message) -> _Side:
 def _unequal(picture: Picture, streams: Streams) -> list[Finding]:
     found = []
     for (_, is_send), line in sorted(streams.messages.items()):
-        other = streams.counterpart(line[0]) if is_send else None
-        if other is None:
+        other = streams.counterpart(line[0])
+        # A small message leaves its sender at once; then only the receive is pending.
+        if other is None or not (is_send or other.is_done):
             continue
         one, its = _side(streams, line[0]), _side(streams, other)
-        if (
+        differs = (
             _numel(one.call) != _numel(its.call)
             or one.call.signature.dtype != its.call.signature.dtype
-        ):
-            found.append((one, its))
+        )
+        if differs and (is_send or _odd_side(streams, one, its) is not None):
+            found.append((one, its) if is_send else (its, one))
     if not found:
         return []
     novel = [pair for pair in found if _odd_side(streams, *pair) is not None]
@@ -93,6 +95,7 @@ def _is_known(streams: Streams, side: _Side) -> bool:
     rows = streams.evidence.ranks[side.message.rank].rows
     same = (rows["call"] == side.row["call"]) & (rows["group"] == side.row["group"])
     same &= (rows["peer"] == side.message.peer) & (rows["state"] == State.COMPLETED)
+    same[side.message.row] = False
     return bool(same.any())
 
 
