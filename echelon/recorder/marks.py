@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from echelon.recorder.current import current, if_opened
-
-if TYPE_CHECKING:
-    from echelon.recorder.write.open_span import OpenSpan
 
 _T = TypeVar("_T")
 
@@ -24,7 +21,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     def __init__(self, name: str, detail: str = "") -> None:
         self._name = name
         self._detail = detail
-        self._open: OpenSpan | None = None
+        self._open: Any = None
 
     def __enter__(self) -> None:
         recorder = current()

@@ -34,7 +34,7 @@ from echelon.host.facts import HostThread as HostThread
 from echelon.host.facts import Socket as Socket
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.

@@ -1,5 +1,5 @@
 /* CRC32 as zlib computes it, eight bytes at a time. */
-#include "black_box.h"
+#include "ring.h"
 
 #include <string.h>
 

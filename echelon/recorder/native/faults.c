@@ -8,7 +8,8 @@
  * The frames come from backtrace(), which loads its library at its first call: `prepare` makes that
  * call beforehand. Names of functions are looked up later, by whoever reads the ring.
  */
-#include "black_box.h"
+#define _GNU_SOURCE /* beyond ISO C: signals, clocks */
+#include "ring.h"
 
 #include <signal.h>
 #include <string.h>
@@ -136,8 +137,9 @@ static void speak(struct bb_fault *fault, int number, const siginfo_t *info)
     atomic_store_explicit(&fault->stamp, 2, memory_order_release);
 }
 
-static void handle(int number, siginfo_t *info, void *Py_UNUSED(context))
+static void handle(int number, siginfo_t *info, void *context)
 {
+    (void)context;
     if (number == SIGBUS && info->si_code > 0 && replace_memory((uintptr_t)info->si_addr))
         return;
     struct bb_fault *fault = atomic_load(&words);

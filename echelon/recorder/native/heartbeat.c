@@ -3,7 +3,8 @@
  * Beside the heartbeat of a Python thread it tells two silences apart: where only Python's is old,
  * some code holds the lock; where both are old, the process gets no processor.
  */
-#include "black_box.h"
+#define _GNU_SOURCE /* beyond ISO C: signals, clocks */
+#include "ring.h"
 
 #include <errno.h>
 #include <pthread.h>

@@ -3,7 +3,7 @@
  * Shapes are new tuples at each call, so they are encoded as operations.py does it and compared as
  * bytes; the three texts mostly are the same objects as before.
  */
-#include "black_box.h"
+#include "writer.h"
 
 #include <string.h>
 

@@ -3,7 +3,7 @@
  * A site is known by where its innermost frames stand: (code object, instruction) of up to four.
  * Only public calls of CPython are used, so that every version from 3.10 works alike.
  */
-#include "black_box.h"
+#include "writer.h"
 
 #include <string.h>
 

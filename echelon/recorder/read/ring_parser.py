@@ -190,7 +190,9 @@ class RingParser:
     def _kept_call(self, place: npt.NDArray[Any]) -> _Call | None:
         length = int(place["length"])
         data = place["signature"].tobytes()[:length]
-        if length > MAX_SIGNATURE_BYTES or crc32(data) != int(place["crc"]):
+        # Seeded by its operation's stamp: the place may be taken by another one while it is copied.
+        seed = int(place["slot"]["head"]) & _U32
+        if length > MAX_SIGNATURE_BYTES or crc32(data, seed) != int(place["crc"]):
             return self._damaged_call("the signature of a kept operation is damaged")
         return self._decoded_call(data) if data else self._new_call(OVERWRITTEN)
 

@@ -33,6 +33,7 @@ _STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
 _REF_OFFSET = (
     OPERATION_SLOT.fields["fixed"][1] + OPERATION_FIXED.fields["signature"][1]  # type: ignore[index]
 )
+_U32 = 0xFFFFFFFF
 _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
@@ -67,7 +68,9 @@ class Kept:
             self._stamps[place] = stamp
             self._live[Live.NUM_KEPT] += 1
             signature = self._signature(_REF_STRUCT.unpack_from(copy, _REF_OFFSET)[0])
-            copy += _SIGNATURE_STRUCT.pack(len(signature), crc32(signature)) + signature
+            copy += (
+                _SIGNATURE_STRUCT.pack(len(signature), crc32(signature, stamp & _U32)) + signature
+            )
             to = self._offset + place * KEPT_OPERATION.itemsize
             self._memory[to : to + len(copy)] = copy
             return stamp

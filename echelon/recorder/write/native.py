@@ -1,4 +1,4 @@
-"""The C core that writes operations; without a compiler at installation there is none."""
+"""The C core that writes operations and spans; without a compiler at installation there is none."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from echelon.recorder.format.layout import OPEN_SPANS_OFFSET
 from echelon.recorder.format.schema import NUM_KEPT
 from echelon.recorder.write import sites
 from echelon.recorder.write.operations import OperationWriter, Signatures
 from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.spans import SpanWriter
 
 try:
     _native: Any = importlib.import_module("echelon.recorder._native")
@@ -22,8 +24,8 @@ def available() -> bool:
     return _native is not None
 
 
-class NativeWriter(OperationWriter, Protocol):
-    """What the C core's writer does besides writing operations."""
+class NativeWriter(OperationWriter, SpanWriter, Protocol):
+    """What the C core's writer does besides writing operations and spans."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
         """Count a pause of the garbage collector."""
@@ -50,6 +52,9 @@ def make_writer(
         memory=ring.map,
         operations_offset=ring.layout.operations_offset,
         num_operations=ring.num_operations,
+        spans_offset=ring.layout.spans_offset,
+        num_spans=ring.num_spans,
+        open_spans_offset=OPEN_SPANS_OFFSET,
         kept_offset=ring.layout.kept_offset,
         num_kept=NUM_KEPT,
         recent_offset=ring.layout.recent_offset,
@@ -57,6 +62,10 @@ def make_writer(
         is_user_code=sites.is_user_code,
         add_site=known_sites.add,
         find_site=known_sites.find,
+        names=ring.texts.names,
+        recent=ring.texts.recents,
+        add_name=ring.texts.span_name,
+        add_detail=ring.texts.span_detail,
         now=now,
     )
     ring.when_closed(writer.close)

@@ -59,4 +59,4 @@ class GarbagePauses:
 
     def _keep(self, began: int, ended: int, info: dict[str, Any]) -> None:
         detail = self._details[min(info["generation"], _NUM_GENERATIONS - 1)]
-        self._recorder.keep_pause(self._name, detail, began, ended)
+        self._recorder.keep_span(self._name, detail, began, ended)

@@ -7,42 +7,32 @@ text of a call site that it has not met before. Which process has one is decided
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from echelon.recorder.format.schema import NUM_OPEN_SPANS, Identity, LastWords, Live, encode_ranks
+from echelon.recorder.format.schema import Identity, LastWords, Live, encode_ranks
 from echelon.recorder.write import native, sites
 from echelon.recorder.write.counting import counter
-from echelon.recorder.write.open_span import OpenSpan
 from echelon.recorder.write.operations import NOT_RECORDED as NOT_RECORDED
 from echelon.recorder.write.operations import Operations, OperationWriter
 from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.spans import Spans, SpanWriter
+from echelon.recorder.write.texts import text_of
 
 HEARTBEAT_S = 0.5
 # Looking up a member of an enum costs as much as storing it.
 _STEP = int(Live.STEP)
 _STEP_MONO_NS = int(Live.STEP_MONO_NS)
 _PROGRESS = int(Live.PROGRESS_MONO_NS)
-_NUM_SPANS = int(Live.NUM_SPANS)
 _MAX_STEP = (1 << 63) - 2
 _ERROR_CHARS = 600
 _WORDS_CHARS = 2000
 _TRACE_CHARS = 6000
 _BASES = 16
-
-
-class _Thread(threading.local):
-    """What is asked again and again about the calling thread."""
-
-    def __init__(self) -> None:
-        self.native_id = threading.get_native_id()
-        self.depth = 0  # of its open spans
 
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -78,29 +68,30 @@ class Recorder:
         """
         self._ring = ring
         self._live = ring.live
-        self._span_numbers = counter()
-        self._span_records = counter()
-        self._num_ended_spans = counter(1)
         self._coalesced_numbers = counter()
         self._sites = sites.Sites(ring.texts)
         self._groups: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._open_places = deque(range(NUM_OPEN_SPANS))
-        self._thread = _Thread()
+        self._now = now or monotonic_ns
         self._beating: threading.Thread | None = None
         self._is_owner = True
         self.closing = threading.Event()
         self.is_in_c = in_c and native.available()
-        operations: OperationWriter
         self.native: native.NativeWriter | None = None
+        operations: OperationWriter
+        spans: SpanWriter
         if self.is_in_c:
-            operations = self.native = native.make_writer(ring, self._sites, now)
+            operations = spans = self.native = native.make_writer(ring, self._sites, now)
         else:
-            operations = Operations(ring, self._sites, now or monotonic_ns)
-        # No method stands between an operation and its writer: a call costs as much as the record.
+            operations = Operations(ring, self._sites, self._now)
+            spans = Spans(ring, self._sites, self._now)
+        # No method stands between a record and its writer: a call costs as much as the record.
         self.begin = operations.begin
         self.started = operations.started
         self.completed = operations.completed
         self._failed = operations.failed
+        self.open_span = spans.open_span
+        self.close_span = spans.close_span
+        self.keep_span = spans.keep_span
 
     @property
     def identity(self) -> Identity:
@@ -134,7 +125,7 @@ class Recorder:
     @_never_raises(None)
     def failed(self, record: int, error: BaseException) -> None:
         """Record that the operation ended in an error."""
-        text = f"{type(error).__name__}: {_said(error)}"[:_ERROR_CHARS]
+        text = f"{type(error).__name__}: {text_of(error)}"[:_ERROR_CHARS]
         self._failed(record, self._ring.texts.recent(text))
 
     @_never_raises(0)
@@ -158,84 +149,21 @@ class Recorder:
     def step(self, number: int | None = None) -> None:
         """Note that a training step begins: number `number`, or one more than the last."""
         try:
-            now, live = monotonic_ns(), self._live
+            now, live = self._now(), self._live
             before = live[_STEP]
             live[_STEP] = before + 1 if number is None else _step_word(number, before)
             live[_STEP_MONO_NS] = live[_PROGRESS] = now
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return
 
-    def open_span(self, name: str, detail: str, depth: int) -> OpenSpan | None:
-        """Record that a phase begins; None if it cannot be recorded."""
-        try:
-            return self._open_span(name, detail, depth + 1)
-        except Exception:  # noqa: BLE001 -- recording never raises into training
-            return None
-
-    def _open_span(self, name: str, detail: str, depth: int) -> OpenSpan:
-        now = monotonic_ns()
-        texts = self._ring.texts
-        name_ref = texts.intern(_said(name)[:_ERROR_CHARS])
-        detail_ref = texts.recent(_said(detail)[:_ERROR_CHARS])
-        try:
-            site, _ = self._sites.find(sys._getframe(depth))
-        except ValueError:  # the stack is not that deep
-            site = 0
-        level = self._thread.depth
-        self._thread.depth = level + 1
-        try:
-            place = self._open_places.popleft()
-        except IndexError:
-            place = -1
-            self._live[Live.OPEN_SPANS_REFUSED] += 1
-        span = OpenSpan(
-            self._span_numbers(), now, self._live[_STEP] - 1, name_ref, detail_ref, site,
-            self._thread.native_id, level, place,
-        )  # fmt: skip
-        if place >= 0:
-            self._ring.write_open_span(place, span.number, span.pack(0))
-        self._live[_PROGRESS] = now
-        return span
-
-    def close_span(self, span: OpenSpan) -> None:
-        """Record that a phase ended."""
-        try:
-            self._close_span(span, monotonic_ns())
-        except Exception:  # noqa: BLE001 -- recording never raises into training
-            return
-
-    def _close_span(self, span: OpenSpan, now: int) -> None:
-        if span.thread == self._thread.native_id:
-            self._thread.depth = span.depth
-        fields = span.pack(now)
-        self._ring.write_span(self._span_records(), fields)
-        if span.place >= 0:
-            self._ring.write_open_span(span.place, span.number, fields)
-            self._open_places.append(span.place)
-        self._live[_NUM_SPANS] = self._num_ended_spans()
-        self._live[_PROGRESS] = now
-
     def text(self, text: str) -> int:
-        """Return the reference of a text, for `keep_pause`."""
+        """Return the reference of a text, for `keep_span`."""
         return self._ring.texts.intern(text)
 
     def count_pauses(self, number: int, nanoseconds: int) -> None:
         """Store how many pauses there were so far, and how long they took together."""
         self._live[Live.NUM_GC_PAUSES] = number
         self._live[Live.GC_PAUSES_NS] = nanoseconds
-
-    @_never_raises(None)
-    def keep_pause(self, name: int, detail: int, began: int, ended: int) -> None:
-        """Keep a pause of the whole process as a span. It is not progress.
-
-        Takes no lock and stores no text: it may be called between any two instructions.
-        """
-        thread = self._thread
-        span = OpenSpan(
-            self._span_numbers(), began, self._live[_STEP] - 1, name, detail, 0,
-            thread.native_id, thread.depth, -1,
-        )  # fmt: skip
-        self._ring.write_span(self._span_records(), span.pack(ended))
 
     @_never_raises(None)
     def last_words(
@@ -252,7 +180,7 @@ class Recorder:
             site = f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
         words = LastWords(
             type=f"{kind.__module__}.{kind.__qualname__}",
-            message=_said(error)[:_WORDS_CHARS],
+            message=text_of(error)[:_WORDS_CHARS],
             site=site,
             traceback="".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARS:],
             mono_ns=monotonic_ns(),
@@ -293,10 +221,3 @@ def _step_word(number: Any, before: int) -> int:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):
         return before
-
-
-def _said(text: object) -> str:
-    try:
-        return str(text)
-    except Exception:  # noqa: BLE001 -- a broken __str__ must not hide the error itself
-        return "<no text>"

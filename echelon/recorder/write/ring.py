@@ -4,9 +4,9 @@ The file belongs to the node, not to the process: what was stored before a SIGKI
 segfault is still there, and the agent reads it while the rank hangs inside C code. That is why the
 record is not a Python list and not a socket.
 
-Here are the file, its identity, its last words and its spans. Its operations are written by
-`operations.py` or the C core, its texts by `texts.py`. Nothing here decides what is recorded;
-`recorder.py` does.
+Here are the file, its identity and its last words. Its operations and spans are written by
+`operations.py` and `spans.py` or the C core, its texts by `texts.py`. Nothing here decides what is
+recorded; `recorder.py` does.
 """
 
 from __future__ import annotations

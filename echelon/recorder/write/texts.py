@@ -32,6 +32,7 @@ _UNITS = RECENT_BYTES // RECENT_UNIT
 # is recorded now never points to an entry that is about to be overwritten.
 _PART_UNITS = _UNITS // 4
 _MAX_CACHED = 4096
+_SPAN_CHARS = 600
 
 
 class Texts:
@@ -41,13 +42,13 @@ class Texts:
         self._memory = memory
         self._live = live
         self._recent_offset = recent_offset
-        self._names: dict[str, int] = {}
-        self._recent: dict[str, int] = {}
+        self.names: dict[str, int] = {}  # what is stored already: the C core looks here, too
+        self.recents: dict[str, int] = {}
         self._lock = threading.RLock()
         self._is_writing = False
         self._used = 0
         self._position = 1
-        self._when_a_part_is_full: list[Callable[[], None]] = [self._recent.clear]
+        self._when_a_part_is_full: list[Callable[[], None]] = [self.recents.clear]
         self._table_full = 0
         self.intern("")
         self._table_full = self.intern(TABLE_FULL)
@@ -59,7 +60,7 @@ class Texts:
             room: bytes of the table beyond which it is refused: `NAMES_BYTES`, `SITES_BYTES`, or
                 `STRINGS_BYTES` for groups.
         """
-        known = self._names.get(text)
+        known = self.names.get(text)
         if known is not None:
             return known
         data = _cut(text.encode("utf-8", "replace"))
@@ -81,17 +82,25 @@ class Texts:
         """Return the reference of a text that may be different each time."""
         if not text:
             return 0
-        known = self._recent.get(text)
+        known = self.recents.get(text)
         if known is not None:
             return known
         ref = self.append(_cut(text.encode("utf-8", "replace")))
         if ref == 0:
             return self._table_full
         ref |= IS_RECENT
-        if len(self._recent) >= _MAX_CACHED:
-            self._recent.clear()
-        self._recent[text] = ref
+        if len(self.recents) >= _MAX_CACHED:
+            self.recents.clear()
+        self.recents[text] = ref
         return ref
+
+    def span_name(self, name: object) -> int:
+        """Return the reference of a span's name, cut to what is worth its room."""
+        return self.intern(text_of(name)[:_SPAN_CHARS])
+
+    def span_detail(self, detail: object) -> int:
+        """Return the reference of a span's detail, cut to what is worth its room."""
+        return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
         """Append an entry to `recent`; return its position, 0 if it could not be stored."""
@@ -109,7 +118,7 @@ class Texts:
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:
-        known = self._names.get(text)
+        known = self.names.get(text)
         if known is not None:
             return known
         start = self._used
@@ -122,7 +131,7 @@ class Texts:
         _STRING_STRUCT.pack_into(self._memory, at, len(data), crc32(data))
         self._used = end
         self._live[Live.STRINGS_USED_BYTES] = end
-        self._names[text] = start
+        self.names[text] = start
         return start
 
     def _append(self, data: bytes) -> int:
@@ -142,6 +151,14 @@ class Texts:
             for forget in self._when_a_part_is_full:
                 forget()
         return ref
+
+
+def text_of(value: object) -> str:
+    """Return a value's text."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 -- a broken __str__ must not hide what it stands for
+        return "<no text>"
 
 
 def _cut(data: bytes) -> bytes:

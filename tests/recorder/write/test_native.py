@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echelon.recorder.format.layout import LIVE_OFFSET
-from echelon.recorder.format.schema import Identity, Live, State
+from echelon.recorder.format.schema import NUM_OPEN_SPANS, Identity, Live, State
 from echelon.recorder.read import read_ring
 from echelon.recorder.write import native
 from echelon.recorder.write.recorder import Recorder
@@ -26,8 +25,15 @@ NUMBERS = st.one_of(
     st.sampled_from([-(1 << 31), (1 << 31) - 1, 1 << 31, -(1 << 63), (1 << 63) - 1, 1 << 70]),
     st.booleans(),
 )
+
+
+def in_u32(number: int) -> bool:
+    return 0 <= number < 1 << 32
+
+
 DIMS = st.lists(NUMBERS, max_size=9).map(tuple)
 TEXTS = st.sampled_from(["", "all_reduce", "sum", "float32", "é" * 3, "x" * 5000])
+DETAILS = st.one_of(TEXTS, st.none(), st.integers(), st.text(max_size=900))
 TIMEOUTS = st.one_of(st.floats(), st.integers(-1, 1 << 40))
 CALLS = st.fixed_dictionaries(
     {},
@@ -59,6 +65,9 @@ STEPS = st.lists(
         st.tuples(st.just("completed"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
         st.tuples(st.just("failed"), st.integers(-1, 40)),
         st.tuples(st.just("step")),
+        st.tuples(st.just("open_span"), TEXTS, DETAILS, st.integers(0, 40)),
+        st.tuples(st.just("close_span"), st.integers(0, 70)),
+        st.tuples(st.just("keep_span"), NUMBERS.filter(in_u32), st.integers(0, 9)),
     ),
     max_size=40,
 )
@@ -71,12 +80,13 @@ class Pair:
         self.rings = []
         self.recorders = []
         for name in ("python", "c"):
-            ring = Ring(folder / name, Identity(rank=3), num_operations=NUM_OPERATIONS, num_spans=1)
+            ring = Ring(folder / name, Identity(rank=3), num_operations=NUM_OPERATIONS, num_spans=3)
             clock = itertools.count(1_000_000_007, 1_000_003)
             recorder = Recorder(ring, in_c=name == "c", now=lambda clock=clock: next(clock))
             assert recorder.is_in_c == (name == "c")
             self.rings.append(ring)
             self.recorders.append(recorder)
+        self.spans: list[list] = [[], []]
 
     def close(self) -> None:
         for ring in self.rings:
@@ -84,23 +94,18 @@ class Pair:
             ring.path.unlink()
 
     def do(self, step: tuple) -> None:
-        answers = [take(recorder, step) for recorder in self.recorders]
+        both = zip(self.recorders, self.spans, strict=True)
+        answers = [take(recorder, spans, step) for recorder, spans in both]
         assert answers[0] == answers[1], step
 
-    def bytes_of(self, ring: Ring) -> bytes:
-        data = bytearray(ring.path.read_bytes())
-        for word in (Live.STEP_MONO_NS, Live.PROGRESS_MONO_NS):  # `step` reads the real clock
-            data[LIVE_OFFSET + 8 * word : LIVE_OFFSET + 8 * word + 8] = bytes(8)
-        return bytes(data)
-
     def check(self) -> None:
-        python, c = (self.bytes_of(ring) for ring in self.rings)
+        python, c = (ring.path.read_bytes() for ring in self.rings)
         if python != c:
             at = next(i for i, (a, b) in enumerate(zip(python, c, strict=True)) if a != b)
             pytest.fail(f"byte {at} differs: {python[at - 8 : at + 64]!r} {c[at - 8 : at + 64]!r}")
 
 
-def take(recorder: Recorder, step: tuple) -> object:
+def take(recorder: Recorder, spans: list, step: tuple) -> object:
     """Make one call; the caller's line is the same for both writers."""
     kind, *rest = step
     if kind == "begin":
@@ -111,6 +116,13 @@ def take(recorder: Recorder, step: tuple) -> object:
         return recorder.completed(*rest)
     if kind == "failed":
         return recorder.failed(rest[0], ValueError(f"number {rest[0]}"))
+    if kind == "open_span":
+        spans.append(recorder.open_span(*rest))
+        return spans[-1] is None
+    if kind == "close_span":  # one of those that were opened, perhaps for the second time
+        return recorder.close_span(spans[rest[0] % len(spans)]) if spans else None
+    if kind == "keep_span":
+        return recorder.keep_span(rest[0], 0, 1000, 1000 + rest[1])
     return recorder.step()
 
 
@@ -133,8 +145,8 @@ def test_both_writers_forget_signatures_alike(tmp_path):
     choose = random.Random(5)
     pair = Pair(tmp_path)
     try:
-        for i in range(12_000):
-            shapes = ((choose.choice((choose.randrange(64), i)), 3),)
+        for i in range(2600):
+            shapes = ((choose.choice((choose.randrange(64), i)), *range(7)),) * 8
             pair.do(("begin", 0, "all_to_all", {"shapes": shapes, "input_splits": (1,) * (i % 60)}))
             pair.do(("completed", i - choose.randrange(3), None))
         assert pair.rings[0].live[Live.RECENT_UNITS] > 2 * (1 << 19) // 16
@@ -167,14 +179,47 @@ def test_a_writer_whose_ring_is_closed_records_nothing(tmp_path):
     completed(0)
 
 
+def test_more_spans_open_than_places_are_written_alike(tmp_path):
+    pair = Pair(tmp_path)
+    try:
+        for i in range(NUM_OPEN_SPANS + 3):
+            pair.do(("open_span", f"level {i % 3}", f"detail {i}", 1))
+        for i in (*range(0, NUM_OPEN_SPANS + 3, 2), 0, 2):
+            pair.do(("close_span", i))
+        pair.check()
+        for _ in range(NUM_OPEN_SPANS // 2 + 2):
+            pair.do(("open_span", "again", "", 1))
+        pair.check()
+        assert pair.rings[1].live[Live.OPEN_SPANS_REFUSED] > 3
+    finally:
+        pair.close()
+
+
+def test_a_span_of_another_writer_changes_nothing(tmp_path):
+    pair = Pair(tmp_path)
+    python, c = pair.recorders
+    try:
+        foreign = [Recorder(ring, in_c=True).open_span("foreign", "", 1) for ring in pair.rings[1:]]
+        for wrong in (*foreign, python.open_span("python's", "", 1), None, 7):
+            c.close_span(wrong)
+        assert pair.rings[1].live[Live.NUM_SPANS] == 0
+    finally:
+        pair.close()
+
+
 def test_the_core_leaks_no_references(ring):
     recorder = Recorder(ring)
     assert recorder.is_in_c
     shapes = ((5, 7),)
-    counted = [shapes, "all_reduce", "float32", sys._getframe().f_code]
-    for _ in range(100):
+    counted = [shapes, "all_reduce", "float32", "a detail", sys._getframe().f_code]
+
+    def record() -> None:
         recorder.completed(recorder.begin(0, "all_reduce", dtype="float32", shapes=shapes))
+        recorder.close_span(recorder.open_span("compute", "a detail", 1))
+
+    for _ in range(100):
+        record()
     before = [sys.getrefcount(one) for one in counted]
     for _ in range(1000):
-        recorder.completed(recorder.begin(0, "all_reduce", dtype="float32", shapes=shapes))
+        record()
     assert [sys.getrefcount(one) for one in counted] == before

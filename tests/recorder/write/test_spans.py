@@ -71,6 +71,20 @@ def test_more_open_spans_than_places_are_counted_and_still_recorded_when_they_en
     recorder.close_span(again)
 
 
+def test_a_span_ends_once(recorder, look):
+    """Its place may be another span's by then, which must not vanish with it."""
+    first = recorder.open_span("first", "", 0)
+    recorder.close_span(first)
+    later = [recorder.open_span(f"later {i}", "", 0) for i in range(NUM_OPEN_SPANS)]
+    recorder.close_span(first)
+    record = look()
+    assert names(record, record.open_spans) == [f"later {i}" for i in range(NUM_OPEN_SPANS)]
+    assert record.live[Live.NUM_SPANS] == 1
+    for span in later:
+        recorder.close_span(span)
+    assert len({*look().spans["number"].tolist()}) == NUM_SPANS
+
+
 def test_a_full_ring_of_spans_keeps_the_newest(recorder, look):
     for i in range(2 * NUM_SPANS + 1):
         recorder.close_span(recorder.open_span(f"span {i}", "", 0))

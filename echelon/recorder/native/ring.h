@@ -1,27 +1,16 @@
-/* What the C core shares: the ring's structures as schema.py declares them, and its caches.
+/* The ring's structures as schema.py declares them, and what writes them without the interpreter.
  *
- * The core writes operations and nothing else. Whatever is met for the first time (a text, a
- * signature, a call site) is stored by Python, and its reference is cached here.
+ * Nothing here knows Python: tests/native compiles it by itself, under sanitizers and for ARM. Only
+ * one thread writes at a time (the interpreter's lock, or the writer's critical section); readers
+ * are other processes.
  */
-#ifndef ECHELON_BLACK_BOX_H
-#define ECHELON_BLACK_BOX_H
+#ifndef ECHELON_RING_H
+#define ECHELON_RING_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-
-/* Free-threaded builds lock the writer where the interpreter's lock is enough otherwise. Either may
- * be released while Python code runs, so caches are looked up again after each call into Python. */
-#ifdef Py_BEGIN_CRITICAL_SECTION
-#define BB_BEGIN(self) Py_BEGIN_CRITICAL_SECTION(self)
-#define BB_END() Py_END_CRITICAL_SECTION()
-#else
-#define BB_BEGIN(self) {
-#define BB_END() }
-#endif
 
 enum { BB_STARTED = 2, BB_COMPLETED = 3, BB_FAILED = 4 };
 
@@ -29,7 +18,9 @@ enum { BB_STARTED = 2, BB_COMPLETED = 3, BB_FAILED = 4 };
 enum {
     BB_PROGRESS = 1,
     BB_NUM_OPERATIONS = 2,
+    BB_NUM_SPANS = 3,
     BB_STEP = 4,
+    BB_SPANS_REFUSED = 8,
     BB_RECENT_UNITS = 13,
     BB_NUM_KEPT = 14,
     BB_KEPT_REFUSED = 15,
@@ -47,11 +38,8 @@ enum {
     BB_MAX_SPLITS = 64,
     BB_MAX_TAIL_BYTES = 8 + BB_MAX_TENSORS + 8 * BB_MAX_TENSORS * BB_MAX_DIMS + 8 * BB_MAX_SPLITS,
     BB_MAX_SIGNATURE_BYTES = 16 + BB_MAX_TAIL_BYTES,
-    BB_MAX_SIGNATURES = 4096,
-    BB_MAX_SITES = 1 << 14,
-    BB_STACK_FRAMES = 4,
-    BB_MAX_WALK = 64,
     BB_MAX_TRIES = 64,
+    BB_NUM_OPEN_SPANS = 64,
 };
 
 struct bb_fixed {
@@ -86,6 +74,21 @@ struct bb_kept {
     unsigned char padding[88];
 };
 
+struct bb_span_fixed {
+    uint64_t number;
+    int64_t started_mono_ns, ended_mono_ns, step;
+    uint32_t name, detail, site, thread, depth, reserved;
+};
+
+struct bb_span_slot {
+    _Atomic uint64_t head;
+    uint32_t length, crc;
+    struct bb_span_fixed fixed;
+    _Atomic uint64_t tail;
+};
+
+_Static_assert(sizeof(struct bb_span_fixed) == 56, "schema.py: SPAN_FIXED");
+_Static_assert(sizeof(struct bb_span_slot) == 80, "schema.py: SPAN_SLOT");
 _Static_assert(sizeof(struct bb_kept) == 1344, "schema.py: KEPT_OPERATION");
 _Static_assert(sizeof(struct bb_fixed) == 96, "schema.py: OPERATION_FIXED");
 _Static_assert(sizeof(struct bb_state) == 48, "schema.py: OPERATION_STATE");
@@ -131,57 +134,54 @@ void bb_heartbeat_stop(_Atomic uint64_t *to);
 void bb_crc32_prepare(void);
 uint32_t bb_crc32(const void *data, size_t length, uint32_t before);
 
-/* ---- signatures.c: what operations are called with -> their entry in `recent` ---- */
+/* ---- slots.c: operations, and those that outlive their slots ---- */
 
-struct bb_call {
-    PyObject *operation, *dtype, *reduce_op; /* borrowed */
-    PyObject *shapes, *inputs, *outputs;     /* borrowed */
+struct bb_ring {
+    struct bb_slot *slots; /* NULL once closed */
+    struct bb_kept *kept;
+    struct bb_span_slot *spans, *open_spans;
+    const unsigned char *recent;
+    _Atomic uint64_t *live;
+    uint64_t num_slots, num_spans, num_kept_places;
+    uint64_t next;                          /* number of the next operation */
+    uint64_t next_span, next_ended;         /* of the next span, and of the next one that ends */
+    uint8_t places[BB_NUM_OPEN_SPANS];      /* a queue of the free ones of `open_spans` */
+    uint64_t place_to_take, place_to_free;  /* positions in that queue */
 };
 
-struct bb_signature {
-    PyObject *operation, *dtype, *reduce_op; /* owned; NULL: an empty place */
-    uint64_t hash;
-    uint32_t ref, tail_bytes;
-    unsigned char *tail;
+/* Prepare the queue of places; the other fields are the caller's. */
+void bb_ring_prepare(struct bb_ring *ring);
+/* Store an operation; return its number, -1 if pending ones hold every slot. */
+int64_t bb_operation_begin(struct bb_ring *ring, struct bb_fixed *fixed, bool is_started);
+void bb_operation_started(struct bb_ring *ring, int64_t record, int64_t began);
+void bb_operation_ended(struct bb_ring *ring, int64_t record, int64_t ended, uint32_t error,
+                        uint32_t state);
+
+/* ---- spans.c ---- */
+
+struct bb_span {
+    struct bb_span_fixed fixed;
+    int place; /* in `open_spans`; -1: none was free */
+    bool is_closed;
 };
 
-struct bb_signatures {
-    struct bb_signature *table; /* open addressing, a power of two */
-    size_t size, used;
-    uint64_t part; /* of `recent`, in which the table was last emptied */
-};
+/* Store a span that begins; its number and its place are filled in. */
+void bb_span_open(struct bb_ring *ring, struct bb_span *span);
+/* Store its end; once. */
+void bb_span_close(struct bb_ring *ring, struct bb_span *span, int64_t ended);
+/* Store a span that was never open, such as a pause. */
+void bb_span_keep(struct bb_ring *ring, struct bb_span_fixed *fixed);
 
-/* Return the position of a signature, by the cache or by calling `add`; 0 if that failed. */
-uint32_t bb_signature_find(struct bb_signatures *self, const struct bb_call *call, uint64_t part,
-                           PyObject *add);
-void bb_signatures_clear(struct bb_signatures *self);
+/* ---- words ---- */
 
-/* ---- sites.c: where operations are called ---- */
+static inline uint64_t bb_load(const _Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_relaxed);
+}
 
-struct bb_frames {
-    uintptr_t code[BB_STACK_FRAMES];
-    int32_t lasti[BB_STACK_FRAMES];
-};
-
-struct bb_site {
-    struct bb_frames frames; /* code[0] == 0: an empty place */
-    uint32_t site, stack;
-};
-
-struct bb_sites {
-    struct bb_site *table; /* open addressing, a power of two */
-    size_t size, used;
-    uintptr_t *codes; /* of known code objects; the lowest bit: it is the user's */
-    size_t codes_size, codes_used;
-    PyObject *alive; /* a list: keeps them alive, so that no address is used twice */
-};
-
-struct bb_site_calls {
-    PyObject *is_user_code, *add_site, *find_site;
-};
-
-void bb_site_find(struct bb_sites *self, const struct bb_site_calls *calls, long depth,
-                  uint32_t *site, uint32_t *stack);
-void bb_sites_clear(struct bb_sites *self);
+static inline void bb_store(_Atomic uint64_t *word, uint64_t value)
+{
+    atomic_store_explicit(word, value, memory_order_relaxed);
+}
 
 #endif
