@@ -26,5 +26,6 @@ setup(
     ext_modules=[
         core("echelon.dist.backends.shm._native", "echelon/dist/backends/shm/native"),
         core("echelon.recorder._native", "echelon/recorder/native"),
+        core("echelon.store.server._native", "echelon/store/server/native"),
     ]
 )

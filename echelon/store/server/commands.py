@@ -47,6 +47,9 @@ def _on_check(peer: Peer, keys: list[bytes]) -> None:
 
 
 def _on_wait(peer: Peer, keys: list[bytes]) -> None:
+    if all(key in peer.state.values for key in keys):
+        peer.reply(p.WAIT_DONE)
+        return
     demand_room_to_wait(peer)
     wants = Wants.WAKE if peer.is_ours else Wants.CLAIM
     if peer.state.wait(peer, wants, keys) is None:

@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from echelon.store.server.native import make_executor
 from echelon.store.server.peer import Peer, Standing
 from echelon.store.state.leases import Leases
 from echelon.store.state.state import StoreState, show_key
@@ -40,6 +41,7 @@ class Hub:
         limits: what a peer may ask for.
         secret: what members must prove, None for an open store.
         instance: random bytes by which a client notices that the server was restarted.
+        executor: executes plain commands in C, None without the C core.
         leases: the presences.
         connections: all that are open.
         strangers: of them those that have not become members.
@@ -55,6 +57,7 @@ class Hub:
         self.secret = secret
         self.state = StoreState(limits.num_keys)
         self.state.on_change = self._push_change
+        self.executor = make_executor(self.state, limits)
         self.leases = Leases(self.state, loop.time)
         self.instance = secrets.token_bytes(16)
         self.admitted_addresses: set[str] = set()
@@ -137,6 +140,7 @@ class Hub:
             connection.close()
         self.state = StoreState(self.limits.num_keys)
         self.state.on_change = self._push_change
+        self.executor = make_executor(self.state, self.limits)
         self.leases = Leases(self.state, self.loop.time)
         self.instance = secrets.token_bytes(16)
         self._old_promises = {}

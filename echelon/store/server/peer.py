@@ -19,6 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
+from echelon.store.server.native import Executor
 from echelon.store.server.queries import HANDLERS
 from echelon.store.state.waiters import Waiter
 from echelon.store.wire import protocol as p
@@ -79,6 +80,7 @@ class Peer(asyncio.Protocol):
         self._is_paused = False
         self._is_deaf = False
         self._violation: str | None = None
+        self._executor = hub.executor
         self.transcript = b""
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
@@ -153,7 +155,8 @@ class Peer(asyncio.Protocol):
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Cut out commands and carry them out."""
+        """Cut out commands and execute them."""
+        num_bytes, has_completed = len(data), False
         parser, opener = self._parser, self._opener
         if opener is not None:
             try:
@@ -161,10 +164,15 @@ class Peer(asyncio.Protocol):
             except StoreProtocolError as error:
                 self.refuse(str(error))
                 return
-        messages = parser.feed(data)
+        if self._executor is not None:
+            data, has_completed = self._execute_plain(self._executor, data)
+            is_between = opener is None or not opener.is_inside_record
+            if is_between and not data and not self.is_inside_command:
+                return
+        messages = parser.feed(data) if data else []
         is_inside = parser.is_inside_command or (opener is not None and opener.is_inside_record)
         if is_inside or self.is_inside_command:
-            self._note_progress(is_inside, len(data), bool(messages))
+            self._note_progress(is_inside, num_bytes, has_completed or bool(messages))
         elif (
             len(messages) == 1
             and self._is_flowing
@@ -181,6 +189,39 @@ class Peer(asyncio.Protocol):
             self._carry_out(messages)
         if self._violation is not None and not self._backlog:
             self.refuse(self._violation)
+
+    def _execute_plain(self, executor: Executor, data: bytes) -> tuple[bytes, bool]:
+        """Execute the plain commands at the start of `data` without the parser.
+
+        A command that an earlier packet began is completed first. Returns what is left for the
+        parser, and whether anything was executed.
+        """
+        has_completed = False
+        if self.is_inside_command and self._is_plain and self._parser.is_inside_command:
+            messages, data = self._parser.finish(data)
+            if messages:
+                has_completed = True
+                self._carry_out(messages)
+        position, size = 0, len(data)
+        while position < size and self._is_plain and not self._parser.is_inside_command:
+            start = position
+            position, replies = executor(data, position, self._parser.extensions)
+            has_completed |= position > start
+            if replies:
+                self._out.append(replies)
+                self._out_bytes += len(replies)
+                self.flush()
+            if len(replies) < _FLUSH_BYTES:
+                break
+        return (data[position:] if position else data), has_completed
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether plain commands may be executed as soon as they come, on plain keys alone."""
+        if self.standing is not Standing.MEMBER or self._backlog or self._is_paused:
+            return False
+        promised = self.state.promised_to
+        return not promised or self not in promised
 
     def _note_progress(self, is_inside: bool, num_bytes: int, has_completed: bool) -> None:
         """Note since when a command is incomplete, and how much of it came."""

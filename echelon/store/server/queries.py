@@ -161,6 +161,8 @@ def _demand_tag(peer: Peer, tag: int) -> None:
 
 def _wait(peer: Peer, tag: int, wants: Wants, keys: list[bytes]) -> bool:
     """Return whether the keys are all there; else the tag waits."""
+    if tag and all(key in peer.state.values for key in keys):
+        return True
     _demand_tag(peer, tag)
     waiter = peer.state.wait(peer, wants, keys)
     if waiter is not None:

@@ -141,11 +141,9 @@ class Parser:
         if self.violation is not None:
             return out
         if self._held:
-            self._held += data
-            if len(self._held) < self._need:
+            data = self._after_held(data)
+            if not data:
                 return out
-            data = bytes(self._held)
-            self._held.clear()
         try:
             if self._is_fresh:
                 position = self._open(data, out)
@@ -156,6 +154,33 @@ class Parser:
             self.violation = str(error)
             self._steps = None
         return out
+
+    def finish(self, data: bytes) -> tuple[list[p.Message], bytes]:
+        """Take received bytes up to the end of the open command; return its message and the rest.
+
+        For an owner that executes the commands behind it without this parser.
+        """
+        out: list[p.Message] = []
+        if self.violation is not None:
+            return out, b""
+        if self._held:
+            data = self._after_held(data)
+        try:
+            position = self._advance(data, 0, out)
+        except StoreProtocolError as error:
+            self.violation = str(error)
+            self._steps = None
+            return out, b""
+        return out, data[position:]
+
+    def _after_held(self, data: bytes) -> bytes:
+        """Return what is held and `data` once that is enough for the open command, else b""."""
+        self._held += data
+        if len(self._held) < self._need:
+            return b""
+        data = bytes(self._held)
+        self._held.clear()
+        return data
 
     def _scan(self, data: bytes, position: int, out: list[p.Message]) -> None:
         """Cut out whole commands from `position` on; begin the first that is not whole."""

@@ -1,0 +1,45 @@
+"""The C core that executes plain commands; without a compiler at installation there is none."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from echelon.store.state.state import StoreState
+from echelon.store.wire.limits import Limits
+
+try:
+    _native: Any = importlib.import_module("echelon.store.server._native")
+except ImportError:
+    _native = None
+
+# Called with the received bytes, where to begin, and whether the peer is ours. Returns where it
+# stopped and the replies to what it executed.
+Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
+
+
+def available() -> bool:
+    """Whether the C core was built."""
+    return _native is not None
+
+
+def make_executor(state: StoreState, limits: Limits) -> Executor | None:
+    """Return what executes plain commands on `state`; None where the handlers execute all.
+
+    It stops before the first command that needs more than plain keys, is cut in two or breaks a
+    limit, and refuses nothing itself. It returns early once it has gathered 256 KiB of replies.
+    """
+    if _native is None:
+        return None
+    executor: Executor = _native.Executor(
+        values=state.values,
+        queues=state.queues,
+        waiting=state.waiting,
+        present_by=state.present_by,
+        watched=state.watched,
+        key_bytes=limits.key_bytes,
+        value_bytes=limits.value_bytes,
+        num_keys=limits.num_keys,
+    )
+    return executor

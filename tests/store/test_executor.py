@@ -1,0 +1,267 @@
+"""Plain commands in C: every reply and every key as the handlers in Python make them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.store.server import native
+from echelon.store.server.hub import Hub
+from echelon.store.server.peer import Peer
+from echelon.store.wire import protocol as p
+from echelon.store.wire.limits import Limits
+from tests.store.peers import OPENING
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the C core was not built")
+
+LIMITS = Limits(key_bytes=40, value_bytes=9000, num_keys=6, num_waiters=3)
+SETTINGS = settings(derandomize=True, max_examples=200, deadline=None, database=None)
+KEYS = [b"/plain", b"/awaited", b"/watched", b"/leased", b"/queue", b"/number", b"/text", b""]
+
+
+class Transport:
+    """Takes what a peer writes; says that it is full while told so."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.num_writes = 0
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+        self.num_writes += 1
+
+    def writelines(self, pieces: list[bytes]) -> None:
+        self.write(b"".join(pieces))
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+
+class World:
+    """A hub with one peer under test and one that waits, watches and holds a lease."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, in_c: bool, is_ours: bool) -> None:
+        self.hub = Hub(loop, LIMITS, None)
+        if not in_c:
+            self.hub.executor = None
+        self.other, self.seen_by_other = self._peer(is_ours=True)
+        self.other.data_received(
+            p.tagged(p.HELLO, 1, bytes(32), p.EXTENSION_VERSION, bytes(16))
+            + p.tagged(p.ACK_SET, 0, b"/text", b"not a number")
+            + p.tagged(p.ACK_PUSH, 0, b"/queue", b"item")
+            + p.tagged(p.AWAIT_GET, 2, b"/awaited")
+            + p.tagged(p.WATCH, 3, [b"/watched"])
+            + p.tagged(p.PRESENCE, 4, b"/leased", b"1", 60_000)
+        )
+        self.peer, self.seen = self._peer(is_ours=is_ours)
+
+    def _peer(self, *, is_ours: bool) -> tuple[Peer, Transport]:
+        peer, transport = Peer(self.hub), Transport()
+        peer.connection_made(transport)
+        peer.data_received(OPENING + p.encode(p.PING, p.OUR_NONCE if is_ours else 1))
+        return peer, transport
+
+    def end(self) -> tuple[object, ...]:
+        """Return all that can be seen from outside, and let the hub go."""
+        state = self.hub.state
+        replies = self.seen_by_other.written
+        # An instance is random: it is in the answer to HELLO.
+        replies = replies.replace(self.hub.instance, bytes(16))
+        seen = (
+            self.seen.written, self.seen.is_closed, replies, dict(state.values),
+            {key: list(queue) for key, queue in state.queues.items()}, state.num_waiters(),
+        )  # fmt: skip
+        self.hub.close()
+        return seen
+
+
+@pytest.fixture(scope="module")
+def loop():
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+keys = st.sampled_from(KEYS)
+values = st.one_of(
+    st.binary(max_size=20),
+    st.sampled_from([b"7", b"-12", b"007", b"9" * 18, b"9" * 19, b" 5", b"1_0", b"-", bytes(5000)]),
+)
+numbers = st.one_of(st.integers(-9, 9), st.integers(-(1 << 63), (1 << 63) - 1))
+tags = st.sampled_from([0, 1, 2, 0xFFFFFFFF])
+key_lists = st.one_of(keys.map(lambda key: [key]), st.lists(keys, max_size=3))
+
+plain = st.one_of(
+    st.tuples(st.just(p.SET), keys, values),
+    st.tuples(st.just(p.GET), keys),
+    st.tuples(st.just(p.ADD), keys, numbers),
+    st.tuples(st.just(p.CHECK), key_lists),
+    st.tuples(st.just(p.WAIT), key_lists),
+)
+tagged = st.one_of(
+    st.tuples(st.just(p.ACK_SET), tags, keys, values),
+    st.tuples(st.just(p.GET_IF), tags, keys),
+    st.tuples(st.just(p.AWAIT_GET), tags, keys),
+    st.tuples(st.just(p.ACK_ADD), tags, keys, numbers),
+    st.tuples(st.just(p.CHECK_EACH), tags, key_lists),
+    st.tuples(st.just(p.AWAIT), tags, key_lists),
+)
+rare = st.one_of(
+    st.tuples(st.sampled_from([p.DELETE_KEY, p.QUEUE_POP]), keys),
+    st.tuples(st.just(p.QUEUE_PUSH), keys, values),
+    st.tuples(st.just(p.CANCEL_WAIT)),
+    st.tuples(st.just(p.CANCEL), tags),
+)
+
+
+def traffic_of(command):
+    """Runs of commands, several in a row alike."""
+    runs = st.tuples(command, st.integers(1, 12)).map(lambda pair: [pair[0]] * pair[1])
+    return st.lists(runs, max_size=8).map(lambda found: [m for run in found for m in run])
+
+
+torchs = traffic_of(plain)
+everything = traffic_of(st.one_of(plain, tagged, tagged, rare))
+cuts = st.lists(st.integers(0, 3000), max_size=8)
+
+
+def encoded(messages: list[p.Message]) -> bytes:
+    return b"".join((p.tagged if m[0] >= p.TAGGED else p.encode)(*m) for m in messages)
+
+
+def seen(loop, data: bytes, at: list[int], *, in_c: bool, is_ours: bool) -> tuple[object, ...]:
+    world = World(loop, in_c=in_c, is_ours=is_ours)
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in at), len(data)]
+    for start, end in itertools.pairwise(edges):
+        if start < end and not world.seen.is_closed:
+            world.peer.data_received(data[start:end])
+    return world.end()
+
+
+def assert_alike(loop, data: bytes, at: list[int], *, is_ours: bool) -> None:
+    in_c = seen(loop, data, at, in_c=True, is_ours=is_ours)
+    assert in_c == seen(loop, data, at, in_c=False, is_ours=is_ours)
+
+
+@SETTINGS
+@given(torchs, cuts)
+def test_it_answers_torchs_commands_as_the_handlers_do(loop, sent, at):
+    assert_alike(loop, encoded(sent), at, is_ours=False)
+
+
+@SETTINGS
+@given(everything, cuts)
+def test_it_answers_ours_as_the_handlers_do(loop, sent, at):
+    assert_alike(loop, encoded(sent), at, is_ours=True)
+
+
+@SETTINGS
+@given(everything, st.binary(max_size=40), st.integers(0, 2000), cuts, st.booleans())
+def test_broken_streams_end_as_they_do_in_python(loop, sent, noise, where, at, is_ours):
+    data = encoded(sent)
+    where %= len(data) + 1
+    data = data[:where] + noise + data[where + len(noise) :]
+    assert_alike(loop, data, at, is_ours=is_ours)
+
+
+def test_it_executes_plain_commands_itself(loop):
+    """The comparison above would also hold for an executor that leaves all to Python."""
+    world = World(loop, in_c=True, is_ours=True)
+    executor = world.hub.executor
+    data = encoded(
+        [
+            (p.SET, b"/plain", b"v"), (p.GET, b"/plain"), (p.ADD, b"/number", 3),
+            (p.CHECK, [b"/queue"]), (p.WAIT, [b"/plain"]), (p.ACK_SET, 5, b"/plain", b"w"),
+            (p.GET_IF, 6, b"/none"), (p.ACK_ADD, 7, b"/number", -1), (p.CHECK_EACH, 8, [b"/none"]),
+            (p.AWAIT, 9, [b"/plain"]), (p.AWAIT_GET, 10, b"/plain"),
+        ]
+    )  # fmt: skip
+    end, replies = executor(data, 0, True)
+    assert end == len(data)
+    assert replies == b"".join(
+        [
+            p.pack_string(b"v"), p.pack_i64(3), p.CHECK_PRESENT, p.WAIT_DONE, p.frame(p.OK, 5, b""),
+            p.frame(p.NOTHING, 6, b""), p.frame(p.OK, 7, p.pack_i64(2)), p.frame(p.OK, 8, b"\x00"),
+            p.frame(p.OK, 9, b""), p.frame(p.OK, 10, b"w"),
+        ]
+    )  # fmt: skip
+    plain_end = len(encoded([(p.SET, b"/plain", b"v")]))
+    assert executor(data[:plain_end] + data[-30:], 0, False)[0] == plain_end
+    world.hub.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        (p.SET, b"/awaited", b"v"),
+        (p.SET, b"/watched", b"v"),
+        (p.ADD, b"/leased", 1),
+        (p.ADD, b"/text", 1),
+        (p.SET, bytes(41), b"v"),
+        (p.SET, b"/plain", bytes(9001)),
+        (p.WAIT, [b"/none"]),
+        (p.CHECK, [b"/plain", b"/plain"]),
+        (p.AWAIT_GET, 1, b"/none"),
+        (p.GET_IF, 0, b"/text"),
+        (p.LIST_KEYS,),
+    ],
+)
+def test_what_needs_more_than_plain_keys_is_left_to_python(loop, message):
+    world = World(loop, in_c=True, is_ours=True)
+    before = dict(world.hub.state.values)
+    assert world.hub.executor(encoded([message]), 0, True) == (0, b"")
+    assert world.hub.state.values == before
+    world.hub.close()
+
+
+def test_replies_leave_in_portions_that_the_peer_can_refuse(loop):
+    """Gets of long values are answered 256 KiB at a time, and no more while the peer is full."""
+    world = World(loop, in_c=True, is_ours=False)
+    world.peer.data_received(encoded([(p.SET, b"/plain", bytes(4000))]))
+    pack = encoded([(p.GET, b"/plain")] * 500)
+
+    def write(data: bytes) -> None:
+        world.seen.written += data
+        world.peer.pause_writing()
+
+    world.seen.write = write
+    world.seen.written = b""
+    world.peer.data_received(pack)
+    portion = len(world.seen.written)
+    assert 256 << 10 <= portion <= (256 << 10) + 4008
+    for _ in range(10):
+        world.peer.resume_writing()
+    assert len(world.seen.written) == 500 * 4008
+    world.hub.close()
+
+
+def test_bad_calls_are_errors(loop):
+    world = World(loop, in_c=True, is_ours=False)
+    executor = world.hub.executor
+    with pytest.raises(TypeError, match="executor"):
+        executor(bytearray(b"\x01"), 0, False)
+    with pytest.raises(TypeError, match="executor"):
+        executor(b"\x01")
+    with pytest.raises(ValueError, match="position 2 of 1 bytes"):
+        executor(b"\x01", 2, False)
+    world.hub.close()
