@@ -7,7 +7,6 @@ it moves, with its signature, into one of a few places of its own, and leaves it
 from __future__ import annotations
 
 import struct
-import threading
 from typing import Any
 from zlib import crc32
 
@@ -38,10 +37,9 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The places for them, in a ring's memory. Each is taken and freed under `lock`."""
+    """The places for them, in a ring's memory. The caller holds the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
-        self.lock = threading.RLock()  # a signal handler may record inside
         self._memory = memory
         self._live = live
         self._offset = layout.kept_offset
@@ -49,46 +47,35 @@ class Kept:
         self._recent_offset = layout.recent_offset
         self._stamps = [0] * NUM_KEPT  # of the operation in each place; 0: it is free
 
-    def keep(self, slot: int) -> int:
-        """Copy the operation in `slot` to a free place.
-
-        Returns:
-            The operation's stamp, 0 without a free place. It may have ended while it was copied:
-            the caller checks.
-        """
+    def keep(self, slot: int) -> bool:
+        """Copy the operation in `slot` to a free place; return False if there is none."""
+        if 0 not in self._stamps:
+            return False
         at = self._slots_offset + slot * _SLOT_BYTES
-        with self.lock:
-            copy = bytes(self._memory[at : at + _SLOT_BYTES])
-            stamp = int(_STAMP_STRUCT.unpack_from(copy)[0])
-            if stamp in self._stamps:
-                return stamp  # another thread, which wants the same slot, was faster
-            if 0 not in self._stamps:
-                return 0
-            place = self._stamps.index(0)
-            self._stamps[place] = stamp
-            self._live[Live.NUM_KEPT] += 1
-            signature = self._signature(_REF_STRUCT.unpack_from(copy, _REF_OFFSET)[0])
-            copy += (
-                _SIGNATURE_STRUCT.pack(len(signature), crc32(signature, stamp & _U32)) + signature
-            )
-            to = self._offset + place * KEPT_OPERATION.itemsize
-            self._memory[to : to + len(copy)] = copy
-            return stamp
+        copy = bytes(self._memory[at : at + _SLOT_BYTES])
+        stamp = int(_STAMP_STRUCT.unpack_from(copy)[0])
+        place = self._stamps.index(0)
+        self._stamps[place] = stamp
+        self._live[Live.NUM_KEPT] += 1
+        signature = self._signature(_REF_STRUCT.unpack_from(copy, _REF_OFFSET)[0])
+        crc = crc32(signature, stamp & _U32)  # another's signature never fits this stamp
+        copy += _SIGNATURE_STRUCT.pack(len(signature), crc) + signature
+        to = self._offset + place * KEPT_OPERATION.itemsize
+        self._memory[to : to + len(copy)] = copy
+        return True
 
     def started(self, stamp: int, cell: bytes) -> None:
         """Note that a kept operation started; another's stamp is ignored."""
-        with self.lock:
-            if stamp in self._stamps:
-                at = self._at(stamp) + _STATE_OFFSET
-                self._memory[at : at + len(cell)] = cell
+        if stamp in self._stamps:
+            at = self._at(stamp) + _STATE_OFFSET
+            self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
         """Free the place of an operation that ended; another's stamp is ignored."""
-        with self.lock:
-            if stamp in self._stamps:
-                _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
-                self._stamps[self._stamps.index(stamp)] = 0
-                self._live[Live.NUM_KEPT] -= 1
+        if stamp in self._stamps:
+            _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
+            self._stamps[self._stamps.index(stamp)] = 0
+            self._live[Live.NUM_KEPT] -= 1
 
     def _at(self, stamp: int) -> int:
         return self._offset + self._stamps.index(stamp) * KEPT_OPERATION.itemsize

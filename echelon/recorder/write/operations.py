@@ -1,12 +1,13 @@
 """The writer of operations in Python: where the C core was not built, and its oracle in tests.
 
-No locks on the hot path: slots are handed out by a counter, one thread fills a slot, and readers
-check what they see (schema.py, [Note: what makes a slot readable]).
+Writers take turns by one lock; readers, which are other processes, check what they see (schema.py,
+[Note: what makes a slot readable]).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 import sys
 import threading
@@ -26,7 +27,6 @@ from echelon.recorder.format.schema import (
     Live,
     State,
 )
-from echelon.recorder.write.counting import counter
 from echelon.recorder.write.ring import Ring
 from echelon.recorder.write.sites import Sites
 
@@ -59,6 +59,7 @@ _KEPT_REFUSED = int(Live.KEPT_REFUSED)
 _MAX_TRIES = 64  # slots that are looked at for one operation
 _STARTED = int(State.STARTED)
 _COMPLETED = int(State.COMPLETED)
+_FAILED = int(State.FAILED)
 _U32 = 0xFFFFFFFF
 _I64 = (-(1 << 63), (1 << 63) - 1)
 
@@ -128,7 +129,10 @@ class Operations:
         self._stamps = array("Q", bytes(8 * ring.num_operations))  # who owns each slot now
         self._started = array("q", bytes(8 * ring.num_operations))
         self._ended = array("Q", bytes(8 * ring.num_operations))  # the last one of each that ended
-        self._numbers = counter()
+        # Held from an operation's number to its slot's last byte: no thread ever overwrites, or
+        # keeps, what another one is still writing. A signal handler may record inside.
+        self._lock = threading.RLock()
+        self._numbers = itertools.count().__next__
         self._thread = _Thread()
         self._signatures = Signatures(ring)
         self._calls: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -168,86 +172,88 @@ class Operations:
                 site, stack = self._find(sys._getframe(depth))
             except ValueError:  # the stack is not that deep
                 site = stack = 0
-            record = self._numbers()
-            stamp = record + 1
             live = self._live
-            fields = (
-                record, sequence, p2p_sequence, now, live[_STEP] - 1, num_bytes, timeout_ms,
-                group, signature, site, stack, root, peer, tag, coalesced,
-                self._thread.native_id, flags,
-            )  # fmt: skip
-            try:
-                payload = _pack_fixed(*fields)
-            except struct.error:
-                payload = _pack_fixed(*_clamped(fields))
-            slot = record % self._num_slots
-            before = self._stamps[slot]
-            if self._ended[slot] != before:
-                record = self._make_room(record)
-                if record == NOT_RECORDED:
-                    return record
-                slot, stamp = record % self._num_slots, record + 1
-                payload = record.to_bytes(8, "little") + payload[8:]
-            elif before < stamp:
+            thread = self._thread.native_id
+            with self._lock:
+                record = self._numbers()
+                try:
+                    payload = _pack_fixed(
+                        record, sequence, p2p_sequence, now, live[_STEP] - 1, num_bytes, timeout_ms,
+                        group, signature, site, stack, root, peer, tag, coalesced, thread, flags,
+                    )  # fmt: skip
+                except struct.error:
+                    fields = (
+                        record, sequence, p2p_sequence, now, live[_STEP] - 1, num_bytes, timeout_ms,
+                        group, signature, site, stack, root, peer, tag, coalesced, thread, flags,
+                    )  # fmt: skip
+                    payload = _pack_fixed(*_clamped(fields))
+                slot = record % self._num_slots
+                before = self._stamps[slot]
+                if self._ended[slot] != before or before > record:
+                    record = self._make_room(record)
+                    if record == NOT_RECORDED:
+                        return record
+                    slot = record % self._num_slots
+                    payload = record.to_bytes(8, "little") + payload[8:]
+                stamp = record + 1
                 self._stamps[slot] = stamp
-            if self._stamps[slot] != stamp:
-                return record  # this thread slept for a whole round: newer operations stay
-            self._started[slot] = 0
-            at = self._offset + slot * _SLOT_BYTES
-            _pack_slot(self._map, at, stamp, _FIXED_BYTES, crc32(payload), payload, stamp)
-            live[_NUM_OPERATIONS] = stamp
-            live[_PROGRESS] = now
-            if is_started:
-                self._mark_started(record, now)
+                self._started[slot] = 0
+                at = self._offset + slot * _SLOT_BYTES
+                _pack_slot(self._map, at, stamp, _FIXED_BYTES, crc32(payload), payload, stamp)
+                live[_NUM_OPERATIONS] = stamp
+                live[_PROGRESS] = now
+                if is_started:
+                    self._mark_started(record, now)
             return record
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record that the backend started the operation, now or at a time already past."""
-        now = self._now()
-        self._mark_started(record, now if at_mono_ns is None else _moment(at_mono_ns, now))
+        try:
+            now = self._now()
+            with self._lock:
+                self._mark_started(record, now if at_mono_ns is None else _moment(at_mono_ns, now))
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
 
     def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record that the operation is done on this rank, now or at a time already past."""
-        now = self._now()
-        self._mark_ended(
-            record, now if at_mono_ns is None else _moment(at_mono_ns, now), _COMPLETED, 0
-        )
-        self._live[_PROGRESS] = now
+        try:
+            now = self._now()
+            ended = now if at_mono_ns is None else _moment(at_mono_ns, now)
+            self._mark_ended(record, ended, _COMPLETED, 0, now)
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
 
     def failed(self, record: int, error: int, /) -> None:
         """Record that the operation ended in an error, whose text `error` refers to."""
-        now = self._now()
-        self._mark_ended(record, now, int(State.FAILED), error)
-        self._live[_PROGRESS] = now
+        try:
+            now = self._now()
+            self._mark_ended(record, now, _FAILED, error, now)
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return
 
     def _make_room(self, record: int) -> int:
-        """Take the slot of a number, or of the next one that can be taken; return that number.
+        """Find the number whose slot can be taken, from `record` on; the lock is held.
 
         What has not ended is never overwritten: it moves out, or its slot is passed by.
+
+        Returns:
+            The number; NOT_RECORDED without one among the next slots.
         """
         for _ in range(_MAX_TRIES):
-            if self._take(record % self._num_slots, record + 1):
+            if self._is_free(record % self._num_slots, record + 1):
                 return record
             record = self._numbers()
         self._live[_KEPT_REFUSED] += 1
         return NOT_RECORDED
 
-    def _take(self, slot: int, stamp: int) -> bool:
-        kept = self._kept
-        with kept.lock:
-            before = self._stamps[slot]
-            if self._ended[slot] != before:
-                moved = kept.keep(slot)
-                if not moved:
-                    return False
-                before = self._stamps[slot]
-                if before != moved or self._ended[slot] == moved:
-                    kept.ended(moved)  # by another thread, while it moved
-            if before < stamp:
-                self._stamps[slot] = stamp
-            return True
+    def _is_free(self, slot: int, stamp: int) -> bool:
+        before = self._stamps[slot]
+        if before >= stamp:  # a signal handler recorded a whole round within this very call
+            return False
+        return self._ended[slot] == before or self._kept.keep(slot)
 
     def _mark_started(self, record: int, now: int) -> None:
         if not isinstance(record, int) or record < 0:
@@ -261,20 +267,19 @@ class Operations:
         self._started[slot] = now
         _pack_state(self._map, self._offset + slot * _SLOT_BYTES + _STATE_OFFSET, *cell)
 
-    def _mark_ended(self, record: int, now: int, state: int, error: int) -> None:
-        if not isinstance(record, int) or record < 0:
-            return
-        slot, stamp = record % self._num_slots, record + 1
-        if self._stamps[slot] != stamp:
-            self._kept.ended(stamp)
-            return
-        started = self._started[slot]
-        self._ended[slot] = stamp
-        crc = crc32(_pack_state_body(started, now, error, state), stamp & _U32)
-        at = self._offset + slot * _SLOT_BYTES + _STATE_OFFSET
-        _pack_state(self._map, at, stamp, started, now, error, state, crc, 0, stamp)
-        if self._stamps[slot] != stamp:
-            self._kept.ended(stamp)  # it moved since this thread looked
+    def _mark_ended(self, record: int, ended: int, state: int, error: int, now: int) -> None:
+        with self._lock:
+            if isinstance(record, int) and record >= 0:
+                slot, stamp = record % self._num_slots, record + 1
+                if self._stamps[slot] == stamp:
+                    started = self._started[slot]
+                    self._ended[slot] = stamp
+                    crc = crc32(_pack_state_body(started, ended, error, state), stamp & _U32)
+                    at = self._offset + slot * _SLOT_BYTES + _STATE_OFFSET
+                    _pack_state(self._map, at, stamp, started, ended, error, state, crc, 0, stamp)
+                else:
+                    self._kept.ended(stamp)
+            self._live[_PROGRESS] = now
 
     def _new_call(self, key: tuple[Any, ...]) -> tuple[int, int]:
         """Encode what a call site passes again and again; kept, up to a limit."""

@@ -127,7 +127,7 @@ def take(recorder: Recorder, spans: list, step: tuple) -> object:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps=STEPS)
 def test_both_writers_leave_the_same_bytes(tmp_path, steps):

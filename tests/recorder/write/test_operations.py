@@ -333,30 +333,39 @@ def test_later_operations_pass_by_a_slot_that_cannot_be_taken(recorder, ring, lo
     live.close()
 
 
-def test_a_thread_that_slept_for_a_round_leaves_newer_operations(ring, look):
-    """Between taking a number and filling its slot, another thread goes round the whole ring."""
+def test_a_signal_handler_that_records_a_whole_round_takes_nothing_away(ring, look):
+    """Between the number of an operation and its slot, others go round the whole ring."""
     recorder = Recorder(ring, in_c=False)
-    others = threading.Event()
+    handled = []
 
-    class Slow(int):
-        """A field that is converted late, and slowly."""
+    class Late:
+        """A field whose conversion stands for a handler that runs between two instructions."""
 
         def __index__(self) -> int:
-            if not others.is_set():
-                others.set()
+            if not handled:
+                handled.append(True)
                 for i in range(NUM_OPERATIONS + 1):
                     recorder.completed(recorder.begin(0, "barrier", sequence=i))
             return 5
 
-    class Late:
-        def __index__(self) -> int:
-            return Slow(5).__index__()
-
         __int__ = __index__
 
-    recorder.begin(0, "send", tag=Late())
+    outer = recorder.begin(0, "send", tag=Late())
     rows = look().operations
-    assert rows["record"].tolist() == list(range(2, NUM_OPERATIONS + 2))
+    assert rows["record"].tolist() == list(range(3, NUM_OPERATIONS + 3))
+    assert rows["record"][-1] == outer
+    assert rows["tag"][-1] == 5
+    assert rows["sequence"].tolist() == [*range(2, NUM_OPERATIONS + 1), -1]
+
+
+def test_a_closed_ring_raises_nothing(ring):
+    recorder = Recorder(ring, in_c=False)
+    number = recorder.begin(0, "barrier")
+    ring.close()
+    recorder.started(number)
+    recorder.completed(number)
+    recorder.failed(number, ValueError("late"))
+    assert recorder.begin(0, "barrier") == -1
 
 
 def test_members_of_a_large_group_come_back(recorder, look):

@@ -86,7 +86,7 @@ class Pending:
 
 @pytest.mark.parametrize("in_c", IN_C, ids=["c", "python"])
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(steps=STEPS, num_operations=st.integers(1, 9))
 def test_what_is_pending_is_what_the_record_shows_as_pending(tmp_path, in_c, steps, num_operations):
