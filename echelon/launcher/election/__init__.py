@@ -1,0 +1,1 @@
+"""Succession of the hosting node: what every node keeps, who votes, and who may run ranks."""

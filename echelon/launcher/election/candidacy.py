@@ -1,0 +1,114 @@
+"""A node without a host: it asks the electors who hosts the job, and stands for it. Pure.
+
+It asks first whether a majority would vote for it, and only then for the votes. Electors begin in
+the order of ranks, each a little after the one before it, so that mostly the first one that remains
+is elected at the first attempt; after two have split the votes they try again at different times.
+A node that is not an elector only asks who hosts the job.
+"""
+
+from __future__ import annotations
+
+from echelon.launcher.election.elector import VOTE_S, Answer, Canvass, Elector
+
+_ROUND_S = 1.0  # for the votes
+_STAGGER_S = 0.2  # per place in the order of electors
+_ASK_S = 0.3
+
+
+class Candidacy:
+    """The search for a host, from the loss of one.
+
+    Args:
+        lost_term: the lost host's; one of an earlier term is not a host any more.
+
+    Attributes:
+        found: endpoint and name of a host, None yet.
+        is_elected: a majority of the electors voted for this node.
+        was_early: some of them did so before their promise to the former host had expired.
+    """
+
+    def __init__(self, elector: Elector, lost_term: int, now_s: float) -> None:
+        self._elector = elector
+        self._lost_term = lost_term
+        mandate = elector.mandate
+        electors = () if mandate is None else mandate.electors
+        self._place = electors.index(elector.name) if elector.name in electors else -1
+        self._next_ask_s = now_s
+        self._stand_s = now_s + max(0, self._place - 1) * _STAGGER_S
+        self._asked: Canvass | None = None  # whose grants are counted
+        self._round_ends_s = float("-inf")  # of a binding one
+        self._grants: set[str] = set()
+        self._latest_term = max(elector.term, lost_term)
+        self.found: tuple[str, str] | None = None
+        self.is_elected = self.was_early = False
+
+    @property
+    def term(self) -> int:
+        """The term in which this node stands."""
+        assert self._asked is not None
+        return self._asked.term
+
+    def deadline_s(self) -> float:
+        """Return when `due` is to be asked again."""
+        return self._next_ask_s
+
+    def due(self, now_s: float) -> Canvass | None:
+        """Return what to ask all other electors now, None if nothing is due."""
+        if self.is_elected or self.found is not None or now_s < self._next_ask_s:
+            return None
+        self._next_ask_s = now_s + _ASK_S
+        asked = self._asked
+        if asked is None or not asked.is_binding:
+            asked = self._sound_out(now_s)
+        elif now_s >= self._round_ends_s:  # the votes are split
+            self._stand_s = now_s + VOTE_S / 2 + _STAGGER_S * self._place
+            asked = self._sound_out(now_s)
+        return asked
+
+    def _sound_out(self, now_s: float) -> Canvass:
+        """Begin a round that binds nobody; this elector's own answer counts as one."""
+        elector = self._elector
+        self._latest_term = max(self._latest_term, elector.term)
+        asked = Canvass(
+            node=elector.name, term=self._latest_term + 1, version=elector.version,
+            is_binding=False,
+        )  # fmt: skip
+        self._asked, self._grants = asked, set()
+        if now_s >= self._stand_s and elector.on_canvass(asked, now_s).granted:
+            self._grants.add(elector.name)
+        return asked
+
+    def _stand(self, now_s: float) -> None:
+        """Become a candidate, with this elector's own vote."""
+        elector, sounded = self._elector, self._asked
+        assert sounded is not None
+        asked = Canvass(
+            node=elector.name, term=sounded.term, version=elector.version, is_binding=True
+        )
+        answer = elector.on_canvass(asked, now_s)
+        if answer.granted:
+            self._asked, self._grants = asked, {elector.name}
+            self.was_early = answer.early
+            self._round_ends_s = now_s + _ROUND_S
+            self._next_ask_s = now_s
+
+    def on_answer(self, name: str, asked: Canvass, answer: Answer, now_s: float) -> None:
+        """Take in an elector's answer to what it was asked."""
+        self._latest_term = max(self._latest_term, answer.term)
+        if answer.host and answer.endpoint and answer.host != self._elector.name:
+            if answer.term >= self._lost_term:
+                self.found = (answer.endpoint, answer.host)
+            return
+        if not answer.granted or asked != self._asked or self.is_elected:
+            return
+        self._grants.add(name)
+        mandate = self._elector.mandate
+        if mandate is None or not mandate.is_majority(self._grants):
+            self.was_early = self.was_early or answer.early
+            return
+        if not asked.is_binding:
+            self._stand(now_s)
+        elif self._elector.term == asked.term:  # else it has voted for another since
+            self.was_early = self.was_early or answer.early
+            self.is_elected = True
+            self._elector.win(asked.term)

@@ -1,0 +1,99 @@
+"""Time limits that keep two worlds apart: pure, no clock of another node is ever read.
+
+    host                                  node
+    beat n at h        ------------->     promise: no vote for another host until now + P
+    lease: h + 0.9 P,  <-------------     reply to n, stamped s
+    once a majority
+    has replied
+    beat n+1, echo s,  ------------->     permit: its ranks may run until s + remaining
+    remaining lease
+
+Each side counts from a moment of its own clock that is earlier than the other side's event, so any
+delay of a message only shortens what it grants. A new host is elected by a majority whose promises
+have expired, so the former host's lease has expired, and with it every permit derived from it: all
+ranks of the former world are dead, or are being killed, before the next world may begin. The tenth
+by which the lease is shorter than the promise covers clocks that run at different rates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+_LEASE_SHARE = 0.9
+_BEATS_PER_LEASE = 8
+
+
+def now_s() -> float:
+    """Return seconds of a clock that also counts while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def beat_interval_s(promise_s: float) -> float:
+    """Return how often the host sends a beat."""
+    return promise_s / _BEATS_PER_LEASE
+
+
+class Lease:
+    """The host's right to run a world, as long as a majority of the electors replies.
+
+    Args:
+        name: the host's own.
+        promise_s: how long an elector keeps its promise.
+    """
+
+    def __init__(self, name: str, promise_s: float) -> None:
+        self._name = name
+        self._duration_s = promise_s * _LEASE_SHARE
+        self._sent: dict[int, float] = {}  # beat -> when it was sent
+        self._last = 0
+        self._acknowledged: dict[str, float] = {}  # elector -> when the beat it replied to was sent
+
+    def beat(self, now_s: float) -> int:
+        """Return the number of a beat that is sent now."""
+        self._last += 1
+        self._sent[self._last] = now_s
+        while len(self._sent) > 4 * _BEATS_PER_LEASE:
+            del self._sent[next(iter(self._sent))]
+        return self._last
+
+    def acknowledge(self, name: str, number: int) -> None:
+        """Note the reply of a node to a beat; one too old to know counts for nothing."""
+        sent_s = self._sent.get(number)
+        if sent_s is not None:
+            self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
+
+    def remaining_s(self, electorates: Sequence[Sequence[str]], now_s: float) -> float:
+        """Return how long the lease lasts yet; 0 if it has expired, or never was."""
+        return min(self._of(electors, now_s) for electors in electorates)
+
+    def _of(self, electors: Sequence[str], now_s: float) -> float:
+        since = [
+            now_s if name == self._name else self._acknowledged.get(name, float("-inf"))
+            for name in electors
+        ]
+        since.sort(reverse=True)
+        return max(0.0, since[len(since) // 2] + self._duration_s - now_s)
+
+
+class Permit:
+    """How long this node's ranks may run, by what the host has granted."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[int, float] = {}
+        self._last = 0
+        self.expires_s = float("-inf")
+
+    def stamp(self, now_s: float) -> int:
+        """Return the number of a reply that is sent now."""
+        self._last += 1
+        self._stamps[self._last] = now_s
+        while len(self._stamps) > 4 * _BEATS_PER_LEASE:
+            del self._stamps[next(iter(self._stamps))]
+        return self._last
+
+    def extend(self, echo: int, remaining_s: float) -> None:
+        """Take in a grant: the lease lasted so long when the host had received reply `echo`."""
+        stamped_s = self._stamps.get(echo)
+        if stamped_s is not None:
+            self.expires_s = max(self.expires_s, stamped_s + remaining_s)

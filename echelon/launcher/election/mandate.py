@@ -1,0 +1,148 @@
+"""What a node needs to continue the job in the hosting node's place: the replicated state.
+
+The host sends every change of it to all nodes, with a version; a change takes effect once a
+majority of the electors holds it. Electors are the first nodes of the world in rank order, at most
+nine, so that the cost does not grow with the world. A change of the electors passes through a
+mandate that names both the former and the next ones and needs a majority of each (joint
+consensus): no two disjoint majorities can ever decide.
+
+A world of two nodes has no majority that survives the host: its only elector is the host, so that
+it continues alone after the loss of the other node, and nobody replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+
+from echelon.errors import LaunchError
+
+MAX_ELECTORS = 9
+_LEAST_ELECTORS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A node of the world.
+
+    Attributes:
+        endpoint: "host:port" at which it answers electors, and serves the job if it is elected.
+        num_workers: how many ranks it runs.
+    """
+
+    name: str
+    host: str
+    endpoint: str
+    num_workers: int
+    node_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mandate:
+    """The state of one job at one version.
+
+    Attributes:
+        term: that of the host which wrote it; every election begins a later one.
+        index: counts the mandates of a term.
+        electorates: sets of electors; a decision needs a majority of each of them.
+        members: the world's nodes in rank order.
+        others: electors that are not in this world, as long as they have a vote.
+        attempt: the world's number.
+        restarts: how many of `--max-restarts` are used.
+        num_attempts: how many worlds have ended.
+    """
+
+    term: int
+    index: int
+    electorates: tuple[tuple[str, ...], ...]
+    members: tuple[Member, ...]
+    others: tuple[Member, ...] = ()
+    job_id: str
+    attempt: int = -1
+    restarts: int = 0
+    num_attempts: int = 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """A later mandate compares greater."""
+        return self.term, self.index
+
+    @property
+    def electors(self) -> tuple[str, ...]:
+        """All names that have a vote."""
+        return tuple(dict.fromkeys(name for one in self.electorates for name in one))
+
+    @property
+    def survives_host(self) -> bool:
+        """Whether the electors can replace a host that is lost."""
+        return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
+
+    def member(self, name: str) -> Member | None:
+        """Return a member or another elector by name, None if it is neither."""
+        return next((one for one in (*self.members, *self.others) if one.name == name), None)
+
+    def is_majority(self, names: Collection[str]) -> bool:
+        """Return whether these names hold a majority of every electorate."""
+        return all(2 * sum(name in names for name in one) > len(one) for one in self.electorates)
+
+
+def electors_of(members: Sequence[Member], host: str, witness: str = "") -> tuple[str, ...]:
+    """Return the electors of a world: its host, and the next members in rank order.
+
+    Args:
+        members: in rank order; those without an endpoint cannot vote.
+        host: the hosting node, an elector always.
+        witness: a process that only votes, "" for none.
+    """
+    others = [one.name for one in members if one.endpoint and one.name != host]
+    names = [host, *others[: MAX_ELECTORS - 1]]
+    if witness and len(names) % 2 == 0:
+        names.append(witness)
+    return tuple(names) if len(names) >= _LEAST_ELECTORS else (host,)
+
+
+def pack_mandate(mandate: Mandate) -> bytes:
+    """Return a mandate as bytes."""
+    return json.dumps(asdict(mandate)).encode()
+
+
+def unpack_mandate(data: bytes) -> Mandate:
+    """Return the mandate that `pack_mandate` wrote.
+
+    Raises:
+        LaunchError: it is malformed.
+    """
+    try:
+        values = json.loads(data)
+        members = tuple(Member(**one) for one in values.pop("members"))
+        others = tuple(Member(**one) for one in values.pop("others"))
+        electorates = tuple(tuple(one) for one in values.pop("electorates"))
+        mandate = Mandate(members=members, others=others, electorates=electorates, **values)
+        _check(mandate)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
+        raise LaunchError(f"malformed mandate: {err}") from err
+    return mandate
+
+
+def _check(mandate: Mandate) -> None:
+    """Hold the values that arrived against the types they must have.
+
+    Raises:
+        TypeError: one of them has another type.
+    """
+    nodes = (*mandate.members, *mandate.others)
+    numbers = (
+        mandate.term, mandate.index, mandate.attempt, mandate.restarts, mandate.num_attempts,
+        *(one.num_workers for one in nodes), *(one.node_rank for one in nodes),
+    )  # fmt: skip
+    texts = (
+        mandate.job_id, *(name for one in mandate.electorates for name in one),
+        *(text for one in nodes for text in (one.name, one.host, one.endpoint)),
+    )  # fmt: skip
+    if not all(type(number) is int for number in numbers):
+        raise TypeError("a number was expected")
+    if not all(type(text) is str for text in texts):
+        raise TypeError("a text was expected")
+    if not mandate.electorates or not all(mandate.electorates):
+        raise ValueError("a mandate without electors")

@@ -1,0 +1,174 @@
+"""The host's side: its lease, the mandate as it changes, and what is known of each node. Pure.
+
+A world may begin once three things hold: the mandate that describes it is held by a majority of
+the former and of the next electors, the lease lasts, and every rank of a former world that this
+world replaces is dead: its node has said so, or its permit has run out (`Fences`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from echelon.launcher.election.lease import Lease, beat_interval_s
+from echelon.launcher.election.mandate import Mandate, Member, electors_of
+
+KILL_S = 1.0  # a node's guard kills ranks whose permit has run out; the kernel takes its time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What the host sends to each node. `echo`: the last reply that it received, 0 for none."""
+
+    term: int
+    host: str
+    number: int
+    echo: int
+    remaining_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """A node's reply to a beat, or to a new mandate. `version`: of the mandate that it holds."""
+
+    term: int
+    number: int
+    stamp: int
+    version: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Node:
+    stamp: int = 0
+    index: int = -1
+    replied_s: float = 0.0
+    permit_ends_s: float = float("-inf")  # at the latest
+
+
+class Office:
+    """The office of the host `name` in one term.
+
+    Args:
+        mandate: what it starts from: an elected host's is the former host's.
+        promise_s: how long electors keep their promise.
+    """
+
+    def __init__(self, name: str, term: int, mandate: Mandate, promise_s: float) -> None:
+        self.name = name
+        self.term = term
+        self.promise_s = promise_s
+        self.mandate = replace(mandate, term=term, index=0)
+        self.is_deposed = False
+        self._lease = Lease(name, promise_s)
+        self._nodes: dict[str, _Node] = {}
+        self._next_beat_s = float("-inf")
+
+    # ---- beats ----
+
+    def add(self, name: str) -> None:
+        """Begin to send beats to a node that has connected."""
+        permit_ends_s = self._nodes[name].permit_ends_s if name in self._nodes else float("-inf")
+        self._nodes[name] = _Node(permit_ends_s=permit_ends_s)
+        self._next_beat_s = float("-inf")
+
+    def remove(self, name: str) -> float:
+        """Forget a node; return when its ranks are dead at the latest."""
+        node = self._nodes.pop(name, None)
+        return float("-inf") if node is None else node.permit_ends_s + KILL_S
+
+    def deadline_s(self) -> float:
+        """Return when `beats` has something to send."""
+        return self._next_beat_s
+
+    def beats(self, now_s: float) -> list[tuple[str, Beat]]:
+        """Return the beats that are due."""
+        if now_s < self._next_beat_s:
+            return []
+        self._next_beat_s = now_s + beat_interval_s(self.promise_s)
+        number = self._lease.beat(now_s)
+        return [(name, self._beat(name, number, now_s)) for name in self._nodes]
+
+    def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
+        """Return beats that are not due yet: a world begins with a fresh permit."""
+        number = self._lease.beat(now_s)
+        return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
+
+    def _beat(self, name: str, number: int, now_s: float) -> Beat:
+        node = self._nodes[name]
+        remaining_ms = int(self.remaining_s(now_s) * 1e3)
+        if node.stamp:
+            ends_s = node.replied_s + remaining_ms / 1e3
+            node.permit_ends_s = max(node.permit_ends_s, ends_s)
+        return Beat(
+            term=self.term, host=self.name, number=number, echo=node.stamp,
+            remaining_ms=remaining_ms,
+        )  # fmt: skip
+
+    def on_reply(self, name: str, reply: Reply, now_s: float) -> None:
+        """Take in a node's reply."""
+        if reply.term > self.term:
+            self.is_deposed = True
+        node = self._nodes.get(name)
+        if node is None or reply.term != self.term:
+            return
+        self._lease.acknowledge(name, reply.number)
+        if reply.stamp > node.stamp:
+            node.stamp, node.replied_s = reply.stamp, now_s
+        if reply.version[0] == self.term:
+            node.index = max(node.index, reply.version[1])
+
+    def remaining_s(self, now_s: float) -> float:
+        """Return how long ranks may run yet; 0 once a majority is out of reach."""
+        if self.is_deposed:
+            return 0.0
+        return self._lease.remaining_s(self.mandate.electorates, now_s)
+
+    # ---- the mandate ----
+
+    def propose(
+        self,
+        members: Sequence[Member],
+        *,
+        attempt: int,
+        restarts: int,
+        num_attempts: int,
+        witness: str = "",
+    ) -> None:
+        """Make the mandate of a next world; the former electors have a say until it is held."""
+        electors = electors_of(members, self.name, witness)
+        former = self.mandate.electorates
+        names = {one.name for one in members}
+        others = [self.mandate.member(name) for name in self.mandate.electors if name not in names]
+        self.mandate = replace(
+            self.mandate,
+            index=self.mandate.index + 1,
+            members=tuple(members),
+            others=tuple(one for one in others if one is not None),
+            electorates=former if electors in former else (*former, electors),
+            attempt=attempt,
+            restarts=restarts,
+            num_attempts=num_attempts,
+        )
+
+    def is_held(self) -> bool:
+        """Return whether a majority of all its electors holds the mandate."""
+        index = self.mandate.index
+        return self.mandate.is_majority(
+            {self.name, *(name for name, node in self._nodes.items() if node.index >= index)}
+        )
+
+    def is_held_by(self, names: Iterable[str]) -> bool:
+        """Return whether all of these nodes hold it, and have replied to a beat."""
+        index = self.mandate.index
+        return all(
+            name == self.name or (name in self._nodes and self._nodes[name].index >= index)
+            for name in names
+        )
+
+    def settle(self, witness: str = "") -> None:
+        """Let the former electors go, once `is_held`."""
+        electors = electors_of(self.mandate.members, self.name, witness)
+        if self.mandate.electorates != (electors,):
+            self.mandate = replace(
+                self.mandate, index=self.mandate.index + 1, others=(), electorates=(electors,)
+            )
