@@ -146,7 +146,7 @@ class GrpcLink:
         """
         while True:
             try:
-                async with _channel(self._endpoint, self._tls) as channel:
+                async with open_channel(self._endpoint, self._tls) as channel:
                     await self._dial(channel)
                     await self._connection(channel)
             except (grpc.RpcError, asyncio.TimeoutError, OSError) as err:
@@ -276,7 +276,8 @@ async def _why_not(endpoint: str) -> str:
     return ""
 
 
-def _channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
+def open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
+    """Return a channel to "host:port"; `tls` None: a plain one."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
     return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)

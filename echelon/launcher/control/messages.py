@@ -30,6 +30,28 @@ class Hello:
     node_rank: int = -1  # -1: any
     version: int = VERSION
     address: str = ""  # numeric, as the link saw it; what a node says of itself does not count
+    port: int = 0  # at which it would host the job in turn, 0: it would not
+    holds: int = -1  # the world whose ranks it has, after the loss of a host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseReply:
+    """The answer to `LeaseBeat` or `Entrust`; `version`: of the mandate that this node holds."""
+
+    term: int
+    number: int
+    stamp: int
+    version: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Poll:
+    """A node without a host asks for a vote, and who hosts the job; answered by `Vote`."""
+
+    node: str
+    term: int
+    version: list[int]
+    is_binding: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +184,7 @@ class WaysTried:
 
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
-    | Unkillable | Resume | CheckIn | Tock | WaysTried
+    | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
@@ -175,6 +197,35 @@ class Welcome:
     token: str  # proves, at the next connection, whose session it is
     received: int
     lost_after_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseBeat:
+    """The host holds its lease; with the reply `echo` this bounds how long ranks may run."""
+
+    term: int
+    host: str
+    number: int
+    echo: int
+    remaining_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entrust:
+    """Keep this mandate, in the form of `pack_mandate`."""
+
+    mandate: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vote:
+    """An elector's answer to `Poll`."""
+
+    term: int
+    granted: bool
+    early: bool
+    host: str
+    endpoint: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,7 +329,7 @@ class TryWays:
 
 Command = (
     Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
-    | Tick | TryWays | Welcome
+    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
@@ -287,6 +338,7 @@ _KINDS: dict[str, type[Any]] = {
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
+        LeaseBeat, LeaseReply, Entrust, Poll, Vote,
     )
 }  # fmt: skip
 

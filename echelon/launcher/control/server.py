@@ -15,7 +15,7 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -31,7 +31,9 @@ from echelon.launcher.control.messages import (
     Event,
     Hello,
     Left,
+    Poll,
     Resume,
+    Vote,
     Welcome,
     pack,
     unpack,
@@ -56,6 +58,8 @@ class ControlServer:
     Args:
         tls: None for plain connections.
         lost_after_s: silence after which a node is lost.
+        vote: answers a node that has lost its host, on the server's thread; None: no one does.
+        is_open: whether this node hosts the job; else it answers polls only.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -69,8 +73,12 @@ class ControlServer:
         *,
         tls: TlsFiles | None = None,
         lost_after_s: float = LOST_AFTER_S,
+        vote: Callable[[Poll], Vote] | None = None,
+        is_open: bool = True,
     ) -> None:
         _check_free(address)
+        self._vote = vote
+        self._is_open = is_open
         self._tls = tls
         self._lost_after_s = lost_after_s
         self._secret = secret
@@ -99,6 +107,18 @@ class ControlServer:
         """End a node's session once what was sent has left."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, None)
+
+    def open(self, *, is_open: bool) -> None:
+        """Begin to admit nodes, or end all their sessions and answer polls only."""
+        self._is_open = is_open
+        if not is_open:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._end_all)
+
+    def _end_all(self) -> None:
+        for member in self._members.values():
+            member.is_ending = True
+            member.wake.set()
 
     def close(self) -> None:
         """End all sessions; waits at most 10 s for what was sent to leave."""
@@ -143,9 +163,7 @@ class ControlServer:
         await server.start()
         started.set()
         await self._stop.wait()
-        for member in self._members.values():
-            member.is_ending = True
-            member.wake.set()
+        self._end_all()
         deadline_s = self._loop.time() + _DRAIN_S
         while self._members and self._loop.time() < deadline_s:
             await asyncio.sleep(0.02)
@@ -162,6 +180,9 @@ class ControlServer:
             seal = Seal(self._secret, nonce, mine, is_host=True)
             await context.write(mine)
             hello = unpack(seal.open(await asyncio.wait_for(anext(frames), _GREETING_S)))
+            if isinstance(hello, Poll) and self._vote is not None:
+                await context.write(seal.close(pack(self._vote(hello))))
+                return
             member = self._member_of(hello)
         except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no handshake in time")
@@ -184,6 +205,8 @@ class ControlServer:
         Raises:
             LaunchError: no session begins with that, or the one to go on with is over.
         """
+        if not self._is_open:
+            raise LaunchError("this node does not host the job")
         if isinstance(hello, Resume):
             member = self._members.get(hello.node)
             if member is None or not hmac.compare_digest(member.token, hello.token):

@@ -16,7 +16,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
@@ -33,6 +33,10 @@ from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
+if TYPE_CHECKING:  # gRPC only where several nodes need it
+    from echelon.launcher.election.succession import Succession
+    from echelon.launcher.election.takeover import Inheritance
+
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
 _VERDICT_S = 120.0  # for the analyses at the end of the job
@@ -43,7 +47,11 @@ Send = Callable[[str, m.Command], None]
 
 
 class Coordinator:
-    """One job. The owner calls `take` for each message, and `step` after messages and deadlines."""
+    """One job. The owner calls `take` for each message, and `step` after messages and deadlines.
+
+    Args:
+        succession: decides, in a job with failover, whether a world may begin; None without.
+    """
 
     def __init__(
         self,
@@ -53,7 +61,9 @@ class Coordinator:
         meeting: MeetingPlace,
         send: Send,
         terminal: Terminal,
+        succession: Succession | None = None,
     ) -> None:
+        self._succession = succession
         self._options = options
         self._report = report
         self._meeting = meeting
@@ -85,10 +95,14 @@ class Coordinator:
         self._next_reason_s = self._started_s + _EXPLAIN_S
         self._store_died = False
         self.is_over = False
+        if succession is not None and succession.inherited is not None:
+            self._inherit(succession, succession.inherited)
 
     def deadline_s(self) -> float:
         """Return when `step` must be called again, at the latest."""
         due = min(self._verdicts.deadline_s(), self._own_deadline_s())
+        if self._succession is not None:
+            due = min(due, self._succession.deadline_s())
         return due if self._why_waiting() == "" else min(due, self._next_reason_s)
 
     def _own_deadline_s(self) -> float:
@@ -96,7 +110,8 @@ class Coordinator:
             return self._ending_deadline_s
         world = self._world
         if world is None:
-            return self._roster.deadline_s()
+            waits = self._succession is not None and self._succession.waits_for
+            return float("inf") if waits else self._roster.deadline_s()
         due = min(self._next_look_s, self._incidents.deadline_s())
         if world.clearing is not None:
             return min(due, world.clear_deadline_s)
@@ -120,6 +135,9 @@ class Coordinator:
             self._incidents.keep(self._world, event)
         elif isinstance(event, m.Harvested):
             self._incidents.note_harvested(node, event)
+        elif isinstance(event, m.LeaseReply):
+            if self._succession is not None:
+                self._succession.on_reply(node, event)
         elif isinstance(event, m.Ask):
             self._show_job(node)
         elif isinstance(event, m.Statuses):
@@ -151,14 +169,7 @@ class Coordinator:
 
     def _join(self, node: str, hello: m.Hello) -> None:
         is_host = node == self._options.node_name
-        joined = Node(
-            name=node,
-            host=hello.host,
-            num_workers=hello.num_workers,
-            node_rank=hello.node_rank,
-            is_host=is_host,
-        )
-        refusal = self._roster.join(joined, time.monotonic())
+        refusal = self._roster.join(self._node_of(hello), time.monotonic())
         if hello.version != m.VERSION:
             refusal = f"it speaks version {hello.version} of the protocol, this job {m.VERSION}"
         if refusal:
@@ -167,11 +178,22 @@ class Coordinator:
             self._roster.leave(node)
             return
         self._admit(hello)
+        if self._succession is not None:
+            self._succession.admit(hello)
         if self._world is not None:
             self._say(f"node {hello.host} connected; it will join at the next restart")
         elif not is_host:
             here, needed = len(self._roster.nodes), self._options.min_nodes
             self._say(f"node {hello.host} connected ({here} of {needed} required nodes)")
+
+    def _node_of(self, hello: m.Hello) -> Node:
+        return Node(
+            name=hello.node,
+            host=hello.host,
+            num_workers=hello.num_workers,
+            node_rank=hello.node_rank,
+            is_host=hello.node == self._options.node_name,
+        )
 
     def _admit(self, hello: m.Hello) -> None:
         """Let torch's own store clients, which cannot prove the secret, in from a member."""
@@ -185,16 +207,21 @@ class Coordinator:
     def _leave(self, node: str, reason: str) -> None:
         left = [n for n in self._roster.nodes if n.name == node]
         self._roster.leave(node)
+        if self._succession is not None:
+            self._succession.lose(node)
         self._incidents.note_lost(node)
         world = self._world
         if world is None or node not in world.nodes:
             return
-        world.lost.append(node)
-        if world.clearing is not None:
-            world.clearing.discard(node)
         for one in left:
             ranks = world.nodes[node]
             self._say(f"lost node {one.host} ({reason}); it ran {_span(ranks)}")
+        self._lose_ranks(world, node)
+
+    def _lose_ranks(self, world: World, node: str) -> None:
+        world.lost.append(node)
+        if world.clearing is not None:
+            world.clearing.discard(node)
         for rank in world.nodes[node]:
             if rank not in world.ended:
                 self._note_ended(world, rank, _LOST)
@@ -290,6 +317,8 @@ class Coordinator:
             return
         now_s = time.monotonic()
         self._verdicts.poll()
+        if self._succession is not None and self._has_lapsed(self._succession):
+            return
         if self._ending is not None:
             self._check_verdicts(now_s)
         elif self._world is None:
@@ -297,6 +326,46 @@ class Coordinator:
         else:
             self._step_world(self._world, now_s)
         self._explain_waiting(now_s)
+
+    def _has_lapsed(self, succession: Succession) -> bool:
+        """Send beats; stop this node alone if it may not host the job any longer."""
+        succession.step()
+        world = self._world
+        running = world is not None and world.clearing is None
+        why = "" if self._ending is not None else succession.why_lapsed(has_world=running)
+        if not why:
+            return False
+        self._say(f"this node stops: {why}")
+        self.is_over = True
+        self._report.error = f"lost the right to host the job: {why}"
+        # To this node only: the others elect a host.
+        own = self._options.node_name
+        self._send(own, m.Over(exit_code=1, ended_by=EndedBy.AGENT.value))
+        return True
+
+    def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
+        """Continue another host's job: its world has lost that host, and with it its ranks."""
+        mandate = inherited.mandate
+        self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
+        self._numbers = max(self._numbers, mandate.attempt + 1)
+        for hello in inherited.hellos:
+            self._roster.join(self._node_of(hello), time.monotonic())
+            self._admit(hello)
+            succession.admit(hello)
+        self._roster.resume([one.name for one in mandate.members])
+        holders = {hello.node for hello in inherited.hellos if hello.holds == mandate.attempt}
+        if holders:
+            members = [
+                Node(name=one.name, host=one.host, num_workers=one.num_workers)
+                for one in mandate.members
+            ]
+            self._world, _ = self._world_of(members, mandate.attempt)
+            gone = [one.name for one in members if one.name not in holders]
+            gone.sort(key=lambda name: name != inherited.former)  # the cause before what followed
+            for name in gone:
+                self._lose_ranks(self._world, name)
+        for name, event in inherited.events:
+            self.take(name, event)
 
     def _explain_waiting(self, now_s: float) -> None:
         """Print what the present state waits for, once it has lasted for a while."""
@@ -313,6 +382,8 @@ class Coordinator:
             return "the analysis of an incident"
         if self._world is not None:
             return why_world_waits(self._world, self._incidents.awaited)
+        if self._succession is not None and self._succession.waits_for:
+            return self._succession.waits_for
         return why_roster_waits(self._roster, self._options)
 
     def _step_world(self, world: World, now_s: float) -> None:
@@ -352,23 +423,39 @@ class Coordinator:
     def _gather(self, now_s: float) -> None:
         nodes = self._roster.world(now_s)
         if nodes is not None:
-            self._begin(nodes)
+            if self._may_begin(nodes):
+                self._begin(nodes)
         elif self._roster.has_failed(now_s):
             self._report.error = self._roster.shortage()
             self._say(self._report.error)
             self._finish(EndedBy.AGENT, 1)
 
-    def _begin(self, nodes: Sequence[Node]) -> None:
-        options = self._options
-        self._world, firsts = World.of(
+    def _may_begin(self, nodes: Sequence[Node]) -> bool:
+        return self._succession is None or self._succession.may_begin(
             nodes,
-            number=self._numbers,
+            attempt=self._numbers,
+            restarts=self._restarts.num_used,
+            num_attempts=self._report.attempts,
+        )
+
+    def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
+        """Return an attempt of these nodes, in rank order, and each node's first rank."""
+        options = self._options
+        world, firsts = World.of(
+            nodes,
+            number=number,
             grace_s=options.shutdown_timeout_s,
             stop_on_stall=options.on_stall == "stop",
             stall_timeout_s=options.stall_timeout_s,
         )
-        self._report.world_size = self._world.size
+        self._report.world_size = world.size
+        return world, firsts
+
+    def _begin(self, nodes: Sequence[Node]) -> None:
+        self._world, firsts = self._world_of(nodes, self._numbers)
         self._numbers += 1
+        if self._succession is not None:
+            self._succession.begin(nodes)
         for index, (node, first) in enumerate(zip(nodes, firsts, strict=True)):
             start = m.Start(
                 attempt=self._world.number,

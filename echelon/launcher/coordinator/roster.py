@@ -68,6 +68,11 @@ class Roster:
         """All connected nodes."""
         return tuple(self._nodes.values())
 
+    def resume(self, former: Sequence[str]) -> None:
+        """Continue with the nodes of a world that another host began: they keep their places."""
+        self._former = tuple(former)
+        self._awaited = frozenset(name for name in former if name in self._nodes)
+
     def open(self, now_s: float) -> None:
         """Begin to gather a world; nodes that are connected already count as joined now."""
         self._opened_s = self._latest_join_s = now_s

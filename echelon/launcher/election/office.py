@@ -63,6 +63,11 @@ class Office:
         self._nodes: dict[str, _Node] = {}
         self._next_beat_s = float("-inf")
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that are connected, but for the host itself."""
+        return tuple(self._nodes)
+
     # ---- beats ----
 
     def add(self, name: str) -> None:

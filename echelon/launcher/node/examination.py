@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Occasion, Worker, harvest, harvest_steps
+from echelon.launcher.incident.harvest import Occasion, Worker, harvest_steps
 from echelon.launcher.job.rundir import RunDirectory, write_json
 from echelon.recorder.format.schema import Record
 from echelon.recorder.read.dump import pack_dump, write_dump
@@ -58,20 +58,19 @@ class Examination:
             tell(m.DumpPart(incident=incident, rank=rank, data=piece, is_torchs=is_torchs))
 
 
-def examine_alone(
+def keep_alone(
     directory: RunDirectory,
     workers: Sequence[Worker],
+    records: Sequence[Record],
     occasion: Occasion,
     reason: str,
-    pump: Callable[[float], None],
 ) -> Path:
-    """Take a snapshot and keep it in this node's run directory; return the incident's folder.
+    """Keep a snapshot in this node's run directory; return the incident's folder.
 
     Raises:
         OSError: it cannot be written.
     """
     number, folder = directory.open_incident()
-    records = harvest(workers, occasion, pump)
     for worker, record in zip(workers, records, strict=True):
         write_dump(record, folder / f"rank_{worker.rank}")
         dump = b"" if worker.torch is None else worker.torch.read()

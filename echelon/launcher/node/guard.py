@@ -19,12 +19,14 @@ streams travel with the request. End of file on that socket means that the agent
 is killed.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group} + 3 descriptors
-                     signal {index, signal, alone} | sweep {signal} | hold {folder}
+                     signal {index, signal, alone} | sweep {signal} | hold {folder} | fence {at_s}
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 
 `group` is a cgroup of the worker's own, "" where none can be made; `alone` spares the worker's
-children: forked data loaders have no handler for the user's own signals.
+children: forked data loaders have no handler for the user's own signals. After the moment of a
+`fence` (of the clock that counts while suspended) no worker may run: the guard kills them all, also
+while the agent is stopped, and starts none until a later fence.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -69,6 +72,8 @@ class Guard:
         self._descriptors: list[int] = []
         self._rings: dict[str, str] = {}  # rank's folder -> folder in memory that has its ring
         self._held: set[str] = set()  # such folders, locked until this process ends
+        self._fence_s = float("inf")
+        self._is_fenced = False  # the moment has passed
 
     def run(self) -> None:
         """Obey the agent; when it is gone, kill everything and return."""
@@ -80,7 +85,9 @@ class Guard:
             while True:
                 wanted = select.POLLIN | (select.POLLOUT if self._output else 0)
                 poll.register(self._agent.fileno(), wanted)
-                ready = dict(poll.poll())
+                ready = dict(poll.poll(self._until_fence_ms()))
+                if self._until_fence_ms() == 0:
+                    self._enforce_fence()
                 of_agent = ready.get(self._agent.fileno(), 0)
                 if of_agent & select.POLLOUT:
                     self._flush()
@@ -128,16 +135,35 @@ class Guard:
             self._signal(
                 int(str(message["index"])), int(str(message["signal"])), bool(message["alone"])
             )
+        elif do == "fence":
+            self._fence_s, self._is_fenced = float(str(message["at_s"])), False
         elif do == "hold":
             self._hold(str(message["folder"]))
         elif do == "sweep":
             count, denied = self._sweep(int(str(message["signal"])))
             self._say(event="swept", count=count, denied=denied)
 
+    def _until_fence_ms(self) -> int | None:
+        """Return how long workers may run yet, rounded up; None without a fence to enforce."""
+        if self._is_fenced or self._fence_s == float("inf"):
+            return None
+        left_s = self._fence_s - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return max(0, math.ceil(left_s * 1000))
+
+    def _enforce_fence(self) -> None:
+        self._is_fenced = True
+        for pid in self._workers:
+            _try(os.killpg, pid, signal.SIGKILL)
+        for pid in descendants(os.getpid()):
+            _signal_stray(pid, signal.SIGKILL)
+
     def _spawn(self, message: dict[str, object]) -> None:
         streams, self._descriptors = self._descriptors[:3], self._descriptors[3:]
         try:
-            pid, error = self._fork(message, streams)
+            if self._is_fenced or self._until_fence_ms() == 0:
+                pid, error = 0, "cannot start: the host's lease has expired"
+            else:
+                pid, error = self._fork(message, streams)
         except OSError as err:  # no more processes, or no more descriptors
             pid, error = 0, f"cannot start a process: {err.strerror}"
         finally:

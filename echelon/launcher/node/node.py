@@ -23,13 +23,13 @@ from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills, sample
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Occasion, Worker
+from echelon.launcher.incident.harvest import Occasion, Worker, harvest
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.node import environment
 from echelon.launcher.node.binding import bind, describe
 from echelon.launcher.node.containment import Containment
-from echelon.launcher.node.examination import Examination, examine_alone
+from echelon.launcher.node.examination import Examination, keep_alone
 from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
 from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
@@ -37,6 +37,7 @@ from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Worker
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Source, Stream, Terminal
 from echelon.launcher.status.status import RankStatus, silent, status_of
+from echelon.recorder.format.schema import Record
 from echelon.recorder.read import read_ring
 
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
@@ -72,6 +73,7 @@ class NodeAgent:
         self._sighting: Sighting | None = None
         self._grace = Grace()
         self._examination: Examination | None = None
+        self._kept: Sequence[Record] | None = None  # a snapshot that no coordinator has asked for
         self._stop_after_examination: m.Stop | None = None
         self._denied: list[int] = []
         self._containment = Containment()
@@ -135,6 +137,7 @@ class NodeAgent:
     def start(self, command: m.Start) -> None:
         """Start this node's workers."""
         self._start = command
+        self._kept = None
         self._num_ended = 0
         self._grace = Grace()
         self._oom_kills_before = oom_kills(os.getpid())
@@ -224,6 +227,30 @@ class NodeAgent:
         for worker in self._workers:
             self._guard.signal(worker.local_rank, number, alone=True)
 
+    @property
+    def attempt(self) -> int:
+        """The world whose ranks this node has, -1: none yet."""
+        return -1 if self._start is None else self._start.attempt
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether `keep_snapshot` has kept one that was not collected since."""
+        return self._kept is not None
+
+    def keep_snapshot(self) -> None:
+        """Snapshot this node's ranks for the next coordinator: the last one is lost."""
+        self._examination = self._stop_after_examination = None
+        if self._kept is None and self.has_workers:
+            self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
+
+    def report_again(self) -> None:
+        """Report to another coordinator which ranks have ended."""
+        ended = [worker for worker in self._workers if worker.exit_code is not None]
+        for worker in sorted(ended, key=lambda worker: worker.exit_order):
+            assert worker.exit_code is not None
+            event = m.WorkerEnded(attempt=self.attempt, rank=worker.rank, code=worker.exit_code)
+            self._tell(event)
+
     def collect(self, command: m.Collect) -> None:
         """Begin to snapshot this node's ranks; their dumps are sent once they are complete."""
         self._finish_examining()
@@ -234,10 +261,10 @@ class NodeAgent:
         """Take the next step, and the one after the last: send the dumps."""
         examination = self._examination
         assert examination is not None
-        records = examination.step()
+        records = examination.step() if self._kept is None else self._kept
         if records is None:
             return
-        self._examination = None
+        self._examination = self._kept = None
         examination.send(records, self._tell)
         if self._sighting is not None:
             self._sighting.rest()
@@ -262,7 +289,10 @@ class NodeAgent:
         """
         self._examination = None
         occasion = self._occasion("failure")
-        return examine_alone(self._directory, self._workers, occasion, reason, self._pump)
+        if self._kept is None:
+            self._kept = harvest(self._workers, occasion, self._pump)
+        records, self._kept = self._kept, None
+        return keep_alone(self._directory, self._workers, records, occasion, reason)
 
     def _occasion(self, kind: str) -> Occasion:
         assert self._start is not None

@@ -136,6 +136,10 @@ class Workers:
         """Signal a worker's process group, or it alone; nothing happens if it has ended."""
         self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
+    def fence(self, at_s: float) -> None:
+        """Have all workers killed at a moment of CLOCK_BOOTTIME, in place of the one before."""
+        self._send({"do": "fence", "at_s": at_s})
+
     def sweep(self, number: int) -> None:
         """Signal what ended workers left behind; answered by `Swept`."""
         self._send({"do": "sweep", "signal": int(number)})

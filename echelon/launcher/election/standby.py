@@ -1,0 +1,181 @@
+"""A node's readiness to continue the job: its vote, its permit, its listener, its canvass.
+
+Every node of a job with failover has one, the host too. The listener is open from the start, since
+the moment at which it is needed is the wrong one to find out that a port is taken. Votes are given
+on the listener's thread, all else happens on the agent's loop.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.server import ControlServer
+from echelon.launcher.control.tls import TlsFiles
+from echelon.launcher.election.candidacy import Candidacy
+from echelon.launcher.election.canvasser import Canvasser
+from echelon.launcher.election.elector import Answer, Canvass, Elector
+from echelon.launcher.election.lease import Permit, now_s
+from echelon.launcher.election.mandate import Mandate, unpack_mandate
+
+
+class Standby:
+    """One node's part in the succession.
+
+    Args:
+        name: the node's own.
+        bind_address: "host:port" of the listener.
+        promise_s: how long a beat of the host binds this node; the same on all nodes.
+        is_open: this node hosts the job from the start.
+
+    Attributes:
+        server: the listener.
+        events: what nodes send to it, once it is open.
+
+    Raises:
+        LaunchError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bind_address: str,
+        secret: bytes,
+        *,
+        promise_s: float,
+        tls: TlsFiles | None,
+        is_open: bool,
+    ) -> None:
+        self.name = name
+        self.promise_s = promise_s
+        self.permit = Permit()
+        self._elector = Elector(name, promise_s)
+        self._lock = threading.Lock()  # of the elector
+        self._candidacy: Candidacy | None = None
+        self._canvasser: Canvasser | None = None
+        self._secret, self._tls = secret, tls
+        self.events: Mailbox[tuple[str, m.Event]] = Mailbox()
+        self.server = ControlServer(
+            bind_address, secret, self.events, tls=tls, lost_after_s=promise_s, vote=self._vote,
+            is_open=is_open,
+        )  # fmt: skip
+
+    @property
+    def mandate(self) -> Mandate | None:
+        """What this node would continue from."""
+        return self._elector.mandate
+
+    @property
+    def candidacy(self) -> Candidacy | None:
+        """The search for a host, None while there is one."""
+        return self._candidacy
+
+    def close(self) -> None:
+        """Close the listener; waits for what was sent to leave."""
+        self.server.close()
+        if self._canvasser is not None:
+            self._canvasser.close()
+        self.events.close()
+
+    # ---- with a host ----
+
+    def on_beat(self, beat: m.LeaseBeat) -> m.LeaseReply:
+        """Take in a host's beat; return what to reply."""
+        with self._lock:
+            if self._elector.on_beat(beat.term, beat.host, now_s()):
+                self.permit.extend(beat.echo, beat.remaining_ms / 1e3)
+        return self._reply(beat.number)
+
+    def on_entrust(self, command: m.Entrust) -> m.LeaseReply:
+        """Keep a mandate; return what to reply.
+
+        Raises:
+            LaunchError: it is malformed.
+        """
+        self.keep(unpack_mandate(command.mandate))
+        return self._reply(0)
+
+    def keep(self, mandate: Mandate) -> None:
+        """Keep a mandate: another host's, or this node's own."""
+        with self._lock:
+            self._elector.on_mandate(mandate)
+
+    def hold(self, term: int) -> None:
+        """As the host: vote for no other node, as long as the lease lasts."""
+        with self._lock:
+            self._elector.on_beat(term, self.name, now_s())
+
+    def _reply(self, number: int) -> m.LeaseReply:
+        with self._lock:
+            term, version = self._elector.term, self._elector.version
+        stamp = self.permit.stamp(now_s())
+        return m.LeaseReply(term=term, number=number, stamp=stamp, version=list(version))
+
+    # ---- without one ----
+
+    def lose_host(self, *, is_dead: bool) -> None:
+        """Begin to look for another host.
+
+        Args:
+            is_dead: the host's machine refuses connections, so its launcher is gone.
+        """
+        with self._lock:
+            term = self._elector.term
+            self._elector.lose_host(is_dead=is_dead)
+            self._candidacy = Candidacy(self._elector, term, now_s())
+        if self._canvasser is None:
+            self._canvasser = Canvasser(self._secret, self._tls)
+
+    def found_host(self) -> None:
+        """End the search: this node connects to a host, or is one."""
+        self._candidacy = None
+
+    def seek(self) -> Candidacy | None:
+        """Take in votes, and ask for them where that is due; return the search."""
+        candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
+        if candidacy is None or canvasser is None or mandate is None:
+            return candidacy
+        with self._lock:
+            for name, poll, vote in canvasser.votes.take():
+                candidacy.on_answer(name, _asked(poll), _answer(vote), now_s())
+            asked = candidacy.due(now_s())
+        if asked is not None:
+            for name in mandate.electors:
+                member = mandate.member(name)
+                if name != self.name and member is not None:
+                    canvasser.ask(name, member.endpoint, _poll(asked))
+        return candidacy
+
+    def fileno(self) -> int:
+        """Readable when votes may have arrived; only while there is a search."""
+        assert self._canvasser is not None
+        return self._canvasser.votes.fileno()
+
+    def _vote(self, poll: m.Poll) -> m.Vote:
+        with self._lock:
+            answer = self._elector.on_canvass(_asked(poll), now_s())
+        return m.Vote(
+            term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
+            endpoint=answer.endpoint,
+        )  # fmt: skip
+
+
+def _asked(poll: m.Poll) -> Canvass:
+    first, second = (*poll.version, -1, -1)[:2]
+    return Canvass(
+        node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
+    )
+
+
+def _poll(asked: Canvass) -> m.Poll:
+    return m.Poll(
+        node=asked.node, term=asked.term, version=list(asked.version), is_binding=asked.is_binding
+    )
+
+
+def _answer(vote: m.Vote) -> Answer:
+    return Answer(
+        term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
+        endpoint=vote.endpoint,
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""What the coordinator of a job with failover asks before it begins a world, and at each step.
+
+It sends mandates and beats, fences nodes that are lost, and says when this host has to stop: once
+its lease has run out, the others may elect another host, and two worlds must never run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.endpoint import join
+from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.election.fences import Fences
+from echelon.launcher.election.lease import now_s
+from echelon.launcher.election.mandate import Mandate, Member, pack_mandate
+from echelon.launcher.election.office import Office
+from echelon.launcher.election.standby import Standby
+from echelon.launcher.election.takeover import Inheritance, beat_message, reply_of
+
+Send = Callable[[str, m.Command], None]
+
+
+class Succession:
+    """The host's part of the succession of one job.
+
+    Args:
+        endpoint: this host's, as other nodes dial it.
+        inherited: what was taken over from a former host, None at the start of a job.
+    """
+
+    def __init__(
+        self,
+        office: Office,
+        standby: Standby,
+        endpoint: str,
+        send: Send,
+        inherited: Inheritance | None = None,
+    ) -> None:
+        self._office = office
+        self._standby = standby
+        self._send = send
+        self._endpoints = {office.name: endpoint}
+        self._fences = Fences()
+        self._proposed: tuple[str, ...] = ()
+        self._held_s = now_s()
+        self.inherited = inherited
+        self.waits_for = ""
+        if inherited is not None:
+            self._fences.wait_until("former world", inherited.fenced_until_s)
+
+    @property
+    def mandate(self) -> Mandate:
+        """The present one."""
+        return self._office.mandate
+
+    def remaining_s(self) -> float:
+        """Return how long this host's lease lasts yet."""
+        return self._office.remaining_s(now_s())
+
+    def deadline_s(self) -> float:
+        """Return when `step` must be called again, by `time.monotonic`."""
+        due = self._office.deadline_s()
+        if self.waits_for:
+            due = min(due, max(self._fences.until_s(), now_s() + 0.1))
+        return time.monotonic() + due - now_s()
+
+    def admit(self, hello: m.Hello) -> None:
+        """Begin to send beats to a node that has connected."""
+        if hello.node == self._office.name:
+            return
+        self._endpoints[hello.node] = join(hello.address, hello.port) if hello.port else ""
+        self._office.add(hello.node)
+        self._send(hello.node, m.Entrust(mandate=pack_mandate(self.mandate)))
+
+    def lose(self, name: str) -> None:
+        """Fence a node that is lost."""
+        ends_s = self._office.remove(name)
+        self._fences.lose(name, self._endpoints.get(name, ""), ends_s, now_s())
+        self._proposed = () if name in self._proposed else self._proposed
+
+    def on_reply(self, name: str, event: m.LeaseReply) -> None:
+        """Take in a node's reply."""
+        self._office.on_reply(name, reply_of(event), now_s())
+
+    def step(self) -> None:
+        """Send the beats that are due."""
+        office = self._office
+        if office.remaining_s(now_s()) > 0:
+            self._held_s = now_s()
+            self._standby.hold(office.term)
+        for name, beat in office.beats(now_s()):
+            self._send(name, beat_message(beat))
+
+    def why_lapsed(self, *, has_world: bool) -> str:
+        """Return why this host has to stop, "" while it may continue.
+
+        Without ranks that run it waits somewhat longer for nodes to connect again.
+        """
+        if self._office.is_deposed:
+            return "another node was elected to host the job"
+        patience_s = 0.0 if has_world else self._office.promise_s
+        if self.remaining_s() > 0 or now_s() <= self._held_s + patience_s:
+            return ""
+        electors = self.mandate.electors
+        return (
+            f"no majority of the {len(electors)} electing nodes answers; "
+            "they may continue without this node"
+        )
+
+    def may_begin(
+        self, nodes: Sequence[Node], *, attempt: int, restarts: int, num_attempts: int
+    ) -> bool:
+        """Return whether a world of these nodes may begin; propose it if that is still to be done.
+
+        It may once a majority holds the mandate that describes it, all its nodes are reached, and
+        all ranks of lost nodes are dead.
+        """
+        names = tuple(node.name for node in nodes)
+        if names != self._proposed:
+            self._proposed = names
+            members = [self._member(node) for node in nodes]
+            self._office.propose(
+                members, attempt=attempt, restarts=restarts, num_attempts=num_attempts
+            )
+            self._publish()
+        office = self._office
+        if not office.is_held() or not office.is_held_by(names):
+            self.waits_for = "the nodes to confirm the next world"
+        elif now_s() < self._fences.until_s():
+            self.waits_for = "the ranks of a lost node to have ended for certain"
+        else:
+            self.waits_for = ""
+        return not self.waits_for and self.remaining_s() > 0
+
+    def begin(self, nodes: Sequence[Node]) -> None:
+        """Settle the mandate of a world that begins, and grant its nodes a fresh permit."""
+        self._proposed = ()
+        self._office.settle()
+        self._publish()
+        for name, beat in self._office.beat_to([node.name for node in nodes], now_s()):
+            self._send(name, beat_message(beat))
+
+    def _member(self, node: Node) -> Member:
+        return Member(
+            name=node.name, host=node.host, endpoint=self._endpoints.get(node.name, ""),
+            num_workers=node.num_workers, node_rank=node.node_rank,
+        )  # fmt: skip
+
+    def _publish(self) -> None:
+        """Send the mandate to all nodes, and keep it here."""
+        self._standby.keep(self.mandate)
+        packed = m.Entrust(mandate=pack_mandate(self.mandate))
+        for name in self._office.nodes:
+            self._send(name, packed)

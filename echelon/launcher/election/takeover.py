@@ -1,0 +1,122 @@
+"""The first moments of an elected host: it waits for the other nodes, and for its lease.
+
+Nothing is decided before a majority holds its mandate. What the nodes report is kept for the
+coordinator, which takes over with `Inheritance` once the nodes of the last world have connected, or
+have had their time to. Without a lease within the time that counts as a loss this node becomes a
+member again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.election.lease import now_s
+from echelon.launcher.election.mandate import Mandate, pack_mandate
+from echelon.launcher.election.office import KILL_S, Beat, Office, Reply
+
+_ASSEMBLE_S = 3.0  # for the nodes of the last world
+Send = Callable[[str, m.Command], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inheritance:
+    """What a coordinator begins with in place of nothing.
+
+    Attributes:
+        mandate: the former host's last one.
+        former: that host's name.
+        hellos: the nodes that are connected.
+        events: what they have reported since.
+        fenced_until_s: ranks of nodes that are not connected are dead then, by `lease.now_s`.
+    """
+
+    mandate: Mandate
+    former: str
+    hellos: tuple[m.Hello, ...]
+    events: tuple[tuple[str, m.Event], ...]
+    fenced_until_s: float
+
+
+class Takeover:
+    """An elected host without a coordinator yet.
+
+    Args:
+        former: the lost host's name.
+        was_early: it was elected before the former lease had expired for certain.
+        send: to a node.
+    """
+
+    def __init__(
+        self, office: Office, mandate: Mandate, former: str, *, was_early: bool, send: Send
+    ) -> None:
+        self.office = office
+        self._mandate = mandate
+        self._former = former
+        self._send = send
+        self._hellos: dict[str, m.Hello] = {}
+        self._events: list[tuple[str, m.Event]] = []
+        self._began_s = now_s()
+        # A dead launcher's guard takes a moment too; a node that is cut off keeps its permit.
+        self._ranks_end_s = self._began_s + (2 if was_early else 1) * KILL_S
+        self._permits_end_s = self._ranks_end_s + (office.promise_s if was_early else 0.0)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no majority follows this host."""
+        late = now_s() > self._began_s + self.office.promise_s + _ASSEMBLE_S
+        return self.office.is_deposed or late
+
+    def deadline_s(self) -> float:
+        """Return when `step` is to be called again, by `lease.now_s`."""
+        return min(self.office.deadline_s(), now_s() + 0.1)
+
+    def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
+        """Take in events and send what is due; return the inheritance once it can be taken."""
+        for name, event in events:
+            self._take(name, event)
+        for name, beat in self.office.beats(now_s()):
+            self._send(name, beat_message(beat))
+        others = [one.name for one in self._mandate.members if one.name != self._former]
+        assembled = all(name in self._hellos for name in others)
+        if not assembled and now_s() < self._began_s + _ASSEMBLE_S:
+            return None
+        if not self.office.is_held() or self.office.remaining_s(now_s()) <= 0:
+            return None
+        return Inheritance(
+            mandate=self._mandate,
+            former=self._former,
+            hellos=tuple(self._hellos.values()),
+            events=tuple(self._events),
+            fenced_until_s=self._ranks_end_s if assembled else self._permits_end_s,
+        )
+
+    def _take(self, name: str, event: m.Event) -> None:
+        if isinstance(event, m.Hello):
+            self._hellos[name] = event
+            self._events = [one for one in self._events if one[0] != name]
+            if name != self.office.name:
+                self.office.add(name)
+                self._send(name, m.Entrust(mandate=pack_mandate(self.office.mandate)))
+        elif isinstance(event, m.LeaseReply):
+            self.office.on_reply(name, reply_of(event), now_s())
+        elif isinstance(event, m.Left):
+            self._hellos.pop(name, None)
+            self.office.remove(name)
+        else:
+            self._events.append((name, event))
+
+
+def beat_message(beat: Beat) -> m.LeaseBeat:
+    """Return a beat as it is sent."""
+    return m.LeaseBeat(
+        term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
+        remaining_ms=beat.remaining_ms,
+    )  # fmt: skip
+
+
+def reply_of(event: m.LeaseReply) -> Reply:
+    """Return a reply as the office takes it."""
+    first, second = (*event.version, -1, -1)[:2]
+    return Reply(term=event.term, number=event.number, stamp=event.stamp, version=(first, second))
