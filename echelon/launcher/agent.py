@@ -17,14 +17,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
-from echelon.launcher.control.link import Link, LocalLink, Mailbox
+from echelon.launcher.control.endpoint import join
+from echelon.launcher.control.link import Link, Mailbox
 from echelon.launcher.coordinator import decide
-from echelon.launcher.coordinator.coordinator import Coordinator
-from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.hosting import Hosting
 from echelon.launcher.incident.explain import explain_now
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
@@ -34,11 +36,14 @@ from echelon.launcher.node.workers import Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
+if TYPE_CHECKING:  # gRPC only where several nodes need it
+    from echelon.launcher.election.standby import Standby
+    from echelon.launcher.failover import Failover
+
 _LOOP_S = 0.5
 _EXPLAIN_S = 10.0
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lightning
-_LOOPBACK = "127.0.0.1"
 
 
 def run(options: Options) -> int:
@@ -76,44 +81,41 @@ def _host(
     meeting = options.rendezvous
     report = Report(job_id=options.rdzv_id or secrets.token_hex(4), world_size=0)
     secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode()
-    bind = _LOOPBACK if meeting is None else meeting.bind
-    host = _LOOPBACK if meeting is None else meeting.host
-    store = stack.enter_context(contextlib.closing(StoreProcess(bind, host, secret)))
-    job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": report.job_id}
-    if meeting is not None:
-        job["rendezvous"] = meeting.address  # `echelon status` finds the secret by it
-    directory.write_job(job)
-    stack.callback(directory.forget_secret, job)
-    events: Mailbox[tuple[str, m.Event]] = Mailbox()
+    standby = None
+    if meeting is not None and options.conf.failover:
+        standby = _standby(options, meeting.bind_address, is_open=True)
+        stack.callback(standby.close)
+    events = Mailbox() if standby is None else standby.events
     stack.callback(events.close)
-    link = LocalLink(lambda event: events.put((options.node_name, event)))
-    stack.callback(link.close)
-    server = None
-    if meeting is not None:
+    hosting = Hosting(options, directory, report, terminal, events)
+    stack.callback(hosting.close)
+    hosting.start_store(secret)
+    if standby is not None:
+        hosting.server = standby.server
+        stack.callback(standby.server.close)
+    elif meeting is not None:
         from echelon.launcher.control.server import ControlServer  # gRPC only where needed
 
-        server = ControlServer(
+        hosting.server = ControlServer(
             meeting.bind_address,
             meeting.secret,
             events,
             tls=options.tls,
             lost_after_s=options.conf.lost_after_s,
         )
-        stack.callback(server.close)
-        if options.tls is None and not meeting.stays_here:
-            terminal.say("control messages are authenticated, not encrypted: see --rdzv-cert")
+        stack.callback(hosting.server.close)
+    if meeting is not None and options.tls is None and not meeting.stays_here:
+        terminal.say("control messages are authenticated, not encrypted: see --rdzv-cert")
+    failover = None
+    succession = None
+    if standby is not None:
+        from echelon.launcher.failover import Failover, first_succession
 
-    def send(node: str, command: m.Command) -> None:
-        if node == options.node_name:
-            link.commands.put(command)
-        elif server is not None:
-            server.send(node, command)
-            if isinstance(command, m.Over):
-                server.hang_up(node)
-
-    coordinator = Coordinator(options, directory, report, store, send, terminal)
-    stack.callback(coordinator.close)
-    agent = _Agent(options, directory, guard, signals, link, terminal, coordinator, events)
+        succession = first_succession(options, standby, hosting, report.job_id)
+        failover = Failover(options, directory, terminal, standby, guard, _hello(options), hosting)
+    hosting.begin(succession)
+    link = hosting.link
+    agent = _Agent(options, directory, guard, signals, link, terminal, hosting, failover)
     link.send(_hello(options))
     terminal.say(
         f"{_ranks(options)}{_nodes(options)}; run directory {directory.shown}"
@@ -129,11 +131,22 @@ def _host(
             raise  # a defect of the launcher: its traceback is wanted
     finally:
         agent.close()
-        try:
-            report.write(directory.path / "report.json")
-        except OSError as err:
-            terminal.say(f"cannot write report.json: {err.strerror or err}")
+        hosting.write_report()
     return report.exit_code
+
+
+def _standby(options: Options, bind_address: str, *, is_open: bool) -> Standby:
+    from echelon.launcher.election.standby import Standby  # gRPC only where needed
+
+    assert options.rendezvous is not None
+    return Standby(
+        options.node_name,
+        bind_address,
+        options.rendezvous.secret,
+        promise_s=options.conf.lost_after_s,
+        tls=options.tls,
+        is_open=is_open,
+    )
 
 
 def _take_part(
@@ -153,16 +166,25 @@ def _take_part(
     job = {"rendezvous": meeting.address, "secret": secret}
     directory.write_job(job)
     stack.callback(directory.remove_own_job)
+    hello, failover = _hello(options), None
+    if options.conf.failover:
+        from echelon.launcher.failover import Failover
+
+        everywhere = "::" if ":" in meeting.host else meeting.bind
+        standby = _standby(options, join(everywhere, 0), is_open=False)
+        stack.callback(standby.close)
+        hello = replace(hello, port=standby.server.port)
+        failover = Failover(options, directory, terminal, standby, guard, hello)
     link = GrpcLink(
         meeting.address,
         meeting.secret,
-        _hello(options),
+        hello,
         options.conf.join_timeout_s,
         tls=options.tls,
         lost_after_s=options.conf.lost_after_s,
     )
-    stack.callback(link.close)
-    agent = _Agent(options, directory, guard, signals, link, terminal, None, None)
+    agent = _Agent(options, directory, guard, signals, link, terminal, None, failover)
+    stack.callback(agent.close_link)
     terminal.say(f"joining {meeting.address} with {_ranks(options)}")
     try:
         agent.run()
@@ -171,8 +193,11 @@ def _take_part(
         return 1
     finally:
         agent.close()
+        if agent.hosting is not None:
+            agent.hosting.write_report()
+            agent.hosting.close()
     if agent.over is None:
-        why = f"lost the coordinator node ({link.lost_because})"
+        why = f"lost the coordinator node ({agent.lost_because})"
         return _leave_alone(agent, directory, terminal, why)
     if agent.over.text:
         terminal.say(agent.over.text)
@@ -198,24 +223,25 @@ class _Agent:
         signals: int,
         link: Link,
         terminal: Terminal,
-        coordinator: Coordinator | None,
-        events: Mailbox[tuple[str, m.Event]] | None,
+        hosting: Hosting | None,
+        failover: Failover | None,
     ) -> None:
         self._options = options
         self._signals = signals
         self._link = link
         self._terminal = terminal
-        self._coordinator = coordinator
-        self._events = events
+        self.hosting = hosting
+        self._failover = failover
+        self.lost_because = ""
         self._user = UserRequest()
         self._selector = selectors.DefaultSelector()
         self._node = NodeAgent(
-            options, directory, guard, self._selector, link.send, terminal, self._pump
+            options, directory, guard, self._selector, self._tell, terminal, self._pump
         )
         self._register(signals, self._take_signals)
         self._register(link.fileno(), lambda: None)  # wakes the loop; taken between pumps
-        if events is not None:
-            self._register(events.fileno(), lambda: None)
+        if hosting is not None:
+            self._register(hosting.events.fileno(), lambda: None)
         self.over: m.Over | None = None
         self.own_incident: Path | None = None
 
@@ -230,7 +256,7 @@ class _Agent:
         self._next_reason_s = time.monotonic() + _EXPLAIN_S
         next_look_s = 0.0
         while self.over is None:
-            if not self._obey():
+            if not self._obey() or not self._seek():
                 self._stop_alone("coordinator node lost")
                 return
             if self._user.deadline_s() <= time.monotonic():
@@ -258,12 +284,50 @@ class _Agent:
 
     def _coordinate(self) -> float:
         """Let the coordinator work, if it is here; return when it must again."""
-        if self._coordinator is None or self._events is None:
-            return float("inf")
-        for name, event in self._events.take():
-            self._coordinator.take(name, event)
-        self._coordinator.step()
-        return self._coordinator.deadline_s()
+        due = float("inf")
+        if self._failover is not None:
+            self._failover.step(self._node)
+            due = self._failover.deadline_s()
+        coordinator = None if self.hosting is None else self.hosting.coordinator
+        if self.hosting is None or coordinator is None:
+            return due
+        for name, event in self.hosting.events.take():
+            coordinator.take(name, event)
+        coordinator.step()
+        return min(due, coordinator.deadline_s())
+
+    def _tell(self, event: m.Event) -> None:
+        self._link.send(event)
+
+    def _seek(self) -> bool:
+        """Look for another host, where the last one is lost; return False if none is found."""
+        failover = self._failover
+        if failover is None or not failover.is_seeking:
+            return True
+        if failover.has_given_up:
+            return False
+        link = failover.seek(self._node)
+        if link is not None:
+            self._replace_link(link)
+            failover.greet(link, self._node)
+        return True
+
+    def _replace_link(self, link: Link) -> None:
+        self.close_link()
+        if self._failover is not None and self._failover.hosting is not self.hosting:
+            if self.hosting is None:  # its events arrive where those of any later one do
+                assert self._failover.hosting is not None
+                self._register(self._failover.hosting.events.fileno(), lambda: None)
+            self.hosting = self._failover.hosting
+        self._link = link
+        self._register(link.fileno(), lambda: None)
+
+    def close_link(self) -> None:
+        """Hang up. Safe to call twice."""
+        fd = self._link.fileno()
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):
+            self._selector.unregister(fd)
+        self._link.close()
 
     def close(self) -> None:
         """Close what the loop holds."""
@@ -304,12 +368,22 @@ class _Agent:
         """Carry out commands; return False once the coordinator is gone."""
         for command in self._link.take():
             if command is None:
-                return self.over is not None
+                return self.over is not None or self._lose_host()
             self._obey_one(command)
         return True
 
+    def _lose_host(self) -> bool:
+        """The link has ended; return whether another host may be found."""
+        self.lost_because = getattr(self._link, "lost_because", "")
+        failover = self._failover
+        if failover is None or self._user.first:
+            return False
+        return failover.lose_host(self.lost_because, self._node)
+
     def _obey_one(self, command: m.Command) -> None:
         node = self._node
+        if self._failover is not None and self._failover.on_command(command, self._link, node):
+            return
         if isinstance(command, m.Start):
             node.start(command)
         elif isinstance(command, m.Stop):
@@ -333,7 +407,7 @@ class _Agent:
 
         They have the same time to save as always.
         """
-        if not self._node.has_workers:
+        if not self._node.has_workers and not self._node.has_snapshot:
             return
         with contextlib.suppress(OSError):
             self.own_incident = self._node.collect_alone(why)

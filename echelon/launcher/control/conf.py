@@ -29,6 +29,7 @@ class Conf:
     join_timeout_s: float = JOIN_TIMEOUT_S
     last_call_s: float | None = None  # None: adaptive
     lost_after_s: float = LOST_AFTER_S  # of silence
+    failover: bool = False  # another node hosts the job if the hosting one is lost
     notes: tuple[str, ...] = ()
 
 
@@ -39,16 +40,17 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
         ValueError: a key that nobody knows, or a value that cannot be.
     """
     unknown = settings.keys() - _TORCHRUNS - {
-        "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after"
+        "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after", "failover"
     }  # fmt: skip
     if unknown:
         raise ValueError(
             f"--rdzv-conf: no setting {min(unknown)!r}; there are is_host, join_timeout, "
-            "last_call_timeout and lost_after"
+            "last_call_timeout, lost_after and failover"
         )
     last_call = settings.get("last_call_timeout")
     return Conf(
-        is_host=_truth(settings["is_host"]) if "is_host" in settings else None,
+        is_host=_truth("is_host", settings["is_host"]) if "is_host" in settings else None,
+        failover=_truth("failover", settings.get("failover", "false")),
         join_timeout_s=_seconds(
             "join_timeout", settings.get("join_timeout", settings.get("timeout", JOIN_TIMEOUT_S))
         ),
@@ -63,11 +65,11 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     )
 
 
-def _truth(text: str) -> bool:
+def _truth(name: str, text: str) -> bool:
     try:
         return _TRUTH[text.lower()]
     except KeyError:
-        raise ValueError(f"--rdzv-conf is_host={text}: say true or false") from None
+        raise ValueError(f"--rdzv-conf {name}={text}: say true or false") from None
 
 
 def _seconds(name: str, value: str | float, least: float = 1e-3) -> float:

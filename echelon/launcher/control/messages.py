@@ -208,6 +208,7 @@ class LeaseBeat:
     number: int
     echo: int
     remaining_ms: int
+    promise_ms: int  # how long it binds an elector; the host's setting holds on all nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -460,7 +460,7 @@ class Coordinator:
             start = m.Start(
                 attempt=self._world.number,
                 restart=self._report.attempts,
-                max_restarts=options.max_restarts,
+                max_restarts=self._options.max_restarts,
                 job_id=self._report.job_id,
                 world_size=self._world.size,
                 first_rank=first,
@@ -469,7 +469,7 @@ class Coordinator:
                 num_nodes=len(nodes),
                 master_addr=self._meeting.host,
                 master_port=self._meeting.port,
-                stall_timeout_ms=int(options.stall_timeout_s * 1000),
+                stall_timeout_ms=int(self._options.stall_timeout_s * 1000),
             )
             self._send(node.name, start)
 

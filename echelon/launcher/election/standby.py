@@ -26,11 +26,12 @@ class Standby:
     Args:
         name: the node's own.
         bind_address: "host:port" of the listener.
-        promise_s: how long a beat of the host binds this node; the same on all nodes.
+        promise_s: how long a beat of the host binds this node, until the host says how long.
         is_open: this node hosts the job from the start.
 
     Attributes:
         server: the listener.
+        former: the host that was lost last.
         events: what nodes send to it, once it is open.
 
     Raises:
@@ -53,6 +54,7 @@ class Standby:
         self._elector = Elector(name, promise_s)
         self._lock = threading.Lock()  # of the elector
         self._candidacy: Candidacy | None = None
+        self.former = ""
         self._canvasser: Canvasser | None = None
         self._secret, self._tls = secret, tls
         self.events: Mailbox[tuple[str, m.Event]] = Mailbox()
@@ -60,6 +62,11 @@ class Standby:
             bind_address, secret, self.events, tls=tls, lost_after_s=promise_s, vote=self._vote,
             is_open=is_open,
         )  # fmt: skip
+
+    @property
+    def term(self) -> int:
+        """The latest that is known."""
+        return self._elector.term
 
     @property
     def mandate(self) -> Mandate | None:
@@ -83,6 +90,7 @@ class Standby:
     def on_beat(self, beat: m.LeaseBeat) -> m.LeaseReply:
         """Take in a host's beat; return what to reply."""
         with self._lock:
+            self.promise_s = self._elector.promise_s = beat.promise_ms / 1e3
             if self._elector.on_beat(beat.term, beat.host, now_s()):
                 self.permit.extend(beat.echo, beat.remaining_ms / 1e3)
         return self._reply(beat.number)
@@ -122,6 +130,8 @@ class Standby:
         """
         with self._lock:
             term = self._elector.term
+            if self._elector.host not in ("", self.name):
+                self.former = self._elector.host
             self._elector.lose_host(is_dead=is_dead)
             self._candidacy = Candidacy(self._elector, term, now_s())
         if self._canvasser is None:

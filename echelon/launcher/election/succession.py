@@ -36,11 +36,13 @@ class Succession:
         standby: Standby,
         endpoint: str,
         send: Send,
+        say: Callable[[str], None],
         inherited: Inheritance | None = None,
     ) -> None:
         self._office = office
         self._standby = standby
         self._send = send
+        self._say = say
         self._endpoints = {office.name: endpoint}
         self._fences = Fences()
         self._proposed: tuple[str, ...] = ()
@@ -91,7 +93,7 @@ class Succession:
             self._held_s = now_s()
             self._standby.hold(office.term)
         for name, beat in office.beats(now_s()):
-            self._send(name, beat_message(beat))
+            self._send(name, beat_message(beat, self._office.promise_s))
 
     def why_lapsed(self, *, has_world: bool) -> str:
         """Return why this host has to stop, "" while it may continue.
@@ -139,8 +141,13 @@ class Succession:
         self._proposed = ()
         self._office.settle()
         self._publish()
+        if len(nodes) > 1 and not self.mandate.survives_host:
+            self._say(
+                f"a world of {len(nodes)} nodes has no majority without its host: "
+                "the loss of this node ends the job"
+            )
         for name, beat in self._office.beat_to([node.name for node in nodes], now_s()):
-            self._send(name, beat_message(beat))
+            self._send(name, beat_message(beat, self._office.promise_s))
 
     def _member(self, node: Node) -> Member:
         return Member(

@@ -77,7 +77,7 @@ class Takeover:
         for name, event in events:
             self._take(name, event)
         for name, beat in self.office.beats(now_s()):
-            self._send(name, beat_message(beat))
+            self._send(name, beat_message(beat, self.office.promise_s))
         others = [one.name for one in self._mandate.members if one.name != self._former]
         assembled = all(name in self._hellos for name in others)
         if not assembled and now_s() < self._began_s + _ASSEMBLE_S:
@@ -108,11 +108,11 @@ class Takeover:
             self._events.append((name, event))
 
 
-def beat_message(beat: Beat) -> m.LeaseBeat:
+def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
     """Return a beat as it is sent."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
-        remaining_ms=beat.remaining_ms,
+        remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3),
     )  # fmt: skip
 
 

@@ -138,7 +138,8 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
         default=default("rdzv_conf", ""),
         metavar="K=V,...",
         help="is_host=true|false, join_timeout=S (default 600), last_call_timeout=S, "
-        "lost_after=S (silence after which a node is lost, default 15; the host's counts)",
+        "lost_after=S (silence after which a node is lost, default 15; the host's counts), "
+        "failover=true|false (another node hosts the job if the hosting one is lost)",
     )
     nodes.add_argument(
         "--rdzv-secret-file",

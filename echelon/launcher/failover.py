@@ -1,0 +1,263 @@
+"""What a node of a job with failover does beside its workers: it follows the host, and replaces it.
+
+While there is a host, its beats extend the permit of this node's ranks, which the guard enforces.
+When the host is lost, the node keeps a snapshot, stops its ranks, and looks for another host; if it
+is elected itself, it hosts the job from the listener that has been open all along.
+
+    following --link lost--> seeking --another is elected--> following
+                                     --elected--> taking over --lease held--> hosting
+                                     --no majority in time--> the node stops alone
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.client import GrpcLink
+from echelon.launcher.control.endpoint import join, split
+from echelon.launcher.control.link import Link
+from echelon.launcher.election.candidacy import Candidacy
+from echelon.launcher.election.lease import now_s
+from echelon.launcher.election.mandate import Mandate, Member
+from echelon.launcher.election.office import Office
+from echelon.launcher.election.standby import Standby
+from echelon.launcher.election.succession import Succession
+from echelon.launcher.election.takeover import Takeover
+from echelon.launcher.hosting import Hosting
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.node.node import NodeAgent
+from echelon.launcher.node.workers import Workers
+from echelon.launcher.options.options import Options
+from echelon.launcher.output.output import Terminal
+
+_SEEK_S = 6.0  # beyond the promise that electors have to wait out
+_RELINK_S = 5.0
+_POLL_S = 0.05
+_LEAST_MOVE_S = 0.2  # a fence that moves less is not worth a message
+
+
+class Failover:
+    """One node's succession, over all hosts of the job.
+
+    Args:
+        hello: how this node greets a host.
+
+    Attributes:
+        hosting: this node's, from its election on.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        directory: RunDirectory,
+        terminal: Terminal,
+        standby: Standby,
+        guard: Workers,
+        hello: m.Hello,
+        hosting: Hosting | None = None,
+    ) -> None:
+        assert options.rendezvous is not None
+        self._options = options
+        self._meeting = options.rendezvous
+        self._directory = directory
+        self._terminal = terminal
+        self._standby = standby
+        self._guard = guard
+        self._hello = hello
+        self._takeover: Takeover | None = None
+        self._world_term = -1  # of the host that started the ranks which run here
+        self._fence_s = float("-inf")
+        self._give_up_s: float | None = None  # monotonic
+        self.hosting = hosting
+
+    # ---- with a host ----
+
+    def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
+        """Take in what concerns the succession; return whether the command was of that kind."""
+        if isinstance(command, m.LeaseBeat):
+            self._give_up_s = None
+            link.send(self._standby.on_beat(command))
+            self._extend(self._standby.permit.expires_s, command.term, node)
+            return True
+        if isinstance(command, m.Entrust):
+            link.send(self._standby.on_entrust(command))
+            return True
+        if isinstance(command, m.Start):
+            self._prepare(node)
+        return False
+
+    def _prepare(self, node: NodeAgent) -> None:
+        """Ranks begin: they depend on the present host, and none of another world may be left."""
+        if node.has_workers:
+            node.kill()
+            node.clear_up()
+        self._world_term = self._standby.term
+        self._fence_s = float("-inf")
+        succession = None if self.hosting is None else self.hosting.succession
+        until_s = self._standby.permit.expires_s
+        if succession is not None:
+            until_s = now_s() + succession.remaining_s()
+        self._extend(until_s, self._world_term, node)
+
+    def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
+        """Let ranks run until then, unless they are an earlier host's."""
+        if node.has_workers and term != self._world_term:
+            return
+        if until_s > self._fence_s + _LEAST_MOVE_S:
+            self._fence_s = until_s
+            self._guard.fence(until_s)
+
+    # ---- without one ----
+
+    def lose_host(self, why: str, node: NodeAgent) -> bool:
+        """Begin to look for another host; return False if there can be none."""
+        mandate = self._standby.mandate
+        if mandate is None or not mandate.survives_host or mandate.member(self._hello.node) is None:
+            return False
+        is_first = self._give_up_s is None
+        if self._give_up_s is None:
+            self._give_up_s = time.monotonic() + self._standby.promise_s + _SEEK_S
+        if time.monotonic() >= self._give_up_s:
+            return False
+        self._standby.lose_host(is_dead="refused" in why)
+        if is_first:
+            self._terminal.say(
+                f"lost the hosting node ({why}); the {len(mandate.electors)} electing nodes "
+                "choose another"
+            )
+            node.keep_snapshot()
+            left_ms = int(max(0.0, self._fence_s - now_s()) * 1e3)
+            grace_ms = min(left_ms, int(self._options.shutdown_timeout_s * 1e3))
+            node.stop(m.Stop(number=signal.SIGTERM, grace_ms=grace_ms, urgent=True))
+        return True
+
+    @property
+    def is_seeking(self) -> bool:
+        """Whether this node has no host."""
+        return self._standby.candidacy is not None
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether no majority was found in time."""
+        return self._give_up_s is not None and time.monotonic() >= self._give_up_s
+
+    def deadline_s(self) -> float:
+        """Return when to be called again, by `time.monotonic`."""
+        if self.is_seeking or self._takeover is not None:
+            return time.monotonic() + _POLL_S
+        return float("inf")
+
+    def seek(self, node: NodeAgent) -> Link | None:
+        """Go on looking for a host; return the link to one, which may be this node."""
+        candidacy = self._standby.seek()
+        if candidacy is None or not (candidacy.found or candidacy.is_elected):
+            return None
+        mandate = self._standby.mandate
+        assert mandate is not None
+        self._standby.found_host()
+        if node.has_workers and node.attempt != mandate.attempt:
+            node.kill()  # of a world that the next host does not know
+            node.clear_up()
+        if candidacy.found is not None:
+            return self._follow(candidacy.found[0], node)
+        return self._take_over(candidacy, mandate)
+
+    def _follow(self, endpoint: str, node: NodeAgent) -> Link:
+        self._terminal.say(f"following the host at {endpoint}")
+        return GrpcLink(
+            endpoint,
+            self._meeting.secret,
+            replace(self._hello, holds=node.attempt),
+            _RELINK_S,
+            tls=self._options.tls,
+            lost_after_s=self._standby.promise_s,
+        )
+
+    def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
+        """Serve the job from this node's listener."""
+        name = self._hello.node
+        member = mandate.member(name)
+        assert member is not None
+        host, port = split(member.endpoint)
+        self._terminal.say(f"elected to host the job, at {join(host, port)}")
+        serving = replace(self._meeting, host=host, port=port, is_host=True)
+        standby = self._standby
+        if self.hosting is not None:
+            self.hosting.close()
+        standby.events.take()  # of an earlier takeover
+        self.hosting = Hosting(
+            replace(self._options, rendezvous=serving),
+            self._directory,
+            Report(job_id=mandate.job_id, world_size=0),
+            self._terminal,
+            standby.events,
+        )
+        self.hosting.server = standby.server
+        office = Office(name, candidacy.term, mandate, standby.promise_s)
+        standby.keep(office.mandate)
+        self._takeover = Takeover(
+            office, mandate, standby.former, was_early=candidacy.was_early, send=self.hosting.send
+        )
+        standby.server.open(is_open=True)
+        return self.hosting.link
+
+    def greet(self, link: Link, node: NodeAgent) -> None:
+        """Report to a host that was just found what is known here."""
+        if self._takeover is not None:
+            link.send(replace(self._hello, holds=node.attempt))
+        node.report_again()
+
+    # ---- as the host ----
+
+    def step(self, node: NodeAgent) -> None:
+        """Take over, where this node was elected; renew the permit of its ranks, where it hosts."""
+        hosting, takeover = self.hosting, self._takeover
+        if hosting is None:
+            return
+        if takeover is not None:
+            self._take_over_on(hosting, takeover)
+        elif hosting.succession is not None:
+            until_s = now_s() + hosting.succession.remaining_s()
+            self._extend(until_s, self._standby.term, node)
+
+    def _take_over_on(self, hosting: Hosting, takeover: Takeover) -> None:
+        inherited = takeover.step(hosting.events.take())
+        if inherited is not None:
+            self._takeover = self._give_up_s = None
+            mandate = inherited.mandate
+            here, all_of_it = len(inherited.hellos), len(mandate.members)
+            self._terminal.say(f"hosting the job with {here} of its {all_of_it} nodes")
+            hosting.start_store(self._meeting.secret.decode())
+            own = mandate.member(self._hello.node)
+            assert own is not None
+            office, standby = takeover.office, self._standby
+            hosting.begin(
+                Succession(
+                    office, standby, own.endpoint, hosting.send, self._terminal.say, inherited
+                )
+            )
+        elif takeover.has_failed:
+            self._terminal.say("no majority follows this node; looking for another host")
+            self._takeover = None
+            self._standby.server.open(is_open=False)
+            self._standby.lose_host(is_dead=False)
+
+
+def first_succession(
+    options: Options, standby: Standby, hosting: Hosting, job_id: str
+) -> Succession:
+    """Return the succession of a job's first host: until a world begins it needs no other node."""
+    meeting = options.rendezvous
+    assert meeting is not None
+    name = options.node_name
+    own = Member(
+        name=name, host="", endpoint=meeting.address, num_workers=options.nproc_per_node,
+        node_rank=options.node_rank,
+    )  # fmt: skip
+    mandate = Mandate(term=0, index=0, electorates=((name,),), members=(own,), job_id=job_id)
+    office = Office(name, 0, mandate, standby.promise_s)
+    return Succession(office, standby, meeting.address, hosting.send, hosting.say)

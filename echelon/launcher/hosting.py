@@ -1,0 +1,108 @@
+"""What the hosting node has beside its workers: the store, the coordinator, and the ways to both.
+
+The node that owns the endpoint has it from the start, and a node that was elected from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.link import LocalLink, Mailbox
+from echelon.launcher.coordinator.coordinator import Coordinator
+from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.options.options import Options
+from echelon.launcher.output.output import Terminal
+
+if TYPE_CHECKING:  # gRPC only where several nodes need it
+    from echelon.launcher.control.server import ControlServer
+    from echelon.launcher.election.succession import Succession
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Hosting:
+    """The host's part of a launcher; `begin` makes the coordinator.
+
+    Args:
+        options: with the rendezvous as this node serves it.
+        events: where messages from nodes arrive.
+
+    Attributes:
+        link: this node's own.
+        server: that of the other nodes; set by the owner, who closes it.
+        coordinator: None before `begin`.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        directory: RunDirectory,
+        report: Report,
+        terminal: Terminal,
+        events: Mailbox[tuple[str, m.Event]],
+    ) -> None:
+        self._options = options
+        self._directory = directory
+        self._terminal = terminal
+        self.say = terminal.say
+        self.report = report
+        self.events = events
+        self.link = LocalLink(lambda event: events.put((options.node_name, event)))
+        self.server: ControlServer | None = None
+        self.coordinator: Coordinator | None = None
+        self.succession: Succession | None = None
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self.link.close)
+        self._store: StoreProcess | None = None
+
+    def start_store(self, secret: str) -> None:
+        """Start the store, and write where the job is found.
+
+        Raises:
+            LaunchError: it does not start, or the file cannot be written.
+        """
+        meeting = self._options.rendezvous
+        bind = _LOOPBACK if meeting is None else meeting.bind
+        host = _LOOPBACK if meeting is None else meeting.host
+        store = self._stack.enter_context(contextlib.closing(StoreProcess(bind, host, secret)))
+        job_id = self.report.job_id
+        job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": job_id}
+        if meeting is not None:
+            job["rendezvous"] = meeting.address  # `echelon status` finds the secret by it
+        self._directory.write_job(job)
+        self._stack.callback(self._directory.forget_secret, job)
+        self._store = store
+
+    def begin(self, succession: Succession | None = None) -> None:
+        """Make the coordinator, once the store was started."""
+        assert self._store is not None
+        self.succession = succession
+        self.coordinator = Coordinator(
+            self._options, self._directory, self.report, self._store, self.send, self._terminal,
+            succession,
+        )  # fmt: skip
+        self._stack.callback(self.coordinator.close)
+
+    def send(self, node: str, command: m.Command) -> None:
+        """Send a command to a node; never blocks."""
+        if node == self._options.node_name:
+            self.link.commands.put(command)
+        elif self.server is not None:
+            self.server.send(node, command)
+            if isinstance(command, m.Over):
+                self.server.hang_up(node)
+
+    def write_report(self) -> None:
+        """Write report.json; a disk that does not take it costs only that."""
+        try:
+            self.report.write(self._directory.path / "report.json")
+        except OSError as err:
+            self._terminal.say(f"cannot write report.json: {err.strerror or err}")
+
+    def close(self) -> None:
+        """End what it has started."""
+        self._stack.close()
