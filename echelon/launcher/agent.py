@@ -15,6 +15,7 @@ import secrets
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -313,7 +314,11 @@ class _Agent:
         return True
 
     def _replace_link(self, link: Link) -> None:
-        self.close_link()
+        former = self._link
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(former.fileno())
+        # One that is connected to nobody may take seconds to end.
+        threading.Thread(target=former.close, name="echelon-hang-up", daemon=True).start()
         if self._failover is not None and self._failover.hosting is not self.hosting:
             if self.hosting is None:  # its events arrive where those of any later one do
                 assert self._failover.hosting is not None
@@ -323,10 +328,7 @@ class _Agent:
         self._register(link.fileno(), lambda: None)
 
     def close_link(self) -> None:
-        """Hang up. Safe to call twice."""
-        fd = self._link.fileno()
-        with contextlib.suppress(KeyError, ValueError, RuntimeError):
-            self._selector.unregister(fd)
+        """Hang up."""
         self._link.close()
 
     def close(self) -> None:
@@ -368,13 +370,16 @@ class _Agent:
         """Carry out commands; return False once the coordinator is gone."""
         for command in self._link.take():
             if command is None:
-                return self.over is not None or self._lose_host()
+                why = getattr(self._link, "lost_because", "")
+                return self.over is not None or self._lose_host(why)
             self._obey_one(command)
+        if self._failover is not None and self._failover.is_overdue and self.over is None:
+            return self._lose_host("no beat in time")
         return True
 
-    def _lose_host(self) -> bool:
-        """The link has ended; return whether another host may be found."""
-        self.lost_because = getattr(self._link, "lost_because", "")
+    def _lose_host(self, why: str) -> bool:
+        """The coordinator is lost; return whether another host may be found."""
+        self.lost_because = why
         failover = self._failover
         if failover is None or self._user.first:
             return False

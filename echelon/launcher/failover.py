@@ -35,7 +35,7 @@ from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
 _SEEK_S = 6.0  # beyond the promise that electors have to wait out
-_RELINK_S = 5.0
+_RELINK_S = 3.0
 _POLL_S = 0.05
 _LEAST_MOVE_S = 0.2  # a fence that moves less is not worth a message
 
@@ -134,6 +134,12 @@ class Failover:
             grace_ms = min(left_ms, int(self._options.shutdown_timeout_s * 1e3))
             node.stop(m.Stop(number=signal.SIGTERM, grace_ms=grace_ms, urgent=True))
         return True
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the host has to be taken for lost, though the link has not ended."""
+        mandate = self._standby.mandate
+        return self._standby.is_overdue and mandate is not None and mandate.survives_host
 
     @property
     def is_seeking(self) -> bool:

@@ -19,7 +19,8 @@ class Candidacy:
     """The search for a host, from the loss of one.
 
     Args:
-        lost_term: the lost host's; one of an earlier term is not a host any more.
+        lost_term: the lost host's; one of an earlier term is not a host any more. The same one is
+            believed only after a while, since the other electors lose it a little later.
 
     Attributes:
         found: endpoint and name of a host, None yet.
@@ -30,6 +31,7 @@ class Candidacy:
     def __init__(self, elector: Elector, lost_term: int, now_s: float) -> None:
         self._elector = elector
         self._lost_term = lost_term
+        self._same_term_s = now_s + elector.promise_s
         mandate = elector.mandate
         electors = () if mandate is None else mandate.electors
         self._place = electors.index(elector.name) if elector.name in electors else -1
@@ -96,7 +98,8 @@ class Candidacy:
         """Take in an elector's answer to what it was asked."""
         self._latest_term = max(self._latest_term, answer.term)
         if answer.host and answer.endpoint and answer.host != self._elector.name:
-            if answer.term >= self._lost_term:
+            is_later = answer.term > self._lost_term
+            if is_later or (answer.term == self._lost_term and now_s >= self._same_term_s):
                 self.found = (answer.endpoint, answer.host)
             return
         if not answer.granted or asked != self._asked or self.is_elected:

@@ -19,6 +19,8 @@ from echelon.launcher.election.elector import Answer, Canvass, Elector
 from echelon.launcher.election.lease import Permit, now_s
 from echelon.launcher.election.mandate import Mandate, unpack_mandate
 
+_OVERDUE_SHARE = 0.75  # of the promise: ranks are examined before their permit runs out
+
 
 class Standby:
     """One node's part in the succession.
@@ -121,6 +123,14 @@ class Standby:
         return m.LeaseReply(term=term, number=number, stamp=stamp, version=list(version))
 
     # ---- without one ----
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the host that this node follows has sent no beat for long."""
+        elector = self._elector
+        if self._candidacy is not None or elector.host in ("", self.name):
+            return False
+        return elector.free_s(now_s()) < (1 - _OVERDUE_SHARE) * self.promise_s
 
     def lose_host(self, *, is_dead: bool) -> None:
         """Begin to look for another host.
