@@ -346,6 +346,8 @@ class _Agent:
         ready.sort(key=lambda key: key.fd != self._signals)
         for key in ready:
             key.data()
+        if self.hosting is not None and self.hosting.succession is not None:
+            self.hosting.succession.step()  # also while this node clears up
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 256):

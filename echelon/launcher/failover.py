@@ -232,12 +232,12 @@ class Failover:
 
     def _take_over_on(self, hosting: Hosting, takeover: Takeover) -> None:
         inherited = takeover.step(hosting.events.take())
-        if inherited is not None:
+        has_store = hosting.has_store(self._meeting.secret.decode())
+        if inherited is not None and has_store:
             self._takeover = self._give_up_s = None
             mandate = inherited.mandate
             here, all_of_it = len(inherited.hellos), len(mandate.members)
             self._terminal.say(f"hosting the job with {here} of its {all_of_it} nodes")
-            hosting.start_store(self._meeting.secret.decode())
             own = mandate.member(self._hello.node)
             assert own is not None
             office, standby = takeover.office, self._standby

@@ -6,6 +6,7 @@ The node that owns the endpoint has it from the start, and a node that was elect
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from echelon.launcher.control import messages as m
@@ -58,6 +59,7 @@ class Hosting:
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.link.close)
         self._store: StoreProcess | None = None
+        self._starting: Future[StoreProcess] | None = None
 
     def start_store(self, secret: str) -> None:
         """Start the store, and write where the job is found.
@@ -65,10 +67,32 @@ class Hosting:
         Raises:
             LaunchError: it does not start, or the file cannot be written.
         """
+        self._keep_store(self._make_store(secret), secret)
+
+    def has_store(self, secret: str) -> bool:
+        """Start the store in the background, at the first call; return whether it serves.
+
+        Raises:
+            LaunchError: it does not start, or the file cannot be written.
+        """
+        if self._store is None and self._starting is None:
+            pool = ThreadPoolExecutor(1, "echelon-store")
+            self._starting = pool.submit(self._make_store, secret)
+            pool.shutdown(wait=False)
+        elif self._starting is not None and self._starting.done():
+            self._keep_store(self._starting.result(), secret)
+            self._starting = None
+        return self._store is not None
+
+    def _make_store(self, secret: str) -> StoreProcess:
         meeting = self._options.rendezvous
         bind = _LOOPBACK if meeting is None else meeting.bind
         host = _LOOPBACK if meeting is None else meeting.host
-        store = self._stack.enter_context(contextlib.closing(StoreProcess(bind, host, secret)))
+        return StoreProcess(bind, host, secret)
+
+    def _keep_store(self, store: StoreProcess, secret: str) -> None:
+        meeting, host = self._options.rendezvous, store.host
+        self._stack.callback(store.close)
         job_id = self.report.job_id
         job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": job_id}
         if meeting is not None:
@@ -105,4 +129,11 @@ class Hosting:
 
     def close(self) -> None:
         """End what it has started."""
+        if self._starting is not None:
+            self._starting.add_done_callback(_close_store)
         self._stack.close()
+
+
+def _close_store(starting: Future[StoreProcess]) -> None:
+    if starting.exception() is None:
+        starting.result().close()

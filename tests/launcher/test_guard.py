@@ -216,3 +216,18 @@ def test_without_proc_there_are_no_descendants_and_no_error(monkeypatch):
 
     monkeypatch.setattr(os, "listdir", refuse)
     assert descendants(1) == []
+
+
+def test_workers_die_at_the_fence_and_none_starts_after_it(run):
+    run.spawn(0, "sh", "-c", "setsid sleep 1000 & sleep 1000")
+    run.wait_for(Started)
+    run.workers.fence(time.clock_gettime(time.CLOCK_BOOTTIME) + 0.2)
+    (ended,) = run.wait_for(Exited)  # nobody has told the guard to kill it
+    assert ended.code == -signal.SIGKILL
+    run.spawn(1, "true")
+    (failed,) = run.wait_for(Failed)
+    assert "lease has expired" in failed.error
+    assert run.output(0) == "", "what it had started in a session of its own is dead too"
+    run.workers.fence(time.clock_gettime(time.CLOCK_BOOTTIME) + 1000)
+    run.spawn(2, "true")
+    assert run.wait_for(Exited, 2)[1].code == 0

@@ -66,7 +66,7 @@ class Takeover:
     def has_failed(self) -> bool:
         """Whether no majority follows this host."""
         late = now_s() > self._began_s + self.office.promise_s + _ASSEMBLE_S
-        return self.office.is_deposed or late
+        return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
     def deadline_s(self) -> float:
         """Return when `step` is to be called again, by `lease.now_s`."""
