@@ -165,6 +165,39 @@ def test_without_starts_a_scheduled_kernel_accuses_nobody(tmp_path: Path) -> Non
     assert verdict.confidence.value == "possible"
 
 
+@pytest.mark.parametrize(
+    ("lost", "ranks", "confidence"),
+    [
+        ((), [0], "certain"),
+        ((3,), [0], "likely"),  # it may have called what rank 0 called
+        ((2, 3), [0, 1], "possible"),
+    ],
+)
+def test_a_vote_is_as_sure_as_the_ranks_that_are_missing_allow(
+    tmp_path: Path, lost: tuple[int, ...], ranks: list[int], confidence: str
+) -> None:
+    job = TorchJob(4).all_call(2)
+    job[0].call("broadcast", state="started", line=11)
+    for rank in job.others(0):
+        rank.call(state="started", line=11)
+    verdict = verdict_of(job, tmp_path, lost=lost)
+    assert told(verdict) == ("op_mismatch", ranks)
+    assert verdict is not None
+    assert verdict.confidence.value == confidence
+
+
+def test_a_ring_of_two_blames_neither_because_a_record_is_missing(tmp_path: Path) -> None:
+    """Rank 1 receives from the wrong peer; the dump of rank 0, which sends to it, is missing."""
+    job = TorchJob(4).all_call(1, line=10).all_call(1, line=11)
+    job[1].recv(2, "started", line=12)
+    for rank in job.others(0, 1):
+        rank.call(state="started", line=12)
+    verdict = verdict_of(job, tmp_path, lost=(0,))
+    assert told(verdict) == ("order_desync", [1, 2])
+    assert verdict is not None
+    assert verdict.confidence.value == "possible"
+
+
 # ---- pairs ----
 
 

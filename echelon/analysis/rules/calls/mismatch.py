@@ -188,7 +188,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
     return Finding(
         cause=cause,
         culprit_ranks=ranks,
-        confidence=Confidence.CERTAIN if not found.is_tie else Confidence.LIKELY,
+        confidence=_sureness(found, has_innocent=innocent is not None),
         group=found.lanes.name,
         operation=usual_call.operation,
         sequence=found.sequence,
@@ -199,6 +199,15 @@ def describe(picture: Picture, found: Divergence) -> Finding:
         next_action=_next_action(cause, ranks, site),
         scope=Scope.GROUP,
     )
+
+
+def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
+    """Say how sure a vote is: ranks whose record is missing may have turned it."""
+    num_missing = len(found.lanes.strangers)
+    if found.is_tie:
+        return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE
+    margin = len(found.sides[0]) - len(found.sides[1])
+    return Confidence.CERTAIN if num_missing < margin else Confidence.LIKELY
 
 
 def _side_lines(found: Divergence) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from echelon.analysis.evidence.habit import least_habitual
@@ -23,7 +24,7 @@ def find_desync(picture: Picture) -> list[Finding]:
     waits = [w for w in picture.graph.waits if members & set(w.waiting) and members & set(w.absent)]
     waits.sort(key=lambda wait: wait.since_ns)
     first = waits[0]
-    odd = _breaker(waits, members)
+    odd = _breaker(waits, members, picture.evidence.ranks)
     if picture.streams is not None:
         # Their order is that of streams: a ring is a part of what one rank's slip has stopped.
         odd = least_habitual(picture.streams, ring) if odd is None else odd
@@ -60,9 +61,13 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
     return Confidence.POSSIBLE if has_messages or len(ring) > _SMALL_RING else Confidence.CERTAIN
 
 
-def _breaker(waits: list[Wait], ring: set[int]) -> int | None:
-    """Return the one rank without which there would be no ring, None if there is no such rank."""
-    alone = {wait.absent[0] for wait in waits if len(wait.absent) == 1} & ring
+def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
+    """Return the one rank without which there would be no ring, None if there is no such rank.
+
+    It is absent alone where others wait; a rank whose record is missing is absent from everything.
+    """
+    seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
+    alone = {absent[0] for absent in seen if len(absent) == 1} & ring
     if len(alone) > _MAX_TRIED:
         return None
     found = [rank for rank in sorted(alone) if not _without(waits, rank).cycle()]
