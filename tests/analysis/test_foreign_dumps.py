@@ -198,6 +198,31 @@ def test_a_ring_of_two_blames_neither_because_a_record_is_missing(tmp_path: Path
     assert verdict.confidence.value == "possible"
 
 
+def reduced(state: str) -> TorchJob:
+    """Ranks 1 and 3 are through as senders of a reduce; 0, its root, waits for rank 2."""
+    job = TorchJob(4).all_call(2)
+    job[0].call("reduce", state="started")
+    job[2].call("reduce", state=state)
+    for rank in (job[1], job[3]):
+        rank.call("reduce").call("broadcast", state="started")
+    return job
+
+
+def test_the_root_of_a_reduce_is_not_blamed_for_a_sender_that_never_started(tmp_path: Path) -> None:
+    verdict = verdict_of(reduced("scheduled"), tmp_path)
+    assert told(verdict) == ("device_stuck", [2])
+    assert verdict is not None
+    assert verdict.confidence.value == "likely"
+
+
+def test_root_and_sender_are_both_open_where_both_have_started(tmp_path: Path) -> None:
+    verdict = verdict_of(reduced("started"), tmp_path)
+    assert told(verdict) == ("device_stuck", [0, 2])
+    assert verdict is not None
+    assert verdict.confidence.value == "possible"
+    assert any("is the root" in line for line in verdict.would_settle)
+
+
 # ---- pairs ----
 
 

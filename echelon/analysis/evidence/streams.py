@@ -219,6 +219,11 @@ class Streams:
         head = self.heads.get(rank)
         return head is not None and (head.group, head.sequence) == place
 
+    def is_rooted(self, head: Head) -> bool:
+        """Tell whether members of a head's operation may be through before the others come."""
+        row = self.evidence.ranks[head.rank].rows[head.rows[0]]
+        return bool(self._rooted[int(row["call"])])
+
     @cached_property
     def has_starts(self) -> bool:
         """Whether starts of kernels are recorded: not by default with NCCL."""

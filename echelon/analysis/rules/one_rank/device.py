@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.streams import ROOTED
 from echelon.analysis.evidence.waits import Wait
 from echelon.analysis.finding import Cause, Confidence, rank_list
 from echelon.analysis.rules.one_rank.reading import Reading
@@ -15,14 +16,20 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
     mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
     wait = next((wait for wait in mine if wait.completed and not wait.absent), None)
     if wait is not None:
+        # The root of a reduce is pending too, for the one whose device has stopped.
+        is_open = wait.operation in ROOTED and len(wait.waiting) > 1
+        which = (f"which of {rank_list(wait.waiting)} is the root, and waits for the others",)
         return Reading(
             cause=Cause.DEVICE_STUCK,
-            confidence=Confidence.LIKELY,
+            confidence=Confidence.POSSIBLE if is_open else Confidence.LIKELY,
             words=f"is still inside {wait}, which {rank_list(wait.completed)} completed",
             evidence=(
                 f"rank {rank}: {wait} of group '{wait.group}' is pending, its peers are through",
             ),
-            would_settle=(f"rank {rank}'s device errors and an event query",),
+            would_settle=(
+                f"rank {rank}'s device errors and an event query",
+                *(which if is_open else ()),
+            ),
         )
     wait = next((wait for wait in mine if rank in never_started(picture, wait)), None)
     if wait is None:

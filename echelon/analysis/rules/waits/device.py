@@ -33,10 +33,16 @@ def _peers_started(streams: Streams, head: Head) -> bool:
     if head.is_message:
         return bool(there) and all(one is not None and one.state == State.STARTED for one in there)
     place = (head.group, head.sequence)
-    return bool(there) and all(
-        one is not None and (one.group, one.sequence) == place and one.state == State.STARTED
-        for one in there
-    )
+    running = [
+        rank
+        for rank, one in zip(others, there, strict=True)
+        if one is not None and (one.group, one.sequence) == place and one.state == State.STARTED
+    ]
+    rest = [rank for rank in others if rank not in running]
+    if rest and not (running and streams.is_rooted(head)):
+        return False
+    # The senders of a reduce or gather are through early; its root waits for the last one.
+    return bool(running) and all(streams.has_completed(rank, place) for rank in rest)
 
 
 def _members(streams: Streams, head: Head) -> tuple[int, ...]:
@@ -58,7 +64,13 @@ def _describe(picture: Picture, streams: Streams, late: dict[int, Head]) -> Find
     name = call.operation if head.is_message else f"{call.operation} #{head.sequence}"
     site = short_site(evidence.site(row))
     at = f" ({site})" if site else ""
-    others = tuple(rank for rank in _members(streams, head) if rank != head.rank)
+    others = tuple(
+        rank
+        for rank in _members(streams, head)
+        if (one := streams.heads.get(rank)) is not None
+        and (one.group, one.sequence) == (head.group, head.sequence)
+        and rank not in late
+    )
     verb = "has" if len(ranks) == 1 else "have"
     return Finding(
         cause=Cause.DEVICE_STUCK,
