@@ -244,7 +244,8 @@ class Start:
     num_nodes: int
     master_addr: str
     master_port: int
-    stall_timeout_ms: int  # the host's setting holds on all nodes
+    stall_timeout_ms: int  # the host's settings hold on all nodes
+    torch_backend: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

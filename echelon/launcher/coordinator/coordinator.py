@@ -470,6 +470,7 @@ class Coordinator:
                 master_addr=self._meeting.host,
                 master_port=self._meeting.port,
                 stall_timeout_ms=int(self._options.stall_timeout_s * 1000),
+                torch_backend=self._options.torch_backend,
             )
             self._send(node.name, start)
 

@@ -14,6 +14,7 @@ A worker inherits the launcher's own environment. What is set here:
 | ECHELON_JOB_ID | the job's name |
 | ECHELON_JOB_FILE | RUN/job.json (0600): endpoint and secret |
 | ECHELON_RECORDER_SIZE | operations that the black box keeps |
+| ECHELON_TORCH_BACKEND | with --torch-backend: see `echelon_torch_autoload` |
 | TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
 | ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
   a carriage return is shown there as a live line |
@@ -48,6 +49,7 @@ class Attempt:
     recorder_size: int
     terminal_columns: int | None
     virtual_local_rank: bool = False
+    torch_backend: str = ""
 
     @property
     def ranks(self) -> range:
@@ -93,8 +95,10 @@ def worker_environment(
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if attempt.num_workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("ECHELON_TERMINAL_COLUMNS", "ECHELON_SECRET"):
+    for name in ("ECHELON_TERMINAL_COLUMNS", "ECHELON_SECRET", "ECHELON_TORCH_BACKEND"):
         env.pop(name, None)
+    if attempt.torch_backend:
+        env["ECHELON_TORCH_BACKEND"] = attempt.torch_backend
     if attempt.terminal_columns is not None:
         env["ECHELON_TERMINAL_COLUMNS"] = str(attempt.terminal_columns)
     return env

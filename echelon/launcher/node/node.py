@@ -467,6 +467,7 @@ class NodeAgent:
             recorder_size=self._options.recorder_size,
             terminal_columns=self._terminal.columns,
             virtual_local_rank=self._options.virtual_local_rank,
+            torch_backend=command.torch_backend,
         )
 
     def _exit_codes(self) -> list[list[int]]:

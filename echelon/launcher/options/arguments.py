@@ -20,6 +20,7 @@ from echelon.launcher.options.texts import (
     seconds,
     settings,
     signals,
+    torch_backend,
     whole,
 )
 from echelon.recorder.format.schema import DEFAULT_NUM_OPERATIONS
@@ -90,6 +91,14 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         default=default("stdin_rank", "-1"),
         metavar="R",
         help="the rank that reads the launcher's standard input (default: none does)",
+    )
+    job.add_argument(
+        "--torch-backend",
+        type=torch_backend,
+        default=default("torch_backend", default.variable("ECHELON_TORCH_BACKEND", "")),
+        metavar="NAME",
+        help="echelon: give torch programs that ask for gloo, or for no backend, echelon's groups, "
+        "which are recorded (default: what they ask for)",
     )
     job.add_argument(
         "--signals-to-handle",

@@ -52,6 +52,7 @@ class Options:
     virtual_local_rank: bool
     recorder_size: int
     stdin_rank: int  # -1: every worker reads nothing
+    torch_backend: str  # that stands in for gloo in torch programs; "": none does
     notes: tuple[str, ...]  # lines for the user: what was given and changes nothing
 
 
@@ -105,6 +106,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         virtual_local_rank=args.virtual_local_rank,
         recorder_size=args.recorder_size,
         stdin_rank=args.stdin_rank,
+        torch_backend=args.torch_backend,
         notes=(*notes_on_ignored(args), *conf.notes, *_without_effect(args, meeting)),
     )
 

@@ -53,6 +53,13 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def torch_backend(text: str) -> str:
+    """Read the name of the backend that stands in for gloo."""
+    if text not in ("", "echelon"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not echelon, the one that can stand in")
+    return text
+
+
 def not_negative(text: str) -> int:
     """Read a whole number from 0 on."""
     try:
