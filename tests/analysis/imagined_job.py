@@ -66,6 +66,7 @@ class Rank:
         self.words: LastWords | None = None
         self.closed = False
         self.heartbeat_age_s = 0.1
+        self.native_heartbeat_age_s = -1.0  # of the thread that needs no lock; -1: there is none
         self.has_ring = True
         self.identity: dict[str, object] = {"boot_id": "one-host"}
 
@@ -224,6 +225,9 @@ class Rank:
         if self.has_ring:
             live[Live.HEARTBEAT_MONO_NS] = end_ns - int(self.heartbeat_age_s * 1e9)
             live[Live.PROGRESS_MONO_NS] = self.now_ns
+            if self.native_heartbeat_age_s >= 0:
+                age_ns = int(self.native_heartbeat_age_s * 1e9)
+                live[Live.NATIVE_HEARTBEAT_MONO_NS] = end_ns - age_ns
         live[Live.STEP] = self.step_number + 1
         live[Live.NUM_OPERATIONS] = len(self.operations)
         live[Live.CLOSED] = int(self.closed)

@@ -30,6 +30,47 @@ def its_cgroup_is_throttled_to_next_to_nothing() -> Job:
     return job
 
 
+@story("straggler", [1], confidence="likely")
+def is_runnable_and_gets_no_processor() -> Job:
+    """Neither heartbeat runs: it holds no lock, it waits for a core."""
+    job = _waiting_for(1)
+    job[1].host.update(process_state="R", cpu_share=0.02)
+    job[1].heartbeat_age_s, job[1].native_heartbeat_age_s = 12.0, 11.0
+    return job
+
+
+@story("straggler", [1], confidence="likely")
+def gets_no_processor_while_its_cgroup_is_under_pressure() -> Job:
+    job = _waiting_for(1)
+    job[1].host.update(process_state="S", cpu_share=0.3, pressure={"cpu": 0.95})
+    job[1].heartbeat_age_s = job[1].native_heartbeat_age_s = 8.0
+    return job
+
+
+@story("straggler", [1], confidence="possible")
+def both_heartbeats_are_old_and_nothing_says_why() -> Job:
+    job = _waiting_for(1)
+    job[1].host.update(process_state="S")
+    job[1].heartbeat_age_s = job[1].native_heartbeat_age_s = 8.0
+    return job
+
+
+@story("gil_hang", [2], confidence="likely")
+def holds_the_lock_while_its_native_heartbeat_goes_on() -> Job:
+    job = _waiting_for(2)
+    job[2].host.update(process_state="R", cpu_share=0.02, pressure={"cpu": 0.95})
+    job[2].heartbeat_age_s, job[2].native_heartbeat_age_s = 12.0, 0.4
+    return job
+
+
+@story("frozen_process", [2], confidence="certain")
+def a_stopped_process_is_not_one_without_a_processor() -> Job:
+    job = _waiting_for(2)
+    job[2].host.update(process_state="T", cpu_share=0.0)
+    job[2].heartbeat_age_s = job[2].native_heartbeat_age_s = 30.0
+    return job
+
+
 @story("device_stuck", [3], confidence="likely")
 def sleeps_uninterruptibly_in_a_driver() -> Job:
     job = _waiting_for(3)

@@ -37,6 +37,7 @@ from echelon.analysis.rules.one_rank.signals import (
     process_lines,
     users_line,
 )
+from echelon.analysis.rules.one_rank.starved import read_starvation
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
@@ -60,6 +61,7 @@ _TESTS: tuple[Test, ...] = (
     read_span,
     read_compiler,
     read_throttling,
+    read_starvation,
     read_heartbeat,
     read_kernel_wait,
 )

@@ -1,0 +1,47 @@
+"""A rank whose process gets no processor: neither of its heartbeats runs.
+
+The recorder beats twice: from a Python thread, which needs the interpreter's lock, and from a
+native one, which needs nothing but a core. If only the first is old, some code holds the lock
+(`read_heartbeat`); if both are, no thread of the process has run at all.
+"""
+
+from __future__ import annotations
+
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.finding import Cause, Confidence, seconds
+from echelon.analysis.rules.one_rank.reading import Reading
+from echelon.analysis.rules.one_rank.signals import (
+    PRESSURE,
+    STALE_HEARTBEAT_S,
+    heartbeat_age_s,
+    native_heartbeat_age_s,
+    process_lines,
+    users_line,
+)
+from echelon.recorder.format.schema import Live
+
+_IDLE_SHARE = 0.1  # of a core: a process that is runnable and gets less waits for one
+
+
+def read_starvation(_: Picture, facts: RankEvidence) -> Reading | None:
+    """No thread of the process has run for seconds, although nothing stops it."""
+    host, rank = facts.host, facts.rank
+    python_s, native_s = heartbeat_age_s(facts), native_heartbeat_age_s(facts)
+    if not host.alive or host.frozen or host.process_state in ("T", "t", "D"):
+        return None
+    if native_s is None or min(python_s, native_s) < STALE_HEARTBEAT_S or facts.live[Live.CLOSED]:
+        return None
+    waits = host.process_state == "R" and (host.cpu_share or 0.0) < _IDLE_SHARE
+    is_pressed = host.pressure.get("cpu", 0.0) >= PRESSURE
+    beats = f"Python's {seconds(python_s)} and the one that needs no lock {seconds(native_s)}"
+    return Reading(
+        cause=Cause.STRAGGLER,
+        confidence=Confidence.LIKELY if waits or is_pressed else Confidence.POSSIBLE,
+        words=f"has got no processor for {seconds(min(python_s, native_s))}",
+        frame=users_line(facts),
+        evidence=(f"rank {rank}: both its heartbeats are old, {beats}", *process_lines(facts)),
+        action="Find out what takes {who}'s cores: more busy threads than cores, another job, or "
+        "a paused machine.",
+        would_settle=() if waits or is_pressed else ("what else ran on its cores",),
+    )
