@@ -24,16 +24,16 @@ KEYS = [b"/plain", b"/awaited", b"/watched", b"/leased", b"/queue", b"/number", 
 
 
 class Transport:
-    """Takes what a peer writes; says that it is full while told so."""
+    """Takes what a peer writes; calls back after each write."""
 
     def __init__(self) -> None:
         self.written = b""
-        self.num_writes = 0
         self.is_closed = False
+        self.on_write = lambda: None
 
     def write(self, data: bytes) -> None:
         self.written += data
-        self.num_writes += 1
+        self.on_write()
 
     def writelines(self, pieces: list[bytes]) -> None:
         self.write(b"".join(pieces))
@@ -240,11 +240,7 @@ def test_replies_leave_in_portions_that_the_peer_can_refuse(loop):
     world.peer.data_received(encoded([(p.SET, b"/plain", bytes(4000))]))
     pack = encoded([(p.GET, b"/plain")] * 500)
 
-    def write(data: bytes) -> None:
-        world.seen.written += data
-        world.peer.pause_writing()
-
-    world.seen.write = write
+    world.seen.on_write = world.peer.pause_writing
     world.seen.written = b""
     world.peer.data_received(pack)
     portion = len(world.seen.written)

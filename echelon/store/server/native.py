@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 from echelon.store.state.state import StoreState
 from echelon.store.wire.limits import Limits
@@ -17,6 +17,24 @@ except ImportError:
 # Called with the received bytes, where to begin, and whether the peer is ours. Returns where it
 # stopped and the replies to what it executed.
 Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
+
+
+class Receiver(Protocol):
+    """A peer's `data_received`: executes plain commands itself, hands the rest on.
+
+    Attributes:
+        is_plain: whether the peer is a member between two commands, and reads. The owner keeps it:
+            while it is False everything is handed on.
+        is_ours: whether the peer may send tagged queries.
+        write: the transport's.
+    """
+
+    is_plain: bool
+    is_ours: bool
+    write: Callable[[bytes], None]
+
+    def __call__(self, data: bytes, /) -> None:
+        """Take received bytes."""
 
 
 def available() -> bool:
@@ -43,3 +61,12 @@ def make_executor(state: StoreState, limits: Limits) -> Executor | None:
         num_keys=limits.num_keys,
     )
     return executor
+
+
+def make_receiver(
+    executor: Executor, state: StoreState, receive: Callable[[bytes], None]
+) -> Receiver:
+    """Return a peer's `data_received`, in front of its own, which takes what is not plain."""
+    promised: dict[Hashable, bytes] = state.promised_to
+    receiver: Receiver = _native.Receiver(executor=executor, promised=promised, receive=receive)
+    return receiver

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
-from echelon.store.server.native import Executor
+from echelon.store.server.native import Executor, Receiver, make_receiver
 from echelon.store.server.queries import HANDLERS
 from echelon.store.state.waiters import Waiter
 from echelon.store.wire import protocol as p
@@ -81,6 +81,10 @@ class Peer(asyncio.Protocol):
         self._is_deaf = False
         self._violation: str | None = None
         self._executor = hub.executor
+        self._receiver: Receiver | None = None
+        if hub.executor is not None:
+            self._receiver = make_receiver(hub.executor, hub.state, self.data_received)
+            self.data_received = self._receiver  # type: ignore[assignment]
         self.transcript = b""
         self._sealer: Sealer | None = None
         self._opener: Opener | None = None
@@ -122,6 +126,8 @@ class Peer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Note the numeric peer, and turn it away if the server is full."""
         self._transport = cast(asyncio.Transport, transport)
+        if self._receiver is not None:
+            self._receiver.write = self._transport.write
         far = transport.get_extra_info("peername")
         if far:
             self.peer = f"{far[0]}:{far[1]}"
@@ -132,6 +138,7 @@ class Peer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         """Take back all that the peer waited for or arrived at."""
         self.standing = Standing.CLOSED
+        self._leave_plain()
         self._backlog.clear()
         self._parked.clear()
         self._out.clear()
@@ -145,7 +152,13 @@ class Peer(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Stop reading: the peer does not read what it asked for."""
         self._is_paused = True
+        self._leave_plain()
         self._stop_reading()
+
+    def _leave_plain(self) -> None:
+        """Have everything that arrives go through `data_received` until it says otherwise."""
+        if self._receiver is not None:
+            self._receiver.is_plain = False
 
     def resume_writing(self) -> None:
         """Continue with what was put off."""
@@ -155,7 +168,23 @@ class Peer(asyncio.Protocol):
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
-        """Cut out commands and execute them."""
+        """Cut out commands and execute them.
+
+        In front of it stands the C core's receiver, which executes plain commands without Python
+        while `is_plain` says that it may. Here alone that becomes true.
+        """
+        self._receive(data)
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.is_ours = self._parser.extensions
+            receiver.is_plain = (
+                self._is_flowing
+                and self._opener is None
+                and not self.is_inside_command
+                and not self._parser.is_inside_command
+            )
+
+    def _receive(self, data: bytes) -> None:
         num_bytes, has_completed = len(data), False
         parser, opener = self._parser, self._opener
         if opener is not None:
@@ -458,6 +487,7 @@ class Peer(asyncio.Protocol):
         if self._out:
             self.flush()
         self.standing = Standing.CLOSED
+        self._leave_plain()
         self.hub.leave(self)
         self._backlog.clear()
         transport = self._transport

@@ -12,6 +12,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #include <inttypes.h>
 #include <stdbool.h>
@@ -51,17 +52,25 @@ struct cursor {
     const unsigned char *at, *end;
 };
 
+/* Integers travel in little-endian order. */
+static uint64_t little_endian(uint64_t number)
+{
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    return __builtin_bswap64(number);
+#else
+    return number;
+#endif
+}
+
 /* ---- reading ---- */
 
 static bool take_u64(struct cursor *from, uint64_t *number)
 {
     if (from->end - from->at < 8)
         return false;
-    uint64_t value = 0;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | from->at[i];
+    memcpy(number, from->at, 8);
+    *number = little_endian(*number);
     from->at += 8;
-    *number = value;
     return true;
 }
 
@@ -108,8 +117,8 @@ static void put(ExecutorObject *self, const void *data, Py_ssize_t size)
 
 static void put_u64(ExecutorObject *self, uint64_t number)
 {
-    for (int i = 0; i < 8; i++, number >>= 8)
-        self->reply[self->size++] = (unsigned char)number;
+    number = little_endian(number);
+    put(self, &number, 8);
 }
 
 static void put_byte(ExecutorObject *self, int byte)
@@ -393,7 +402,25 @@ static enum outcome execute(ExecutorObject *self, struct cursor *from, bool is_o
     }
 }
 
-/* ---- the type ---- */
+/* ---- the types ---- */
+
+/* Execute from `position` on, into `self->reply`; return where it stopped, -1 with an error set. */
+static Py_ssize_t run(ExecutorObject *self, PyObject *bytes, Py_ssize_t position, bool is_ours)
+{
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(bytes);
+    struct cursor done = {data + position, data + PyBytes_GET_SIZE(bytes)};
+    self->size = 0;
+    while (done.at < done.end && self->size < REPLY_BYTES) {
+        struct cursor next = done;
+        enum outcome outcome = execute(self, &next, is_ours);
+        if (outcome == FAILED)
+            return -1;
+        if (outcome == LEFT)
+            break;
+        done = next;
+    }
+    return done.at - data;
+}
 
 /* executor(data, position, is_ours) -> (where it stopped, the replies) */
 static PyObject *Executor_call(
@@ -407,25 +434,13 @@ static PyObject *Executor_call(
     Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
     if (position == -1 && PyErr_Occurred())
         return NULL;
-    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(arguments[0]);
     Py_ssize_t size = PyBytes_GET_SIZE(arguments[0]);
     if (position < 0 || position > size) {
         PyErr_Format(PyExc_ValueError, "position %zd of %zd bytes", position, size);
         return NULL;
     }
-    struct cursor done = {data + position, data + size};
-    bool is_ours = arguments[2] == Py_True;
-    self->size = 0;
-    while (done.at < done.end && self->size < REPLY_BYTES) {
-        struct cursor next = done;
-        enum outcome outcome = execute(self, &next, is_ours);
-        if (outcome == FAILED)
-            return NULL;
-        if (outcome == LEFT)
-            break;
-        done = next;
-    }
-    return Py_BuildValue("(ny#)", (Py_ssize_t)(done.at - data), (char *)self->reply, self->size);
+    Py_ssize_t end = run(self, arguments[0], position, arguments[2] == Py_True);
+    return end < 0 ? NULL : Py_BuildValue("(ny#)", end, (char *)self->reply, self->size);
 }
 
 static int Executor_init(ExecutorObject *self, PyObject *positional, PyObject *named)
@@ -495,6 +510,131 @@ static PyTypeObject Executor_Type = {
     .tp_vectorcall_offset = offsetof(ExecutorObject, call),
 };
 
+/* `Receiver`: a peer's `data_received` while only plain commands arrive; Python's for the rest. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    ExecutorObject *executor;
+    PyObject *promised; /* a dictionary: while it holds anything, Python looks at each command */
+    PyObject *receive;  /* the peer's own data_received */
+    PyObject *write;    /* the transport's, NULL until there is one */
+    char is_plain;      /* whether the peer is a member between two commands, and reads */
+    char is_ours;
+} ReceiverObject;
+
+/* Execute the start of `data` and send the replies; return where it stopped, -1 with an error. */
+static Py_ssize_t receive_plain(ReceiverObject *self, PyObject *data)
+{
+    Py_ssize_t position = 0, num_replied;
+    do {
+        position = run(self->executor, data, position, self->is_ours);
+        num_replied = self->executor->size;
+        if (position < 0 || !num_replied)
+            return position;
+        PyObject *replies =
+            PyBytes_FromStringAndSize((const char *)self->executor->reply, num_replied);
+        PyObject *written = replies ? PyObject_CallOneArg(self->write, replies) : NULL;
+        Py_XDECREF(replies);
+        if (!written)
+            return -1;
+        Py_DECREF(written);
+    } while (num_replied >= REPLY_BYTES && self->is_plain); /* the write may have filled the peer */
+    return position;
+}
+
+static PyObject *Receiver_call(
+    PyObject *object, PyObject *const *arguments, size_t flags, PyObject *names)
+{
+    ReceiverObject *self = (ReceiverObject *)object;
+    if (PyVectorcall_NARGS(flags) != 1 || names) {
+        PyErr_SetString(PyExc_TypeError, "data_received(data: bytes)");
+        return NULL;
+    }
+    PyObject *data = arguments[0];
+    if (!self->is_plain || !self->write || PyDict_GET_SIZE(self->promised) ||
+        !PyBytes_CheckExact(data))
+        return PyObject_CallOneArg(self->receive, data);
+    Py_ssize_t position = receive_plain(self, data), size = PyBytes_GET_SIZE(data);
+    if (position < 0)
+        return NULL;
+    if (position == size)
+        Py_RETURN_NONE;
+    if (!position)
+        return PyObject_CallOneArg(self->receive, data);
+    PyObject *rest = PyBytes_FromStringAndSize(PyBytes_AS_STRING(data) + position, size - position);
+    PyObject *answer = rest ? PyObject_CallOneArg(self->receive, rest) : NULL;
+    Py_XDECREF(rest);
+    return answer;
+}
+
+static int Receiver_init(ReceiverObject *self, PyObject *positional, PyObject *named)
+{
+    static char *names[] = {"executor", "promised", "receive", NULL};
+    PyObject *executor, *promised, *receive;
+    if (self->executor) {
+        PyErr_SetString(PyExc_TypeError, "a Receiver is made once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(
+            positional, named, "O!O!O", names, &Executor_Type, &executor, &PyDict_Type, &promised,
+            &receive))
+        return -1;
+    self->promised = Py_NewRef(promised);
+    self->receive = Py_NewRef(receive);
+    self->executor = (ExecutorObject *)Py_NewRef(executor);
+    return 0;
+}
+
+static PyObject *Receiver_new(PyTypeObject *type, PyObject *positional, PyObject *named)
+{
+    PyObject *self = PyType_GenericNew(type, positional, named);
+    if (self)
+        ((ReceiverObject *)self)->call = Receiver_call;
+    return self;
+}
+
+static int Receiver_traverse(ReceiverObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->executor);
+    Py_VISIT(self->promised);
+    Py_VISIT(self->receive);
+    Py_VISIT(self->write);
+    return 0;
+}
+
+static void Receiver_dealloc(ReceiverObject *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->executor);
+    Py_XDECREF(self->promised);
+    Py_XDECREF(self->receive);
+    Py_XDECREF(self->write);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef Receiver_members[] = {
+    {"is_plain", T_BOOL, offsetof(ReceiverObject, is_plain), 0,
+     "Whether the peer is a member between two commands, and reads."},
+    {"is_ours", T_BOOL, offsetof(ReceiverObject, is_ours), 0, "Whether it may send tagged queries."},
+    {"write", T_OBJECT, offsetof(ReceiverObject, write), 0, "The transport's write."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject Receiver_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "echelon.store.server._native.Receiver",
+    .tp_doc = "A peer's data_received while only plain commands arrive.",
+    .tp_basicsize = sizeof(ReceiverObject),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = Receiver_new,
+    .tp_init = (initproc)Receiver_init,
+    .tp_dealloc = (destructor)Receiver_dealloc,
+    .tp_traverse = (traverseproc)Receiver_traverse,
+    .tp_members = Receiver_members,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(ReceiverObject, call),
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "echelon.store.server._native",
@@ -504,7 +644,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (PyType_Ready(&Executor_Type) < 0)
+    if (PyType_Ready(&Executor_Type) < 0 || PyType_Ready(&Receiver_Type) < 0)
         return NULL;
     PyObject *self = PyModule_Create(&module);
     if (!self)
@@ -512,8 +652,8 @@ PyMODINIT_FUNC PyInit__native(void)
 #ifdef Py_GIL_DISABLED
     PyUnstable_Module_SetGIL(self, Py_MOD_GIL_NOT_USED);
 #endif
-    if (PyModule_AddObject(self, "Executor", Py_NewRef(&Executor_Type)) < 0) {
-        Py_DECREF(&Executor_Type);
+    if (PyModule_AddObjectRef(self, "Executor", (PyObject *)&Executor_Type) < 0 ||
+        PyModule_AddObjectRef(self, "Receiver", (PyObject *)&Receiver_Type) < 0) {
         Py_DECREF(self);
         return NULL;
     }
