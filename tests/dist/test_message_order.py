@@ -13,9 +13,9 @@ pytestmark = pytest.mark.ranks
 _FULL_FLOOD = 60_000
 
 
-def _flood(rank: int, world_size: int, num: int) -> int:
+def _flood(rank: int, world_size: int, num: int, backend: str = "shm") -> int:
     """Flood one tag while a receive of another waits; count what came out of order."""
-    world = dist.init(timeout_s=120)
+    world = dist.init(backend, timeout_s=300)
     numbers = np.arange(num, dtype=np.int64)
     answer = np.zeros(1, np.int64)
     out_of_order = 0
@@ -46,7 +46,10 @@ def test_a_flood_of_one_tag_stays_in_order_while_another_tag_is_awaited():
 
 
 @pytest.mark.slow
-def test_twenty_full_floods_in_a_row_stay_in_order():
+@pytest.mark.parametrize("engine", ["native", "python", "gloo"])
+def test_twenty_full_floods_in_a_row_stay_in_order(engine):
+    environ = {} if engine == "gloo" else {"ECHELON_SHM": engine}
+    backend = "gloo" if engine == "gloo" else "shm"
     for turn in range(20):
-        found = run_ranks(_flood, 2, _FULL_FLOOD, timeout_s=300, environ={"ECHELON_SHM": "native"})
+        found = run_ranks(_flood, 2, _FULL_FLOOD, backend, timeout_s=600, environ=environ)
         assert found == [0, 0], f"flood {turn}"

@@ -119,7 +119,9 @@ def _all_groups(world):
     return [world, halves, turned]
 
 
-def _run(world, groups, seed: int, num_steps: int, seconds: float, at_step) -> int:
+def _run(
+    world, groups, seed: int, num_steps: int, seconds: float, at_step, *, is_ordered: bool = True
+) -> int:
     draw = random.Random(seed)
     begun, done = time.monotonic(), 0
     for step in range(num_steps):
@@ -135,7 +137,7 @@ def _run(world, groups, seed: int, num_steps: int, seconds: float, at_step) -> i
             works[i].wait()
             if cases[i].kind == "exchange" and cases[i].group.size > 1:
                 cases[i].sent.wait()
-            cases[i].check()
+            cases[i].check(is_ordered=is_ordered)
         done += len(cases)
         enough = np.array([time.monotonic() - begun > seconds], np.int8)
         world.broadcast(enough, 0)
@@ -144,9 +146,20 @@ def _run(world, groups, seed: int, num_steps: int, seconds: float, at_step) -> i
     return done
 
 
-def _stress(rank: int, world_size: int, seed: int, num_steps: int, seconds: float) -> int:
-    world = dist.init(timeout_s=60)
-    done = _run(world, _all_groups(world), seed, num_steps, seconds, lambda _: None)
+def _init(rank: int, world_size: int, backend: str):
+    if backend == "shm+gloo":
+        two_level = importlib.import_module("echelon.dist.backends.two_level")
+        two_level.host_identity = lambda: {"boot": f"host {rank * 2 // world_size}"}
+    return dist.init(backend, timeout_s=60)
+
+
+def _stress(
+    rank: int, world_size: int, backend: str, seed: int, num_steps: int, seconds: float
+) -> int:
+    world = _init(rank, world_size, backend)
+    groups = _all_groups(world)
+    is_ordered = backend == "shm"
+    done = _run(world, groups, seed, num_steps, seconds, lambda _: None, is_ordered=is_ordered)
     world.barrier()
     dist.shutdown()
     core = native.core()
@@ -154,19 +167,30 @@ def _stress(rank: int, world_size: int, seed: int, num_steps: int, seconds: floa
     return done
 
 
+_BACKENDS = [("shm", "native"), ("shm", "python"), ("gloo", ""), ("shm+gloo", ""), ("xccl", "")]
+
+
+def _skip_unless_ready(backend: str) -> None:
+    reason = next(status.reason for status in registry.statuses() if status.name == backend)
+    if reason:
+        pytest.skip(reason)
+
+
 @pytest.mark.parametrize("engine", ["native", "python"])
 def test_random_operations_give_no_wrong_byte(engine):
     environ = {"ECHELON_SHM": engine}
-    done = run_ranks(_stress, 4, 7, 60, 20.0, timeout_s=180, environ=environ)
+    done = run_ranks(_stress, 4, "shm", 7, 60, 20.0, timeout_s=180, environ=environ)
     assert min(done) > 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("engine", ["native", "python"])
-def test_a_minute_of_random_operations_gives_no_wrong_byte(engine, seed):
-    environ = {"ECHELON_SHM": engine}
-    run_ranks(_stress, 4, seed, 1_000_000, 60.0, timeout_s=180, environ=environ)
+@pytest.mark.parametrize(("backend", "engine"), _BACKENDS)
+def test_a_minute_of_random_operations_gives_no_wrong_byte(backend, engine, seed):
+    _skip_unless_ready(backend)
+    environ = {"ECHELON_SHM": engine} if engine else {}
+    done = run_ranks(_stress, 4, backend, seed, 10**6, 60.0, timeout_s=240, environ=environ)
+    print(f"{backend} {engine}, seed {seed}: {min(done)} operations")
 
 
 # One schedule, whatever the delays: every engine must give the same results for all of them.
@@ -175,10 +199,7 @@ _NUM_SCHEDULED = 14
 
 
 def _delayed(rank: int, world_size: int, backend: str, seeds: list[int]) -> None:
-    if backend == "shm+gloo":
-        two_level = importlib.import_module("echelon.dist.backends.two_level")
-        two_level.host_identity = lambda: {"boot": f"host {rank * 2 // world_size}"}
-    world = dist.init(backend, timeout_s=60)
+    world = _init(rank, world_size, backend)
     halves = world.split(world.rank % 2)
     for seed in seeds:
         draw, delays = random.Random(_SCHEDULE_SEED), random.Random(seed * 1000 + rank)
@@ -205,23 +226,21 @@ def _end_all(cases: list, delays: random.Random, *, is_ordered: bool) -> None:
     cases.clear()
 
 
-_BACKENDS = [("shm", "native"), ("shm", "python"), ("gloo", ""), ("shm+gloo", ""), ("xccl", "")]
-
-
-def _skip_unless_ready(backend: str) -> None:
-    reason = next(status.reason for status in registry.statuses() if status.name == backend)
-    if reason:
-        pytest.skip(reason)
-
-
 @pytest.mark.parametrize(("backend", "engine"), _BACKENDS)
 @pytest.mark.parametrize(
-    "seeds", [[0], pytest.param(list(range(1, 10)), marks=pytest.mark.slow)], ids=["one", "nine"]
+    ("world_size", "seeds"),
+    [
+        (4, [0]),
+        *(
+            pytest.param(size, list(range(1, 10)), marks=pytest.mark.slow, id=f"{size}-nine")
+            for size in (2, 3, 4, 5)
+        ),
+    ],
 )
-def test_one_schedule_gives_the_same_results_under_any_delays(backend, engine, seeds):
+def test_one_schedule_gives_the_same_results_under_any_delays(backend, engine, world_size, seeds):
     _skip_unless_ready(backend)
     environ = {"ECHELON_SHM": engine} if engine else {}
-    run_ranks(_delayed, 4, backend, seeds, environ=environ, timeout_s=180)
+    run_ranks(_delayed, world_size, backend, seeds, environ=environ, timeout_s=240)
 
 
 def _broken(rank: int, world_size: int, seed: int, how: int) -> None:
