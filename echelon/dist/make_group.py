@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import weakref
@@ -64,33 +65,27 @@ class GroupMaker:
             name=name, rank=list(ranks).index(self._rank), ranks=ranks, options=self._options
         )
         facts = _meet(members, store, deadline_s)
-        liveness = None
-        if members.size > 1:
-            liveness = Liveness(members, store, self._board, facts)
-            members = dataclasses.replace(
-                members, check=liveness.check_joining, address=_address(store)
-            )
-        try:
-            engine = self._engine(members, store, facts, deadline_s)
-        except BaseException:
-            if liveness is not None:
-                liveness.close()
-            raise
 
         def make_below(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
             # Groups of one name may split at once: the rows of a mesh do.
             return self.make(ranks, name, PrefixStore(path, store), timeout_s)
 
-        if liveness is not None and engine.name != "shm":
-            liveness.use_board()
-        group = ProcessGroup(
-            members,
-            engine,
-            timeout_s,
-            make_below,
-            liveness,
-            channels=ChannelTags(PrefixStore("channels", store), members.rank),
-        )
+        with contextlib.ExitStack() as made:  # closed where a later step fails
+            liveness = None
+            if members.size > 1:
+                liveness = Liveness(members, store, self._board, facts)
+                made.callback(liveness.close)
+                members = dataclasses.replace(
+                    members, check=liveness.check_joining, address=_address(store)
+                )
+            engine = self._engine(members, store, facts, deadline_s)
+            made.callback(engine.close)
+            made.callback(engine.cut, None)
+            if liveness is not None and engine.name != "shm":
+                liveness.use_board()
+            channels = ChannelTags(PrefixStore("channels", store), members.rank)
+            group = ProcessGroup(members, engine, timeout_s, make_below, liveness, channels)
+            made.pop_all()
         self._groups.add(group)
         weakref.finalize(group, self._drop, group.state).atexit = False
         return group

@@ -37,6 +37,7 @@ DEFAULT_TIMEOUT_S: Final = 300.0
 LEASE_S: Final = 10.0
 
 _LOOK_S: Final = 0.05
+_CHECK_S: Final = 1.0
 _UNOBSERVED: Final = contextlib.nullcontext()
 
 
@@ -135,12 +136,30 @@ class Store(ABC):
         """Delete a key and the queue of that name; say whether either was there."""
         return self._do_delete(arguments.key(key))
 
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Wait until all keys have a value, or a queue of that name an item."""
+    def wait(
+        self,
+        keys: Sequence[str],
+        timeout: Timeout | None = None,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until all keys have a value, or a queue of that name an item.
+
+        Args:
+            check: called about once per second while the caller waits; what it raises ends the
+                wait.
+        """
         raw = arguments.keys(keys)
-        if raw:
-            with self._observed("wait", keys[0]):
-                self._do_wait(raw, self._deadline(timeout))
+        if not raw:
+            return
+        with self._observed("wait", keys[0]):
+            deadline = self._deadline(timeout)
+            while check is not None and deadline.left_s > _CHECK_S:
+                with contextlib.suppress(StoreTimeoutError):
+                    self._do_wait(raw, Deadline(_CHECK_S))
+                    return
+                check()
+            self._do_wait(raw, deadline)
 
     def num_keys(self) -> int:
         """Return how many keys the store has."""

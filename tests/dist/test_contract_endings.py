@@ -6,9 +6,11 @@ Each rank runs all cases of an engine in one process; every case has a group of 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,7 +172,7 @@ def _held() -> tuple[list[str], list[str]]:
     return sorted(threads), sorted(descriptors)
 
 
-def _use(group: Any, *, fails: bool) -> None:
+def _use(group: Any, *, fails: bool, closes: bool = True) -> None:
     rank, size = group.rank, group.size
     x = np.ones(100_000, np.float32)
     group.all_reduce(x, async_op=True).wait()
@@ -180,7 +182,8 @@ def _use(group: Any, *, fails: bool) -> None:
     if fails:
         with pytest.raises(CollectiveMismatchError):
             group.all_reduce(x[: rank + 1])
-    group.close()
+    if closes:
+        group.close()
 
 
 # Threads and descriptors that a failed group keeps until the process ends: Gloo's connections are
@@ -189,8 +192,82 @@ def _use(group: Any, *, fails: bool) -> None:
 _KEPT_AFTER_FAILURE = {"shm": (0, 0), "gloo": (3, 8), "shm+gloo": (6, 16), "xccl": (3, 8)}
 
 
-def _leave_nothing(rank: int, world_size: int, backend: str) -> None:
+# Where the making of a group fails, on all its ranks: after something that has to be released.
+_HALF_WAY = {
+    "native": [
+        "backends.shm.rendezvous._prove_shared",
+        "backends.shm.native.NativeEngine.__init__",
+    ],
+    "python": ["backends.shm.rendezvous._descriptor", "backends.shm.python.Segment.__init__"],
+    "gloo": [
+        "backends.gloo.backend.Sockets.introduce",
+        "backends.gloo.transport.Transport.__init__",
+    ],
+    "shm+gloo": [
+        "backends.two_level.TwoLevelEngine._level_inside",
+        "backends.two_level.TwoLevelEngine._level_across",
+    ],
+    "xccl": ["backends.xccl.library.Communicator.__init__"],
+}
+
+
+def _fail_half_way(world: Any, engine: str) -> None:
+    """Make groups whose making fails at each of an engine's places."""
+    places = [*_HALF_WAY[engine], "make_group.ChannelTags.__init__"]
+    if engine not in ("native", "python"):  # their groups need no board
+        places.append("membership.board.Board.attach")
+    for place in places:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"echelon.dist.{place}", _raise_half_way)
+            with pytest.raises((RuntimeError, CollectiveError)):  # or that the other one left
+                dist.new_group(range(world.size), name="half made")
+        world.barrier()
+
+
+def _raise_half_way(*_: object, **__: object) -> None:
+    raise RuntimeError("half way")
+
+
+def _leave_nothing_half_made(world: Any, engine: str) -> None:
+    _fail_half_way(world, engine)
+    before = _settled()
+    for _ in range(3):
+        _fail_half_way(world, engine)
+    after = _settled()
+    # A mesh whose other end gives up while it connects is the library's to release.
+    kept = _KEPT_AFTER_FAILURE[world.backend]
+    for now, once, more in zip(after, before, kept, strict=True):
+        most = len(once) + 3 * 3 * more
+        assert len(now) <= most, f"{_more(before, after)} since {before}"
+
+
+def _forget_groups(world: Any, *, keeps_dropped: bool) -> None:
+    """A closed group is forgotten, and one that its user drops is closed."""
+    before = _settled()
+    for is_closed in (True, False):
+        group = dist.new_group(range(world.size), name="forgotten")
+        seen = weakref.ref(group)
+        _use(group, fails=False, closes=is_closed)
+        world.barrier()
+        del group
+        gc.collect()
+        assert seen() is None
+    if not keeps_dropped:
+        wait_until(lambda: _counts(_held()) == _counts(before), 20)
+
+
+def _more(before: tuple[list[str], list[str]], after: tuple[list[str], list[str]]) -> list[str]:
+    return [one for old, new in zip(before, after, strict=True) for one in set(new) - set(old)]
+
+
+def _counts(held: tuple[list[str], list[str]]) -> list[int]:
+    return [len(one) for one in held]
+
+
+def _leave_nothing(rank: int, world_size: int, backend: str, engine: str) -> None:
     world = _init(rank, world_size, backend)
+    _leave_nothing_half_made(world, engine)
+    _forget_groups(world, keeps_dropped=backend == "xccl")
     for fails in (False, True):
         before = ([], [])
         for number in range(4):
@@ -211,7 +288,7 @@ def _settled() -> tuple[list[str], list[str]]:
     deadline_s = since_s + 20
     while time.monotonic() < min(since_s + 0.5, deadline_s):
         now = _held()
-        if list(map(len, now)) != list(map(len, seen)):
+        if _counts(now) != _counts(seen):
             seen, since_s = now, time.monotonic()
         threading.Event().wait(0.02)
     return seen
@@ -219,5 +296,6 @@ def _settled() -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_closed_groups_leave_no_thread_and_no_descriptor(engine):
-    """Neither do groups that failed, beyond what their library cannot release."""
-    _run(_leave_nothing, engine, 4 if engine == "shm+gloo" else 2)
+    """Neither do groups that failed, beyond what their library cannot release, groups that were
+    dropped, and groups whose making failed half way."""
+    _run(_leave_nothing, engine, 4 if engine == "shm+gloo" else 2, engine)

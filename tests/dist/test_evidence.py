@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ from echelon.dist.errors import build
 from echelon.dist.membership.board import Board
 from echelon.dist.membership.liveness import Liveness
 from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.group_state import GroupState
 from echelon.dist.progress.watcher import watcher
 from echelon.errors import (
     CollectiveError,
@@ -23,6 +27,7 @@ from echelon.errors import (
     StoreTimeoutError,
 )
 from echelon.store import PrefixStore, StoreServer, TCPStore
+from tests.dist.test_group_state import Engine
 
 SUM = Operation("all_reduce", 7, timeout_s=1.0)
 BROKEN = ConnectionBroken("connection reset by peer")
@@ -53,11 +58,11 @@ class World:
         return client
 
     def _state(self, rank: int, count: int) -> Any:
-        def fail(error: CollectiveError) -> None:
+        def hear(error: CollectiveError) -> None:
             self.ended[rank] = error
             self.said.set()
 
-        return SimpleNamespace(num_collectives=count, fail=fail)
+        return SimpleNamespace(num_collectives=count, hear=hear)
 
     def close(self) -> None:
         for one in self.ranks.values():
@@ -167,6 +172,63 @@ def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
     world.ranks[0].publish(error)
     world.close()
     assert time.monotonic() - began < 3.0
+
+
+_FROZEN_SERVER = """
+import sys, time
+from echelon.store import StoreServer
+with StoreServer("127.0.0.1", 0) as server:
+    print(server.port, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def freezing():
+    """Yield the port of a store in a process of its own, and what freezes it."""
+    command = [sys.executable, "-c", _FROZEN_SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield int(process.stdout.readline()), lambda: process.send_signal(signal.SIGSTOP)
+        finally:
+            process.kill()
+
+
+def test_closing_failed_groups_takes_a_second_in_all_where_the_store_is_frozen(freezing):
+    port, freeze = freezing
+    client = TCPStore("127.0.0.1", port, timeout=20)
+    board, states = Board(client), []
+    members = Members(name="world", rank=0, ranks=range(3))
+    for number in range(4):
+        liveness = Liveness(members, PrefixStore(f"group/{number}", client), board, FACTS)
+        states.append(GroupState(members, Engine(), liveness))
+        liveness.serve(states[-1])
+    freeze()
+    for state in states:
+        state.fail(build.local_failure(members, SUM, RuntimeError("out of memory")))
+    began_s = time.monotonic()
+    for state in states:
+        state.close()
+    took_s = time.monotonic() - began_s
+    client.close()
+    assert took_s < 1.5, took_s  # 1 s, and a busy machine
+
+
+def test_a_verdict_that_closing_did_not_wait_for_is_published_all_the_same(freezing):
+    port, _ = freezing
+    client = TCPStore("127.0.0.1", port, timeout=20)
+    members = Members(name="world", rank=0, ranks=range(3))
+    liveness = Liveness(members, PrefixStore("group", client), Board(client), FACTS)
+    state = GroupState(members, Engine(), liveness)
+    liveness.serve(state)
+    released = threading.Event()
+    watcher().post(lambda: released.wait(20))  # what the watcher does before takes long
+    state.fail(build.local_failure(members, SUM, RuntimeError("out of memory")))
+    state.close()
+    assert not client.check(["group/end"])
+    released.set()
+    assert b"out of memory" in client.get("group/end", timeout=20)
+    client.close()
 
 
 def test_a_store_that_is_slow_to_connect_fails_no_group_that_is_being_made(monkeypatch):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from echelon.dist.backends.interface import Members
 from echelon.dist.errors.mismatch import mismatch_error
 from echelon.dist.operation.operation import Operation, encode_call
+from echelon.dist.progress import group_state
 from echelon.dist.progress.group_state import GroupState
+from echelon.dist.progress.watcher import watcher
 from echelon.errors import CollectiveError, CollectiveTimeoutError
 
 MEMBERS = Members(name="world", rank=0, ranks=(0, 1, 2))
@@ -61,6 +65,84 @@ def test_a_rank_that_enters_a_broken_collective_late_gets_its_own_story():
     with pytest.raises(CollectiveError, match="rank 1 failed: out") as caught:
         state.check_end(SUM)
     assert caught.value is first
+
+
+class Waiting(Engine):
+    """Its operations end when they are released, or with what the watch raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def execute(self, operation, watch):
+        self.log.append("in")
+        self.begun.set()
+        while not self.released.wait(0.01):
+            watch.check()
+        self.log.append("out")
+
+
+def _verdict(number: int) -> CollectiveError:
+    return CollectiveError("rank 1 failed", operation="all_reduce", sequence=number, ranks=[1])
+
+
+@pytest.fixture
+def running():
+    """Yield a group in whose collective #0 a thread is, its engine, and how that ended."""
+    engine = Waiting()
+    state = GroupState(MEMBERS, engine)
+    state.admit(SUM)
+    ends = []
+
+    def run():
+        try:
+            state.run(SUM)
+            ends.append(None)
+        except CollectiveError as err:
+            ends.append(err)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert engine.begun.wait(20)
+
+    def end():
+        thread.join(20)
+        return ends[0]
+
+    yield state, engine, end
+    engine.released.set()
+    thread.join(20)
+    state.close()
+
+
+def test_a_collective_may_end_though_another_rank_has_failed_in_a_later_one(running, monkeypatch):
+    monkeypatch.setattr(group_state, "_GRACE_S", 60.0)
+    state, engine, end = running
+    state.hear(_verdict(1))
+    engine.released.set()
+    assert end() is None
+    watcher().flush(20)
+    assert engine.log == ["in", "out", "cut"]
+    with pytest.raises(CollectiveError, match="the first error was: rank 1 failed") as caught:
+        state.admit(Operation("all_reduce", 2, timeout_s=60.0, call=CALL))
+    assert caught.value.ranks == (1,)
+
+
+def test_a_collective_that_does_not_end_within_the_grace_ends_with_the_later_verdict(
+    running, monkeypatch
+):
+    monkeypatch.setattr(group_state, "_GRACE_S", 0.05)
+    state, _, end = running
+    state.hear(_verdict(1))
+    assert end().ranks == (1,)
+
+
+def test_a_verdict_about_the_same_collective_ends_it_at_once(running, monkeypatch):
+    monkeypatch.setattr(group_state, "_GRACE_S", 60.0)
+    state, engine, end = running
+    state.hear(_verdict(0))
+    assert "cut" in engine.log
+    assert end().ranks == (1,)
 
 
 class _OnDevice:

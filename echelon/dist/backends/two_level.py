@@ -48,7 +48,7 @@ from echelon.dist.backends.level import Level
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
-from echelon.dist.membership.meet import gather
+from echelon.dist.membership.meet import exchange
 from echelon.dist.messages.either import EitherPending
 from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import ANY_SOURCE, Operation
@@ -86,7 +86,7 @@ class TwoLevelEngine(HostEngine):
         self._is_closed = False
         self._scratch = Scratch()
         deadline_s = time.monotonic() + timeout_s
-        facts = gather(members, store, "levels", host_identity(), deadline_s)
+        facts = exchange(members, store, "levels", host_identity(), deadline_s)
         hosts: dict[str, list[int]] = {}
         for rank, fact in enumerate(facts):
             hosts.setdefault(json.dumps(fact, sort_keys=True), []).append(rank)

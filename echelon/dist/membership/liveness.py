@@ -181,12 +181,12 @@ class Liveness:
         if self._board is not None:
             watcher().post(self._mark_left)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 2 * QUICK_S) -> None:
         """Publish what is still to be published, and release everything. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        watcher().flush(2 * QUICK_S)
+        watcher().flush(timeout_s)
         if self._board is not None:
             self._board.detach(self._path)
         self._peers.close()
@@ -284,7 +284,7 @@ class Liveness:
                 store.set_confirmed(key, str(state.num_collectives))
         elif notice["by"] != self._members.ranks[self._members.rank]:
             operation = Operation(notice["operation"], notice["sequence"])
-            state.fail(self._reported(operation, notice))
+            state.hear(self._reported(operation, notice))
 
     def _note(self, error: CollectiveError) -> dict[str, Any]:
         kind = next(name for name, one in _CLASSES.items() if isinstance(error, one))

@@ -1,15 +1,12 @@
-"""Exchange one value per member through the store: how every group begins."""
+"""Exchange one value per member through the store, with which every group begins."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
-from echelon.dist.backends.interface import CHECK_EVERY_S, Members
-from echelon.dist.errors import build
-from echelon.dist.operation.operation import Operation
+from echelon.dist.backends.interface import Members
 from echelon.errors import CollectiveTimeoutError, StoreTimeoutError
 from echelon.store import PrefixStore
 
@@ -17,13 +14,13 @@ from echelon.store import PrefixStore
 def gather(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store.
+    """Exchange one value per member through the store; the key may be used again.
 
-    Who gives up first withdraws its arrival, so that the next to give up would miss it too: a note
-    that outlives the withdrawal says who came at all.
+    The first rank to time out withdraws its arrival, so the next one to time out would miss it as
+    well: a mark that outlives the withdrawal tells which ranks had arrived.
 
     Raises:
-        CollectiveTimeoutError: members did not come by `deadline_s`; names those that never did.
+        CollectiveTimeoutError: members did not arrive by `deadline_s`; names those that never did.
     """
     value = json.dumps(mine).encode()
     left = max(0.001, deadline_s - time.monotonic())
@@ -33,14 +30,7 @@ def gather(
     except StoreTimeoutError as err:
         late = [int(rank) for rank in err.missing]
         never = [rank for rank in late if not store.check([f"{key}/came/{rank}"])]
-        missing = [members.ranks[rank] for rank in never or late]
-        raise CollectiveTimeoutError(
-            f"setting up group {members.name!r} ({members.size} ranks) after {left:.1f} s: "
-            f"missing: {', '.join(map(str, missing))}. See stderr.log of those ranks",
-            group=members.name,
-            operation="init",
-            ranks=missing,
-        ) from err
+        raise _missing(members, never or late, left) from err
     return [json.loads(text) for text in values]
 
 
@@ -64,31 +54,40 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
 
 
 def exchange(
-    members: Members,
-    store: PrefixStore,
-    key: str,
-    mine: str,
-    deadline_s: float,
-    check: Callable[[], None],
-) -> list[str]:
-    """Exchange one text per member through the store, with an eye on the members' lives.
+    members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
+) -> list[Any]:
+    """Exchange one value per member through the store, and watch the members' lives meanwhile.
+
+    The last rank to arrive opens a gate, so that all wait for one key, however many they are.
 
     Args:
         key: used for this exchange only.
-        check: raises if a member has died; called every `CHECK_EVERY_S`.
 
     Raises:
-        CollectiveTimeoutError: members did not write by `deadline_s`; names them.
+        CollectiveTimeoutError: members did not arrive by `deadline_s`; names them.
+        PeerLostError: `members.check` found within about a second that a member has died.
     """
-    keys = [f"{key}/{rank}" for rank in range(members.size)]
-    store.set(keys[members.rank], mine)
-    while True:
-        left_s = max(0.001, deadline_s - time.monotonic())
-        try:
-            store.wait(keys, timeout=min(CHECK_EVERY_S, left_s))
-            return [text.decode() for text in store.multi_get(keys)]
-        except StoreTimeoutError:
-            check()
-            if time.monotonic() >= deadline_s:
-                late = [rank for rank, one in enumerate(keys) if not store.check([one])]
-                raise build.timed_out(members, Operation("init", 0), late) from None
+    began_s = time.monotonic()
+    names = [f"{key}/{rank}" for rank in range(members.size)]
+    store.set(names[members.rank], json.dumps(mine))
+    if store.add(f"{key}/arrived", 1) == members.size:
+        store.set(f"{key}/gate", b"1")
+    left_s = max(0.001, deadline_s - began_s)
+    try:
+        store.wait([f"{key}/gate"], timeout=left_s, check=members.check)
+    except StoreTimeoutError as err:
+        members.check()
+        late = [rank for rank, name in enumerate(names) if not store.check([name])]
+        raise _missing(members, late, left_s) from err
+    return [json.loads(text) for text in store.multi_get(names)]
+
+
+def _missing(members: Members, late: list[int], after_s: float) -> CollectiveTimeoutError:
+    ranks = [members.ranks[rank] for rank in late]
+    return CollectiveTimeoutError(
+        f"setting up group {members.name!r} ({members.size} ranks) after {after_s:.1f} s: "
+        f"missing: {', '.join(map(str, ranks))}. See stderr.log of those ranks",
+        group=members.name,
+        operation="init",
+        ranks=ranks,
+    )

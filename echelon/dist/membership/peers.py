@@ -3,7 +3,8 @@
 By pidfd, which cannot be fooled by a reused pid and reports a zombie as dead; where the kernel or a
 sandbox denies it, by pid and start time in /proc. A pid means nothing in another PID namespace,
 such as another container's: such a process hands over its own pidfd (see `shm/handover.py`), and is
-not watched until it has. One descriptor per process serves all groups.
+not watched until it has. One descriptor per process serves all groups, and one epoll watches them
+all: a look at hundreds of peers is one system call.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class _Descriptors:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._open: dict[Process, tuple[int, int]] = {}  # pidfd, number of users
+        self._poll: select.epoll | None = None  # while any is open
+        self._ended: set[int] = set()  # pidfds
 
     def adopt(self, process: Process, fd: int) -> None:
         """Keep a pidfd that a process of another namespace handed over."""
@@ -29,6 +32,7 @@ class _Descriptors:
             if process in self._open:
                 os.close(fd)
             else:
+                self._watch(fd)
                 self._open[process] = (fd, 0)
 
     def take(self, process: Process) -> int | None:
@@ -42,8 +46,19 @@ class _Descriptors:
                     fd = os.pidfd_open(process[1])
                 except (OSError, AttributeError):
                     return None
+                self._watch(fd)
             self._open[process] = (fd, users + 1)
             return fd
+
+    def ended(self) -> set[int]:
+        """Return the pidfds whose processes have ended. Does not block."""
+        with self._lock:
+            if self._poll is not None:
+                for fd, _ in self._poll.poll(0):
+                    if fd not in self._ended:  # a signal handler may have looked meanwhile
+                        self._ended.add(fd)
+                        self._poll.unregister(fd)
+            return self._ended
 
     def release(self, process: Process) -> None:
         """Close a pidfd with its last user."""
@@ -51,8 +66,20 @@ class _Descriptors:
             fd, users = self._open.pop(process)
             if users > 1:
                 self._open[process] = (fd, users - 1)
-            else:
-                os.close(fd)
+                return
+            if fd in self._ended:
+                self._ended.remove(fd)
+            elif self._poll is not None:
+                self._poll.unregister(fd)  # closing is not enough: a forked child may have it
+            os.close(fd)
+            if not self._open and self._poll is not None:
+                self._poll.close()
+                self._poll = None
+
+    def _watch(self, fd: int) -> None:
+        if self._poll is None:
+            self._poll = select.epoll()
+        self._poll.register(fd, select.EPOLLIN)
 
 
 _descriptors = _Descriptors()
@@ -95,7 +122,10 @@ class Peers:
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
         """Return those of the group ranks whose process has ended. Does not block."""
-        return [rank for rank in ranks if rank in self._processes and self._is_dead(rank)]
+        ended = _descriptors.ended()
+        if not ended and not self._reused and len(self._pidfds) == len(self._processes):
+            return []
+        return [rank for rank in ranks if rank in self._processes and self._is_dead(rank, ended)]
 
     def table(self, size: int) -> list[tuple[int, int, int]]:
         """Return (pid, pidfd or -1, start ticks) per group rank; zeros where none is watched."""
@@ -129,13 +159,12 @@ class Peers:
                 self._pidfds[rank] = fd
         return fd
 
-    def _is_dead(self, rank: int) -> bool:
+    def _is_dead(self, rank: int, ended: set[int]) -> bool:
         if rank in self._reused:
             return True
+        is_new = rank not in self._pidfds
         fd = self._take(rank)
         if fd is not None:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            return bool(poll.poll(0))
+            return fd in (_descriptors.ended() if is_new else ended)
         _, pid, ticks = self._processes[rank]
         return self._is_near(rank) and start_ticks(pid) != ticks

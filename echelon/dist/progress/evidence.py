@@ -56,8 +56,12 @@ class Evidence(Protocol):
     def leave(self) -> None:
         """Let the other members know that this rank closed the group. Returns at once."""
 
-    def close(self) -> None:
-        """Release everything. Safe to call twice."""
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Release everything. Safe to call twice.
+
+        Args:
+            timeout_s: limit of publishing what is still to be published.
+        """
 
 
 class NoEvidence:
@@ -99,5 +103,5 @@ class NoEvidence:
     def leave(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 1.0) -> None:
         """Do nothing."""

@@ -24,7 +24,7 @@ from typing import NoReturn
 import echelon.recorder.current as black_box
 from echelon.dist.backends.interface import ConnectionBroken, Engine, Members, Pending, Refused
 from echelon.dist.errors import build
-from echelon.dist.operation.operation import Operation
+from echelon.dist.operation.operation import COLLECTIVES, Operation
 from echelon.dist.progress.evidence import Evidence, NoEvidence
 from echelon.dist.progress.interruption import is_from_handler
 from echelon.dist.progress.watcher import watcher
@@ -32,7 +32,10 @@ from echelon.dist.work import Work
 from echelon.errors import CollectiveError
 from echelon.recorder.write.recorder import NOT_RECORDED
 
-_CLOSE_S = 1.0  # how long `close` waits for other threads to leave the engine
+_CLOSE_S = 1.0  # in all, for other threads to leave the engine and for verdicts to be published
+_GRACE_S = (
+    0.5  # for a collective that all ranks took part in, once a later one has failed elsewhere
+)
 _LOOK_S = 0.001
 
 
@@ -99,6 +102,7 @@ class GroupState:
         self.collectives = Turn()  # held by a collective from its number to its end
         self.messages = Turn()  # held by a message while it gets its number
         self._inside: list[int] = []  # idents of the threads that are inside the engine
+        self._running = -1  # number of the collective that a thread carries out; -1: none
         self._releasing = threading.Lock()
         self._is_released = False
         self._works: list[Work] = []
@@ -144,11 +148,16 @@ class GroupState:
         """
         me = threading.get_ident()
         self._inside.append(me)
+        outer = self._running  # a signal handler's collective interrupts another one
+        if operation.peer == -1:
+            self._running = operation.sequence
         try:
             self.engine.execute(operation, OperationWatch(self, operation))
         except BaseException as err:  # noqa: BLE001 -- raised again, as what it means
             self.raise_end(operation, err)
         finally:
+            if operation.peer == -1:
+                self._running = outer
             self._leave(me)
 
     def launch(self, operation: Operation, record: int) -> Work:
@@ -187,7 +196,7 @@ class GroupState:
         """Note that a thread left the engine; the last one releases it if the group is closed."""
         self._inside.remove(thread)
         if self.is_closed and not self._inside:
-            self._release()
+            self._release(time.monotonic() + _CLOSE_S)
 
     # ---- operations under way ----
 
@@ -297,6 +306,33 @@ class GroupState:
             self.evidence.publish(error)
         return first.error
 
+    def hear(self, error: CollectiveError) -> None:
+        """End the group with the verdict of another rank; never blocks.
+
+        A rank that has failed in a collective has finished those before it, so all ranks took part
+        in them. Where such a one is under way here, it gets a moment to end by itself.
+        """
+        number = error.sequence
+        if error.operation in COLLECTIVES and self._is_before(number):
+            watcher().post(lambda: self._fail_after(number, error))
+        else:
+            self.fail(error)
+
+    def _fail_after(self, number: int, error: CollectiveError) -> None:
+        limit_s = time.monotonic() + _GRACE_S
+        while not self._ends and self._is_before(number) and time.monotonic() < limit_s:
+            time.sleep(_LOOK_S)
+        self.fail(error)
+
+    def _is_before(self, number: int) -> bool:
+        """Return whether a collective before the one of a number is under way."""
+        if 0 <= self._running < number:
+            return True
+        return any(
+            work.operation.peer == -1 and work.operation.sequence < number and not work.pending.done
+            for work in list(self._works)
+        )
+
     def abort(self) -> None:
         """End the group on all ranks. Callable from any thread and any signal handler."""
         mine = _End(is_abort=True)
@@ -340,10 +376,12 @@ class GroupState:
     def close(self) -> None:
         """End the group on this rank and release what it holds. Local work only, at most 1 s.
 
-        A verdict that is still to be published is waited for, for another 1.5 s at most.
+        A verdict that is still to be published is waited for within that second; where the store
+        does not answer in time, the watcher goes on with it after this has returned.
         """
         if self.is_closed or self.is_foreign:
             return
+        limit_s = time.monotonic() + _CLOSE_S
         self.sweep()  # before the end: an operation that has failed by then is the cause
         self.is_closed = True
         mine = _End()
@@ -352,20 +390,19 @@ class GroupState:
             self._cut(None)
         self.sweep()
         me = threading.get_ident()
-        limit_s = time.monotonic() + _CLOSE_S
         while self._inside and me not in self._inside and time.monotonic() < limit_s:
             time.sleep(_LOOK_S)
         if not self._inside:
-            self._release()
+            self._release(limit_s)
 
-    def _release(self) -> None:
+    def _release(self, limit_s: float) -> None:
         with self._releasing:
             if self._is_released:
                 return
             self._is_released = True
         self.sweep()
         self.engine.close()
-        self.evidence.close()
+        self.evidence.close(max(0.0, limit_s - time.monotonic()))
         watcher().remove(self)
 
 

@@ -36,6 +36,7 @@ class Watcher:
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._jobs: deque[Callable[[], None]] = deque()
         self._running: set[int] = set()  # empty while no job runs
+        self._is_behind = False  # jobs have outlasted a flush and still have not all run
         self._wake = threading.Event()
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -55,7 +56,7 @@ class Watcher:
         with self._starting:
             self._thread = None
         self._wake.set()
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and not self._is_behind:
             thread.join(_JOIN_S)
 
     def post(self, job: Callable[[], None]) -> None:
@@ -65,11 +66,18 @@ class Watcher:
         self._wake.set()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the jobs posted so far have run, or the time is up."""
-        if threading.current_thread() is self._thread:
+        """Wait until the jobs posted so far have run, or the time is up.
+
+        Jobs that have outlasted one flush are not waited for again, so that closing many groups
+        costs one timeout in all. They run all the same, unless the process ends first.
+        """
+        if threading.current_thread() is self._thread or self._is_behind:
             return
         limit_s = time.monotonic() + timeout_s
-        while (self._jobs or self._running) and time.monotonic() < limit_s:
+        while self._jobs or self._running:
+            if time.monotonic() >= limit_s:
+                self._is_behind = True
+                return
             time.sleep(0.001)
 
     def _start(self) -> None:
@@ -112,6 +120,7 @@ class Watcher:
             while self._jobs:
                 with contextlib.suppress(Exception):  # a job reports its own failures
                     self._jobs.popleft()()
+            self._is_behind = False
         finally:
             self._running.clear()
 

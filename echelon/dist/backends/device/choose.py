@@ -14,7 +14,7 @@ from echelon.dist.backends import registry
 from echelon.dist.backends.device.runtime import DeviceRuntime
 from echelon.dist.backends.device.staged import StagedEngine
 from echelon.dist.backends.interface import Engine, Members
-from echelon.dist.membership.meet import gather
+from echelon.dist.membership.meet import exchange
 from echelon.store import PrefixStore
 
 
@@ -57,13 +57,14 @@ def create(
     is_own = bool(name) and registry.needs_own_device(name)
     index = members.device_index
     mine = {"name": name, "device": _runtime(members.device).identity(index) if is_own else ""}
-    facts = gather(members, store, "devices", mine, deadline_s)
+    facts = exchange(members, store, "devices", mine, deadline_s)
     is_shared = max(Counter(fact["device"] for fact in facts).values()) > 1
     is_alike = len({fact["name"] for fact in facts}) == 1
     if name and is_alike and not (is_own and is_shared):
         return registry.create(name, members, store, _left_s(deadline_s))
+    runtime = _runtime(members.device)
     below = registry.create(host, members, PrefixStore("host", store), _left_s(deadline_s))
-    return StagedEngine(_runtime(members.device), members, below)
+    return StagedEngine(runtime, members, below)
 
 
 def _lack(device: str) -> str:

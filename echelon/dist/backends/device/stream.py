@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from echelon.dist.backends.device.aside import Aside
 from echelon.dist.backends.device.batch import Call, apart, connection_key
 from echelon.dist.backends.device.clock import DeviceClock
 from echelon.dist.backends.device.collectives import Collectives, refuses
@@ -36,7 +35,8 @@ from echelon.dist.backends.device.streams import callers, tensor_of
 from echelon.dist.backends.interface import Members, Pending, Watch
 from echelon.dist.errors import build
 from echelon.dist.operation.operation import OPEN, Operation
-from echelon.errors import CollectiveError
+from echelon.dist.progress.aside import make_aside
+from echelon.errors import CollectiveError, StoreTimeoutError
 from echelon.store import PrefixStore
 
 _LOOK_S = 0.1
@@ -298,35 +298,35 @@ class StreamEngine:
     # ---- joining and ending ----
 
     def _join(self, deadline_s: float, timeout_s: float) -> Handle:
-        members, made = self._members, []
+        members = self._members
         init = Operation("init", 0, timeout_s=timeout_s)
         if members.rank == 0:
             self._store.set("unique_id", self._library.unique_id())
         drawn = self._drawn(deadline_s, init)
 
-        def join() -> None:
+        def join() -> Handle:
             with self._library.accelerator.device(self._index):
                 self._clock = DeviceClock(self._library)
                 self.stream = self._library.accelerator.Stream()
-                made.append(
+                return Handle(
                     self._library.open(
                         members.size, members.rank, drawn, self._index, is_lane=False
                     )
                 )
 
-        joining = Aside(join)
-        while not joining.wait(_LOOK_S):
+        def check() -> None:
             members.check()
             if time.monotonic() >= deadline_s:
                 raise build.timed_out(members, init, [])
-        return Handle(made[0])
+
+        return make_aside(join, lambda handle: handle.abort(0.0), check)
 
     def _drawn(self, deadline_s: float, init: Operation) -> bytes:
-        while not self._store.check(["unique_id"]):
-            self._members.check()
-            if time.monotonic() >= deadline_s:
-                raise build.timed_out(self._members, init, [0])
-            time.sleep(_LOOK_S / 10)
+        left_s = max(0.001, deadline_s - time.monotonic())
+        try:
+            self._store.wait(["unique_id"], timeout=left_s, check=self._members.check)
+        except StoreTimeoutError as err:
+            raise build.timed_out(self._members, init, [0]) from err
         return self._store.get("unique_id")
 
     def _fly(self) -> bool:

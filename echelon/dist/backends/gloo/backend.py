@@ -36,9 +36,10 @@ from echelon.dist.backends.interface import ConnectionBroken, Members, Watch
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error, split_error
 from echelon.dist.membership.address import own_address
-from echelon.dist.membership.meet import gather
+from echelon.dist.membership.meet import exchange
 from echelon.dist.operation.arrays import Flat, is_floating
 from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.aside import make_aside
 from echelon.errors import CollectiveError
 from echelon.store import PrefixStore
 
@@ -362,7 +363,7 @@ def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float)
         ) from err
     try:
         mine = {"at": sockets.address, "secret": secrets.token_hex(SECRET_BYTES)}
-        facts = gather(members, store, "messages", mine, deadline_s)
+        facts = exchange(members, store, "messages", mine, deadline_s)
     except BaseException:
         sockets.close()
         raise
@@ -376,7 +377,10 @@ def _connect(members: Members, store: PrefixStore, address: str, deadline_s: flo
 
     left_s = max(0.001, deadline_s - time.monotonic())
     try:
-        return Transport(store, members.rank, members.size, address, left_s)
+        # Gloo waits in C, also for a peer that has published its address and died.
+        return make_aside(
+            lambda: Transport(store, members, address, left_s), Transport.keep, members.check
+        )
     except RuntimeError as err:
         raise build.connection_broken(members, Operation("init", 0, timeout_s=left_s), err) from err
 

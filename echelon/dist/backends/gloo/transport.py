@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from echelon.dist.backends.interface import Watch
+from echelon.dist.backends.interface import Members, Watch
 from echelon.dist.operation.arrays import Flat
 from echelon.store import PrefixStore
 
@@ -39,19 +39,22 @@ _REDUCE_OPS = {
 class _Bridge(_core.Store):  # type: ignore[misc]  # torch's own class, untyped
     """Our store as the one that Gloo's full mesh is negotiated on."""
 
-    def __init__(self, store: PrefixStore, timeout_s: float) -> None:
+    def __init__(self, store: PrefixStore, timeout_s: float, check: Callable[[], None]) -> None:
         super().__init__()
         self._store = store
         self._timeout_s = timeout_s
+        self._check = check
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value.encode("latin-1") if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
+        self.wait([key])
         return self._store.get(key, timeout=self._timeout_s)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys, timeout=self._timeout_s if timeout is None else timeout)
+        limit = self._timeout_s if timeout is None else timeout
+        self._store.wait(keys, timeout=limit, check=self._check)
 
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
@@ -132,13 +135,14 @@ class Transport:
     small_bytes = 64 << 10  # up to this a swap is one of Gloo's collectives
 
     def __init__(
-        self, store: PrefixStore, rank: int, size: int, address: str, timeout_s: float
+        self, store: PrefixStore, members: Members, address: str, timeout_s: float
     ) -> None:
         options = _core.ProcessGroupGloo._Options()
         options._devices = [_core.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 2
-        self._store = _Bridge(store, timeout_s)  # Gloo keeps no reference of its own
+        self._store = _Bridge(store, timeout_s, members.check)  # Gloo keeps no reference of its own
+        rank, size = members.rank, members.size
         self._made: Any = _core.ProcessGroupGloo(self._store, rank, size, options)
         self._made.set_timeout(_NO_LIMIT)  # each operation has its own, which its caller holds
         self._peer = (rank + 1) % size

@@ -25,7 +25,7 @@ from echelon.dist.backends.shm.memory import (
 )
 from echelon.dist.errors import build
 from echelon.dist.membership.host import processes_here
-from echelon.dist.membership.meet import exchange, gather
+from echelon.dist.membership.meet import exchange
 from echelon.dist.membership.peers import Peers, adopt
 from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveTimeoutError, PeerLostError
@@ -68,7 +68,7 @@ def join(
     deadline_s = time.monotonic() + timeout_s
     handover = Handover() if members.rank == 0 and members.size > 1 else None
     try:
-        facts = gather(members, store, "facts", _facts(handover, offer), deadline_s)
+        facts = exchange(members, store, "facts", _facts(handover, offer), deadline_s)
         _check_one_host(members, facts)
         plan = Plan(
             native=all(fact["native"] for fact in facts),
@@ -87,7 +87,7 @@ def join(
         os.close(fd)
     peers = Peers(processes_here(facts, members.rank))
     try:
-        _prove_shared(members, store, memory, deadline_s, _Check(members, peers))
+        _prove_shared(members, store, memory, deadline_s)
     except BaseException:
         peers.close()
         memory.close()
@@ -200,11 +200,11 @@ class _Check:
 
 
 def _prove_shared(
-    members: Members, store: PrefixStore, memory: SharedMemory, deadline_s: float, check: _Check
+    members: Members, store: PrefixStore, memory: SharedMemory, deadline_s: float
 ) -> None:
     mark = secrets.token_bytes(MARK_BYTES)
     memory.write_mark(members.rank, mark)
-    for rank, text in enumerate(exchange(members, store, "marks", mark.hex(), deadline_s, check)):
+    for rank, text in enumerate(exchange(members, store, "marks", mark.hex(), deadline_s)):
         if memory.read_mark(rank).hex() != text:
             raise ValueError(
                 f"group {members.name!r}: rank {members.ranks[rank]} maps other memory than "

@@ -237,6 +237,7 @@ class XcclEngine:
             store.set("unique_id", library.unique_id())
         try:
             left_s = max(0.001, joining.deadline_s - time.monotonic())
+            store.wait(["unique_id"], timeout=left_s, check=self._members.check)
             drawn = store.get("unique_id", timeout=left_s)
         except StoreTimeoutError as err:
             raise build.timed_out(self._members, joining.operation, [0]) from err

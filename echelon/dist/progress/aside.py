@@ -1,0 +1,77 @@
+"""A job on a thread of its own, which may be left behind where it blocks in a library."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+_Made = TypeVar("_Made")
+_LOOK_S = 0.1
+
+
+def make_aside(
+    make: Callable[[], _Made], drop: Callable[[_Made], object], check: Callable[[], None]
+) -> _Made:
+    """Return what `make` returns, which runs on a thread of its own; block until then.
+
+    Args:
+        make: may block in a library that no call can interrupt.
+        drop: releases what was made when the caller has given up; called on either thread.
+        check: called every 0.1 s meanwhile; what it raises is raised here, and `make` is left
+            behind on its thread.
+
+    Raises:
+        Exception: what `make` or `check` raised.
+    """
+    made: list[_Made] = []
+    lock = threading.Lock()
+    given_up = threading.Event()
+
+    def job() -> None:
+        one = make()
+        with lock:
+            made.append(one)
+            is_late = given_up.is_set()
+        if is_late:
+            drop(one)
+
+    aside = _Aside(job)
+    try:
+        while not aside.wait(_LOOK_S):
+            check()
+    except BaseException:
+        with lock:
+            given_up.set()
+            dropped = list(made)
+        for one in dropped:
+            drop(one)
+        raise
+    return made[0]
+
+
+class _Aside:
+    def __init__(self, job: Callable[[], None]) -> None:
+        self._job = job
+        self._error: BaseException | None = None
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._run, name="echelon-aside", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the job; return whether it has ended.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        if not self._has_ended.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._job()
+        except BaseException as err:  # noqa: BLE001 -- raised by `wait`
+            self._error = err
+        self._has_ended.set()
