@@ -226,8 +226,7 @@ class ProcessGroup(Collectives, PointToPoint):
     def close(self) -> None:
         """End the group on this rank and release what it holds. Safe to call twice.
 
-        Takes at most 1 s (2.5 s if the group failed and the store does not answer), and asks no
-        other rank. Ranks that still need this one raise
+        Takes at most 1 s, and asks no other rank. Ranks that still need this one raise
         PeerLostError. Called by a signal handler during a call of this group, it ends that call,
         which then releases the group.
         """
