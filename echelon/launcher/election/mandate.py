@@ -87,18 +87,15 @@ class Mandate:
         return all(2 * sum(name in names for name in one) > len(one) for one in self.electorates)
 
 
-def electors_of(members: Sequence[Member], host: str, witness: str = "") -> tuple[str, ...]:
+def electors_of(members: Sequence[Member], host: str) -> tuple[str, ...]:
     """Return the electors of a world: its host, and the next members in rank order.
 
     Args:
         members: in rank order; those without an endpoint cannot vote.
         host: the hosting node, an elector always.
-        witness: a process that only votes, "" for none.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]
-    if witness and len(names) % 2 == 0:
-        names.append(witness)
     return tuple(names) if len(names) >= _LEAST_ELECTORS else (host,)
 
 

@@ -137,10 +137,9 @@ class Office:
         attempt: int,
         restarts: int,
         num_attempts: int,
-        witness: str = "",
     ) -> None:
         """Make the mandate of a next world; the former electors have a say until it is held."""
-        electors = electors_of(members, self.name, witness)
+        electors = electors_of(members, self.name)
         former = self.mandate.electorates
         names = {one.name for one in members}
         others = [self.mandate.member(name) for name in self.mandate.electors if name not in names]
@@ -170,9 +169,9 @@ class Office:
             for name in names
         )
 
-    def settle(self, witness: str = "") -> None:
+    def settle(self) -> None:
         """Let the former electors go, once `is_held`."""
-        electors = electors_of(self.mandate.members, self.name, witness)
+        electors = electors_of(self.mandate.members, self.name)
         if self.mandate.electorates != (electors,):
             self.mandate = replace(
                 self.mandate, index=self.mandate.index + 1, others=(), electorates=(electors,)

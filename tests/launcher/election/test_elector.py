@@ -157,10 +157,10 @@ def test_a_removed_nodes_ranks_end_with_the_last_grant():
     assert office.remove("b") == pytest.approx(20.0 + beat.remaining_ms / 1e3 + KILL_S)
 
 
-def test_two_nodes_have_one_elector_and_a_witness_makes_three():
+def test_the_host_of_two_nodes_is_the_only_elector():
     two = [_member("a"), _member("b")]
     assert electors_of(two, "a") == ("a",)
-    assert electors_of(two, "a", witness="w") == ("a", "b", "w")
+    assert electors_of([*two, _member("c")], "c") == ("c", "a", "b")
     many = [_member(f"n{i}") for i in range(40)]
     assert len(electors_of(many, "n0")) == MAX_ELECTORS
     assert electors_of([_member("a"), _member("b", ""), _member("c", "")], "a") == ("a",)
