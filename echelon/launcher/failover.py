@@ -206,7 +206,12 @@ class Failover:
         office = Office(name, candidacy.term, mandate, standby.promise_s)
         standby.keep(office.mandate)
         self._takeover = Takeover(
-            office, mandate, standby.former, was_early=candidacy.was_early, send=self.hosting.send
+            office,
+            mandate,
+            standby.former,
+            voters=candidacy.voters,
+            was_early=candidacy.was_early,
+            send=self.hosting.send,
         )
         standby.server.open(is_open=True)
         return self.hosting.link

@@ -45,6 +45,11 @@ class Candidacy:
         self.is_elected = self.was_early = False
 
     @property
+    def voters(self) -> frozenset[str]:
+        """The electors that voted for this node, itself among them."""
+        return frozenset(self._grants)
+
+    @property
     def term(self) -> int:
         """The term in which this node stands."""
         assert self._asked is not None

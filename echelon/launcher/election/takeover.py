@@ -17,6 +17,7 @@ from echelon.launcher.election.mandate import Mandate, pack_mandate
 from echelon.launcher.election.office import KILL_S, Beat, Office, Reply
 
 _ASSEMBLE_S = 3.0  # for the nodes of the last world
+_VOTERS_S = 15.0  # for those of them that are known to live: they may still examine their ranks
 Send = Callable[[str, m.Command], None]
 
 
@@ -44,13 +45,22 @@ class Takeover:
 
     Args:
         former: the lost host's name.
+        voters: electors that voted for this host.
         was_early: it was elected before the former lease had expired for certain.
         send: to a node.
     """
 
     def __init__(
-        self, office: Office, mandate: Mandate, former: str, *, was_early: bool, send: Send
+        self,
+        office: Office,
+        mandate: Mandate,
+        former: str,
+        *,
+        voters: frozenset[str],
+        was_early: bool,
+        send: Send,
     ) -> None:
+        self._voters = voters
         self.office = office
         self._mandate = mandate
         self._former = former
@@ -65,7 +75,7 @@ class Takeover:
     @property
     def has_failed(self) -> bool:
         """Whether no majority follows this host."""
-        late = now_s() > self._began_s + self.office.promise_s + _ASSEMBLE_S
+        late = now_s() > self._began_s + max(self.office.promise_s, _VOTERS_S)
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
     def deadline_s(self) -> float:
@@ -79,8 +89,10 @@ class Takeover:
         for name, beat in self.office.beats(now_s()):
             self._send(name, beat_message(beat, self.office.promise_s))
         others = [one.name for one in self._mandate.members if one.name != self._former]
-        assembled = all(name in self._hellos for name in others)
-        if not assembled and now_s() < self._began_s + _ASSEMBLE_S:
+        missing = {name for name in others if name not in self._hellos}
+        assembled = not missing
+        patience_s = _VOTERS_S if missing & self._voters else _ASSEMBLE_S
+        if missing and now_s() < self._began_s + patience_s:
             return None
         if not self.office.is_held() or self.office.remaining_s(now_s()) <= 0:
             return None

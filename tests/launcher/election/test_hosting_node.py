@@ -39,7 +39,7 @@ with open(env["HISTORY"], "a", buffering=1) as history:
 
 
 def _elastic(nodes: str, lost_after_s: float) -> tuple[str, ...]:
-    """Return the options of an elastic job; a busy machine may be silent for three quarters of it."""
+    """Return the options of an elastic job whose nodes may be silent for so long."""
     conf = f"last_call_timeout=60,lost_after={lost_after_s},failover=true"
     return ("--nnodes", nodes, "--shutdown-timeout", "1", "--rdzv-conf", conf)
 
