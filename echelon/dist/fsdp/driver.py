@@ -20,9 +20,8 @@ from echelon.dist.fsdp.flat import Member
 from echelon.dist.fsdp.layout import tag_of
 from echelon.dist.fsdp.order import actions as act
 from echelon.dist.fsdp.order.order import Order
-from echelon.dist.fsdp.pages import Pages
 from echelon.dist.fsdp.reducer import Reducer
-from echelon.dist.fsdp.storage import Pool
+from echelon.dist.fsdp.storage import Memory
 from echelon.dist.fsdp.unit import Unit
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveError
@@ -72,8 +71,7 @@ class Driver:
             self.reducing = group.split(0, group.rank, f"{group.name}/reduce")
         self.order = Order()
         self.units: list[Unit] = []
-        self.pool = Pool()
-        self.pages = Pages()
+        self.memory = Memory(lambda: self.order.budget.third)
         self.hashes = {"gather": 0, "reduce": 0}
         self._near: dict[int, ProcessGroup] = {}
         self._num_flats = 0
@@ -248,12 +246,12 @@ class Driver:
 
     def _trim(self, all_buffers: bool) -> None:
         if all_buffers:
-            self.pool.clear()
+            self.memory.pool.clear()
             self._reducer = self._new_reducer()
-        self.pages.trim()
+        self.memory.pages.trim()
 
     def _new_reducer(self) -> Reducer:
-        return Reducer(self.pool, self.reducing, self.replicas, self._note)
+        return Reducer(self.memory.pool, self.reducing, self.replicas, self._note)
 
     def _note(self, what: str, number: int) -> None:
         """Add a gather or a reduction to the hash of their order."""

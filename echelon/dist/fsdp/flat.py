@@ -34,9 +34,8 @@ from torch import nn
 from echelon.dist import heap
 from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
 from echelon.dist.fsdp.marks import attach, attached
-from echelon.dist.fsdp.pages import Pages
 from echelon.dist.fsdp.settings import CPUOffloadPolicy
-from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, make_storage
+from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, Memory
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
 
@@ -156,7 +155,7 @@ class Flat:
         compute_dtype, reduce_dtype: None: as the shards; as the computation.
         offload: keep the chunk in the host's memory.
         replicas: ranks that keep a copy of my chunk.
-        pages: passes memory on between flats.
+        memory: shared with the other flats of the group.
 
     Attributes:
         replicas: the ranks that keep a copy of this rank's chunk; None: no other rank does.
@@ -171,7 +170,7 @@ class Flat:
         reduce_dtype: torch.dtype | None,
         offload: CPUOffloadPolicy | None,
         replicas: ProcessGroup | None,
-        pages: Pages,
+        memory: Memory,
     ) -> None:
         first = sources[0].parameter
         if first.device.type == "cpu":
@@ -183,7 +182,7 @@ class Flat:
         self.compute_dtype = compute_dtype or first.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self.layout = self._plan(sources)
-        self.full = make_storage(self.layout.numel, self.compute_dtype, self.device, pages)
+        self.full = memory.make_storage(self.layout.numel, self.compute_dtype, self.device)
         self.full.take()
         self._offload = offload if self.device.type != "cpu" else None
         self._alike = self.compute_dtype == self.dtype and self._offload is None

@@ -3,7 +3,7 @@
 Memory that is given back to the system comes back zeroed, which costs as much as a gather. So what
 one unit releases is moved under the addresses of the next unit of the same size: a change of page
 tables (mremap), 70 us for 64 MB in huge pages against 3 ms of zeroing, or 40 ms in small pages
-(measured). Only as much is kept for that as few units need; `trim` gives the rest back.
+(measured). Only as much is kept for that as the budget allows; `trim` returns the rest.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.dist.fsdp.storage import HostStorage
 
 _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Linux 5.7
-_MOST_IDLE = 2
 
 
 class Pages:
-    """Idle memory of storages that were released; each is still mapped where it was."""
+    """Idle memory of storages that were released; each is still mapped where it was.
 
-    def __init__(self) -> None:
+    Args:
+        limit: returns how many bytes may lie idle; None: as many as the others of a size can use.
+    """
+
+    def __init__(self, limit: Callable[[], int] | None = None) -> None:
+        self._limit = limit
         self._alike: Counter[int] = Counter()
         self._idle: list[HostStorage] = []
 
@@ -35,10 +40,16 @@ class Pages:
         """Keep the memory of a storage for the next; False if it is to be given back."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
-        if same >= min(_MOST_IDLE, self._alike[size] - 1) or _mremap() is None:
+        if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:
             return False
         self._idle.append(storage)
         return True
+
+    def _has_room(self, storage: HostStorage) -> bool:
+        if self._limit is None:
+            return True
+        idle = sum(one.payload_bytes for one in self._idle)
+        return idle + storage.payload_bytes <= self._limit()
 
     def supply(self, storage: HostStorage) -> None:
         """Put idle memory behind a storage, if there is some of its size."""

@@ -61,6 +61,8 @@ class Reducer:
             reduction = self._reduction(flat)
             del self._filling[flat]
             self._note("reduce", flat.number)
+            for earlier in self._flying:
+                earlier.cross()
             self._advance(len(self._flying))
             reduction.start()
             self._flying.append(reduction)

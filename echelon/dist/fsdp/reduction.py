@@ -85,22 +85,39 @@ class Reduction:
             self._sums, buffer.view(shape), op=op, async_op=True
         )
 
+    def cross(self) -> None:
+        """Begin the sum over the replicas, once this group's is there. Blocks for that.
+
+        [Note: launches of two levels] When it begins is fixed by the order of reductions, never by
+        whether the first level happens to be complete: device libraries require that all ranks
+        launch the collectives of several communicators in one order.
+        """
+        if self._replicas is None or self._is_across or self._work is None:
+            return
+        self._end_level()
+        self._is_across = True
+        self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
+
     def advance(self, *, block: bool) -> bool:
-        """Go on as far as possible without blocking, or to the end; return whether that is it."""
-        while self._work is not None:
-            if not block and not self._work.done:
+        """Continue as far as possible without blocking, or to the end; return whether it ended."""
+        if block:
+            self.cross()
+        if self._work is not None:
+            waits_for_order = self._replicas is not None and not self._is_across
+            if not block and (waits_for_order or not self._work.done):
                 return False
-            self._work.wait()
-            self._work = None
-            if self._buffer is not None:
-                self._pool.give_back(self._buffer)
-                self._buffer = None
-            if self._replicas is not None and not self._is_across:
-                self._is_across = True
-                self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
+            self._end_level()
         if all(member.shard.grad is not None for member in self.flat.members):
             self.settle(set(self.flat.members))  # adding nothing to a gradient changes nothing
         return True
+
+    def _end_level(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._buffer is not None:
+            self._pool.give_back(self._buffer)
+            self._buffer = None
 
     def settle(self, present: set[Member]) -> None:
         """Give the shards their gradients: those that came on any rank."""

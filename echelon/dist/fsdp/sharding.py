@@ -32,6 +32,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     prefetch: int = 2,
+    memory_budget_bytes: int | None = None,
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> M:
@@ -51,10 +52,15 @@ def fully_shard(
             that k neighbouring ranks gather among themselves. The outermost module keeps them in
             any case when a backward follows: it would need them at once.
         mp_policy: dtypes of computation and communication.
-        ignored: parameters that stay as they are; keeping them equal is up to the caller.
-        offload_to_cpu: shards, their gradients and so the optimizer's state lie in the host's
+        ignored_params: parameters that stay as they are; keeping them equal is up to the caller.
+        offload_policy: shards, their gradients and so the optimizer's state lie in the host's
             memory. Warns where the parameters are there anyway.
         prefetch: how many units are gathered ahead while this one computes.
+        memory_budget_bytes: what sharding may use on a rank beyond the unit that computes, for all
+            units of the group: a third each for units gathered ahead, for gradients being reduced,
+            and for memory between two gathers. One unit ahead and one reduction are always allowed.
+            The last call that passes a number sets it. None: six times the largest unit that
+            contains no other, more if `prefetch` is above 2. Must be equal on all ranks.
         device: where parameters that are on the meta device are to be made; None: the CPU.
         init: called with each module that has parameters on the meta device, after they were made;
             None: its `reset_parameters()`. Only one unit at a time is ever whole.
@@ -70,6 +76,7 @@ def fully_shard(
     _check_modules(modules)
     if prefetch < 0:
         raise ValueError(f"prefetch must not be negative, got {prefetch}")
+    _check_budget(memory_budget_bytes)
     driver = _driver(group, mesh)
     near_size = _check_reshard(reshard_after_forward, driver.group)
     precision = mp_policy or MixedPrecisionPolicy()
@@ -96,12 +103,14 @@ def fully_shard(
     driver.add(unit)
     unit.borrow(borrowed)
     _name(unit, modules)
+    if memory_budget_bytes is not None:
+        driver.order.budget.num_bytes = memory_budget_bytes
     driver.order.budget.measure(driver.order.entries)
     hooks.install(unit, driver)
     states.install(unit)
     optimizers.install()
     guards.install()
-    driver.pages.trim()
+    driver.memory.pages.trim()
     return module
 
 
@@ -117,6 +126,15 @@ def _check_modules(modules: tuple[nn.Module, ...]) -> None:
             raise ValueError(
                 f"a {type(module).__name__} has no forward of its own; shard the modules in it"
             )
+
+
+def _check_budget(num_bytes: int | None) -> None:
+    if num_bytes is None:
+        return
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+        raise ValueError(
+            f"memory_budget_bytes must be a number of bytes >= 0 or None, got {num_bytes!r}"
+        )
 
 
 def _driver(group: ProcessGroup | None, mesh: DeviceMesh | None) -> Driver:
@@ -230,7 +248,7 @@ def _flat(
         precision.reduce_dtype if casts else None,
         offload,
         driver.replicas,
-        driver.pages,
+        driver.memory,
     )
 
 

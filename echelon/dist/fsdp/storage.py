@@ -10,21 +10,38 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from echelon.dist.fsdp.pages import Pages
+from echelon.dist.fsdp.releases import Releases
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 
 
-def make_storage(numel: int, dtype: torch.dtype, device: torch.device, pages: Pages) -> Storage:
-    """Return memory for `numel` elements, none of it resident yet."""
-    if device.type == "cpu":
-        return HostStorage(numel, dtype, pages)
-    return DeviceStorage(numel, dtype, device)
+class Memory:
+    """What the units of one group share: memory between two uses.
+
+    Args:
+        limit: returns how many bytes may lie idle on the host, and be released on a device while
+            kernels that use them may still run.
+
+    Attributes:
+        pages: of the host; pool: buffers of reductions; releases: of a device.
+    """
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self.pages = Pages(limit)
+        self.pool = Pool()
+        self.releases = Releases(limit)
+
+    def make_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Storage:
+        """Return memory for `numel` elements, none of it resident yet."""
+        if device.type == "cpu":
+            return HostStorage(numel, dtype, self.pages)
+        return DeviceStorage(numel, dtype, device, self.releases)
 
 
 class Storage:
@@ -54,11 +71,13 @@ class HostStorage(Storage):
 
     Attributes:
         address, num_bytes: of the mapping's aligned part.
+        payload_bytes: of the tensor.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: Pages | None = None) -> None:
         self._itemsize = dtype.itemsize
-        num_bytes = max(1, numel * dtype.itemsize)
+        self.payload_bytes = numel * dtype.itemsize
+        num_bytes = max(1, self.payload_bytes)
         huge = pages is not None and num_bytes >= _HUGE_BYTES
         grain = _HUGE_BYTES if huge else PAGE_BYTES
         self.num_bytes = -(-num_bytes // grain) * grain
@@ -103,9 +122,20 @@ class HostStorage(Storage):
 
 
 class DeviceStorage(Storage):
-    """A device tensor whose storage is resized."""
+    """A device tensor whose storage is resized.
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        releases: bounds what is released and may still be in use; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        releases: Releases | None = None,
+    ) -> None:
+        self._releases = releases
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._num_bytes = numel * dtype.itemsize
         self.tensor.untyped_storage().resize_(0)
@@ -113,12 +143,18 @@ class DeviceStorage(Storage):
     def take(self) -> None:
         """Have memory again, from the device's caching allocator."""
         storage = self.tensor.untyped_storage()
-        if storage.size() != self._num_bytes:
-            storage.resize_(self._num_bytes)
+        if storage.size() == self._num_bytes:
+            return
+        if self._releases is not None:
+            self._releases.make_room(self._num_bytes)
+        storage.resize_(self._num_bytes)
 
     def release(self, keep: list[tuple[int, int]]) -> None:  # noqa: ARG002
-        """Give everything back."""
-        self.tensor.untyped_storage().resize_(0)
+        """Release everything."""
+        storage = self.tensor.untyped_storage()
+        if self._releases is not None and storage.size():
+            self._releases.add(self._num_bytes, self.tensor.device)
+        storage.resize_(0)
 
 
 class Pool:
@@ -129,7 +165,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []  # each [num_bytes], uint8
-        self._num_lent = 0
+        self._lent: dict[int, torch.Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Lend a flat tensor of `numel` elements with undefined contents."""
@@ -146,20 +182,20 @@ class Pool:
             if self._free:  # too small: replaced, so that there are never more than were needed
                 del self._free[min(range(len(self._free)), key=lambda i: self._free[i].numel())]
             raw = _raw(num_bytes, device)
-        self._num_lent += 1
         buffer = raw[:num_bytes].view(dtype)
-        buffer._echelon_raw = raw  # type: ignore[attr-defined]
+        self._lent[buffer.data_ptr()] = raw
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take back what was lent."""
-        self._num_lent -= 1
-        self._free.append(buffer._echelon_raw)  # type: ignore[attr-defined]
+        raw = self._lent.pop(buffer.data_ptr(), None)
+        if raw is not None:  # else lent before `clear`
+            self._free.append(raw)
 
     def clear(self) -> None:
         """Forget all buffers; those still lent are freed by whoever holds them."""
         self._free.clear()
-        self._num_lent = 0
+        self._lent.clear()
 
     @property
     def num_bytes(self) -> int:

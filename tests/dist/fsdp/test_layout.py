@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -20,6 +20,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size
 CPU = torch.device("cpu")
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 5), st.sampled_from([1, 2, 4, 8]))
 def test_each_element_belongs_to_one_rank(shapes, ranks, itemsize):
     layout = plan_layout(shapes, itemsize, ranks, 4096)
@@ -51,6 +52,7 @@ def test_small_units_are_divided_evenly_and_large_ones_by_pages(side):
     assert (layout.chunk_numel * 4 % 4096 == 0) == (side == 1000)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 127), st.integers(1, 1000))
 def test_a_shape_tells_its_tag(tag, count):
     shape = tagged_shape(128 * count, tag)

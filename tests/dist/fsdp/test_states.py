@@ -133,7 +133,7 @@ def _memory(rank, size):
         loss.backward()
         assert sum(resident()) == 0
         # Gradients: pooled buffers of whole units, no more than are in flight at a time.
-        assert driver_of(unit_of(model[0])).pool.num_bytes <= 3 * whole
+        assert driver_of(unit_of(model[0])).memory.pool.num_bytes <= 3 * whole
     dist.shutdown()
 
 

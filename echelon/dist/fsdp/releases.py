@@ -1,0 +1,59 @@
+"""Releases: device memory that was released while kernels which use it may still run.
+
+The host runs ahead of the device: it releases a unit and gathers the next ones long before the
+kernels of the first have run. What a communication stream used returns to the allocator only once
+the device has passed the release, so without a limit the gathers of many units, or of the whole
+model, would take memory at once. A gather that would exceed the limit blocks until the device has
+passed enough earlier releases.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Releases:
+    """Bounds what is released and may still be in use.
+
+    Args:
+        limit: returns the number of bytes. One unit more is always allowed.
+        device_module: returns what makes events for a device, as `torch.cuda` does.
+    """
+
+    def __init__(
+        self,
+        limit: Callable[[], int],
+        device_module: Callable[[torch.device], Any] = torch.get_device_module,
+    ) -> None:
+        self._limit = limit
+        self._device_module = device_module
+        self._pending: deque[tuple[Any, int]] = deque()  # event, bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were released and not known to be free yet."""
+        return sum(num_bytes for _, num_bytes in self._pending)
+
+    def add(self, num_bytes: int, device: torch.device) -> None:
+        """Note a release: work on the current stream so far may use the memory."""
+        module = self._device_module(device)
+        if self._is_capturing(module):
+            return  # a captured graph has memory of its own, and no event of it ever happens
+        event = module.Event()
+        event.record(module.current_stream(device))
+        self._pending.append((event, num_bytes))
+
+    def make_room(self, num_bytes: int) -> None:
+        """Block until no more is pending than the limit allows beside `num_bytes`."""
+        while self._pending and self.num_bytes + num_bytes > self._limit():
+            event, _ = self._pending.popleft()
+            event.synchronize()
+
+    @staticmethod
+    def _is_capturing(module: Any) -> bool:
+        asks = getattr(module, "is_current_stream_capturing", None)
+        return bool(asks and asks())
