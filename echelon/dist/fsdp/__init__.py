@@ -1,6 +1,5 @@
 """fully_shard: parameters, gradients and the optimizer's state divided among ranks."""
 
-from echelon.dist.fsdp.clipping import clip_grad_norm_
 from echelon.dist.fsdp.control import (
     gradient_sync,
     reduce_gradients,
@@ -8,11 +7,18 @@ from echelon.dist.fsdp.control import (
     set_requires_gradient_sync,
     unshard,
 )
-from echelon.dist.fsdp.hooks import register_forward_method
-from echelon.dist.fsdp.scaler import GradScaler
+from echelon.dist.fsdp.guards.clipping import clip_grad_norm_
+from echelon.dist.fsdp.guards.scaler import GradScaler
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
 from echelon.dist.fsdp.sharding import fully_shard
-from echelon.dist.fsdp.states import Shard, full_state_dict, is_part, optimizer_state, shards
+from echelon.dist.fsdp.states import (
+    Shard,
+    full_state_dict,
+    is_part,
+    optimizer_state,
+    shards,
+)
+from echelon.dist.fsdp.step.hooks import register_forward_method
 
 __all__ = [
     "fully_shard",

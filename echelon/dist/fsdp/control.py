@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from echelon.dist.fsdp.driver import Driver, driver_of
-from echelon.dist.fsdp.unit import Unit, units_of
+from echelon.dist.fsdp.parameters.unit import Unit, units_of
+from echelon.dist.fsdp.step.driver import Driver, driver_of
 
 
 @contextlib.contextmanager

@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.dist.fsdp import guards, hooks, meta, optimizers, states
-from echelon.dist.fsdp.driver import Driver
-from echelon.dist.fsdp.flat import Flat, Source, member_of
-from echelon.dist.fsdp.marks import attach
+from echelon.dist.fsdp import states
+from echelon.dist.fsdp.guards import optimizers, torch_calls
+from echelon.dist.fsdp.parameters import meta
+from echelon.dist.fsdp.parameters.flat import Flat, Source, member_of
+from echelon.dist.fsdp.parameters.marks import attach
+from echelon.dist.fsdp.parameters.unit import Unit, owner_of, unit_of
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
-from echelon.dist.fsdp.unit import Unit, owner_of, unit_of
+from echelon.dist.fsdp.step import hooks
+from echelon.dist.fsdp.step.driver import Driver
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.runtime import world
@@ -109,7 +112,7 @@ def fully_shard(
     hooks.install(unit, driver)
     states.install(unit)
     optimizers.install()
-    guards.install()
+    torch_calls.install()
     driver.memory.pages.trim()
     return module
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.driver import driver_of
-from echelon.dist.fsdp.flat import Flat, Member, make_whole, member_of
-from echelon.dist.fsdp.layout import tagged_shape
-from echelon.dist.fsdp.unit import Unit, owner_of, units_of
+from echelon.dist.fsdp.parameters.flat import Flat, Member, make_whole, member_of
+from echelon.dist.fsdp.parameters.layout import tagged_shape
+from echelon.dist.fsdp.parameters.unit import Unit, owner_of, units_of
+from echelon.dist.fsdp.step.driver import driver_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ def test_units_of_different_sizes_train_in_any_order():
 
 
 def test_a_pool_lends_buffers_of_any_sizes():
-    from echelon.dist.fsdp.storage import Pool
+    from echelon.dist.fsdp.memory.storage import Pool
 
     pool, cpu = Pool(), torch.device("cpu")
     lent = [pool.acquire(numel, torch.float32, cpu) for numel in (100, 50, 75)]
@@ -388,7 +388,7 @@ class Checkpointed(nn.Sequential):
 
 def _reentrant(rank, size):
     from echelon.dist.fsdp import fully_shard
-    from echelon.dist.fsdp.reducer import Reducer
+    from echelon.dist.fsdp.step.reducer import Reducer
 
     models.join()
     blocks = Checkpointed()
@@ -410,7 +410,7 @@ def _reentrant(rank, size):
 
 
 def members(block):
-    from echelon.dist.fsdp.unit import unit_of
+    from echelon.dist.fsdp.parameters.unit import unit_of
 
     return list(unit_of(block).members)
 

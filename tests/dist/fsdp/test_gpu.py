@@ -27,7 +27,7 @@ def _loss(model, index):
 
 def _device(rank, size, offload, reshard):
     from echelon.dist.fsdp import CPUOffloadPolicy, clip_grad_norm_, full_state_dict, fully_shard
-    from echelon.dist.fsdp.unit import unit_of
+    from echelon.dist.fsdp.parameters.unit import unit_of
 
     torch.cuda.set_device(rank)
     dist.init("nccl")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from echelon.dist.fsdp.layout import plan_layout, tag_of, tagged_shape  # noqa: E402
-from echelon.dist.fsdp.pages import Pages  # noqa: E402
-from echelon.dist.fsdp.storage import DeviceStorage, HostStorage, Pool  # noqa: E402
+from echelon.dist.fsdp.memory.pages import Pages  # noqa: E402
+from echelon.dist.fsdp.memory.storage import DeviceStorage, HostStorage, Pool  # noqa: E402
+from echelon.dist.fsdp.parameters.layout import plan_layout, tag_of, tagged_shape  # noqa: E402
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=6)
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from echelon.dist.fsdp import fully_shard  # noqa: E402
-from echelon.dist.fsdp.pages import Pages  # noqa: E402
-from echelon.dist.fsdp.reducer import Reducer  # noqa: E402
-from echelon.dist.fsdp.releases import Releases  # noqa: E402
-from echelon.dist.fsdp.storage import DeviceStorage, HostStorage, Pool  # noqa: E402
+from echelon.dist.fsdp.memory.pages import Pages  # noqa: E402
+from echelon.dist.fsdp.memory.releases import Releases  # noqa: E402
+from echelon.dist.fsdp.memory.storage import DeviceStorage, HostStorage, Pool  # noqa: E402
+from echelon.dist.fsdp.step.reducer import Reducer  # noqa: E402
 from tests.dist import made_up_device  # noqa: E402
 
 CPU = torch.device("cpu")

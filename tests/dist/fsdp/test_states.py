@@ -101,8 +101,8 @@ def _resident(tensor) -> int:
 
 def _memory(rank, size):
     from echelon.dist.fsdp import fully_shard
-    from echelon.dist.fsdp.driver import driver_of
-    from echelon.dist.fsdp.unit import unit_of
+    from echelon.dist.fsdp.parameters.unit import unit_of
+    from echelon.dist.fsdp.step.driver import driver_of
 
     models.join()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
@@ -143,7 +143,7 @@ def test_only_the_units_at_work_are_in_memory():
 
 def _clip(rank, size):
     from echelon.dist.fsdp import clip_grad_norm_
-    from echelon.dist.fsdp.flat import member_of
+    from echelon.dist.fsdp.parameters.flat import member_of
 
     models.join()
     norms = []

@@ -5,7 +5,7 @@ import torch
 
 import echelon.dist as dist
 from echelon.dist.fsdp import fully_shard, shards
-from echelon.dist.fsdp.unit import State, units_of
+from echelon.dist.fsdp.parameters.unit import State, units_of
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage, schedule
 from echelon.dist.pipeline.plan.lower import add_sharding

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echelon.dist.checkpoint.disk.pattern import Repeats, pattern_of
-from echelon.dist.fsdp.flat import member_of
+from echelon.dist.fsdp.parameters.flat import member_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

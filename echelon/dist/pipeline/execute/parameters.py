@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from echelon.dist.fsdp import gradient_sync, reduce_gradients, reshard, shards, unshard
-from echelon.dist.fsdp.flat import member_of
-from echelon.dist.fsdp.unit import units_of
+from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.pipeline.execute.stage import Stage
 
 __all__ = ["Tied", "gradient_sync", "is_sharded", "reduce_gradients", "reshard", "unshard",

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.flat import Member, member_of
-from echelon.dist.fsdp.unit import units_of
+from echelon.dist.fsdp.parameters.flat import Member, member_of
+from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 
 

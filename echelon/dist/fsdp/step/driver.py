@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from echelon.dist.fsdp.flat import Member
-from echelon.dist.fsdp.layout import tag_of
+from echelon.dist.fsdp.memory.storage import Memory
 from echelon.dist.fsdp.order import actions as act
 from echelon.dist.fsdp.order.order import Order
-from echelon.dist.fsdp.reducer import Reducer
-from echelon.dist.fsdp.storage import Memory
-from echelon.dist.fsdp.unit import Unit
+from echelon.dist.fsdp.parameters.flat import Member
+from echelon.dist.fsdp.parameters.layout import tag_of
+from echelon.dist.fsdp.parameters.unit import Unit
+from echelon.dist.fsdp.step.reducer import Reducer
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveError
 

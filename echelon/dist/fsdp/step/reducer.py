@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from echelon.dist.fsdp.flat import Flat, Member
-from echelon.dist.fsdp.reduction import Reduction
-from echelon.dist.fsdp.storage import Pool
-from echelon.dist.fsdp.unit import Unit
+from echelon.dist.fsdp.memory.storage import Pool
+from echelon.dist.fsdp.parameters.flat import Flat, Member
+from echelon.dist.fsdp.parameters.unit import Unit
+from echelon.dist.fsdp.step.reduction import Reduction
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveMismatchError
 

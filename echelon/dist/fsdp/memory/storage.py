@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from echelon.dist.fsdp.pages import Pages
-from echelon.dist.fsdp.releases import Releases
+from echelon.dist.fsdp.memory.pages import Pages
+from echelon.dist.fsdp.memory.releases import Releases
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20

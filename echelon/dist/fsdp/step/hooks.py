@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.dist.fsdp.driver import Driver
-from echelon.dist.fsdp.flat import Member
-from echelon.dist.fsdp.nested import map_tensors, tensors_in
 from echelon.dist.fsdp.order.entry import UNWATCHED, State
-from echelon.dist.fsdp.unit import Unit, unit_of
+from echelon.dist.fsdp.parameters.flat import Member
+from echelon.dist.fsdp.parameters.unit import Unit, unit_of
+from echelon.dist.fsdp.step.driver import Driver
+from echelon.dist.fsdp.step.nested import map_tensors, tensors_in
 
 _numbers = itertools.count(UNWATCHED + 1)
 _hooks: weakref.WeakKeyDictionary[Unit, _ModuleHooks] = weakref.WeakKeyDictionary()

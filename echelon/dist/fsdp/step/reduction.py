@@ -6,7 +6,7 @@
 
 The buffer always has its full size, with zeros where this rank has no gradient; so ranks on which
 a parameter was not used stay in step with the others. Which parameters got a gradient on any rank
-at all is told by the exchange at the end of the backward (`driver.py`): the others' `.grad` stays
+at all is told by the exchange at the end of the backward (`reducer.py`): the others' `.grad` stays
 as it is, as in a program of one process.
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
-from echelon.dist.fsdp.flat import Flat, Member, mark
-from echelon.dist.fsdp.layout import tagged_shape
-from echelon.dist.fsdp.storage import Pool
+from echelon.dist.fsdp.memory.storage import Pool
+from echelon.dist.fsdp.parameters.flat import Flat, Member, mark
+from echelon.dist.fsdp.parameters.layout import tagged_shape
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
 

@@ -7,10 +7,10 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import nn
 
-from echelon.dist.fsdp.flat import Flat, Member
-from echelon.dist.fsdp.layout import TAG_BITS
-from echelon.dist.fsdp.marks import attached
 from echelon.dist.fsdp.order.entry import Entry, State
+from echelon.dist.fsdp.parameters.flat import Flat, Member
+from echelon.dist.fsdp.parameters.layout import TAG_BITS
+from echelon.dist.fsdp.parameters.marks import attached
 from echelon.dist.fsdp.settings import MixedPrecisionPolicy
 from echelon.dist.group import ProcessGroup
 

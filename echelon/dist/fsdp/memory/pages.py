@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.dist.fsdp.storage import HostStorage
+    from echelon.dist.fsdp.memory.storage import HostStorage
 
 _MAY_MOVE, _FIXED, _DO_NOT_UNMAP = 1, 2, 4  # of <sys/mman.h>; the last since Linux 5.7
 

@@ -32,10 +32,10 @@ import torch
 from torch import nn
 
 from echelon.dist import heap
-from echelon.dist.fsdp.layout import Layout, Part, Piece, plan_layout, tagged_shape
-from echelon.dist.fsdp.marks import attach, attached
+from echelon.dist.fsdp.memory.storage import PAGE_BYTES, HostStorage, Memory
+from echelon.dist.fsdp.parameters.layout import Layout, Part, Piece, plan_layout, tagged_shape
+from echelon.dist.fsdp.parameters.marks import attach, attached
 from echelon.dist.fsdp.settings import CPUOffloadPolicy
-from echelon.dist.fsdp.storage import PAGE_BYTES, HostStorage, Memory
 from echelon.dist.group import ProcessGroup
 from echelon.dist.work import Work
 

@@ -22,9 +22,9 @@ import torch
 import torch.nn.utils.clip_grad as torch_clipping
 from torch import nn
 
-from echelon.dist.fsdp.clipping import clip_grad_norm_
-from echelon.dist.fsdp.flat import is_of_shard, member_of
-from echelon.dist.fsdp.scaler import share_overflow
+from echelon.dist.fsdp.guards.clipping import clip_grad_norm_
+from echelon.dist.fsdp.guards.scaler import share_overflow
+from echelon.dist.fsdp.parameters.flat import is_of_shard, member_of
 
 _installed = False
 

@@ -1,0 +1,1 @@
+"""Calls that work on whole parameters, made right for shards or refused."""

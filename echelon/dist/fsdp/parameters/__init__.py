@@ -1,0 +1,1 @@
+"""What a unit is made of: its parameters as flat vectors, divided among ranks."""
