@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
+from echelon.launcher.control.conf import beat_s
 from echelon.launcher.control.endpoint import join
 from echelon.launcher.control.link import Link, Mailbox
 from echelon.launcher.coordinator import decide
@@ -103,6 +104,7 @@ def _host(
             events,
             tls=options.tls,
             lost_after_s=options.conf.lost_after_s,
+            beat_s=beat_s(options.max_nodes, options.conf.lost_after_s),
         )
         stack.callback(hosting.server.close)
     if meeting is not None and options.tls is None and not meeting.stays_here:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from echelon.launcher.node.sighting import Sighting
+from echelon.launcher.control import messages as m
+from echelon.launcher.node.sighting import Reports, Sighting
 from echelon.recorder.format.schema import Identity
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.ring import Ring
@@ -18,7 +19,7 @@ def test_a_rank_that_has_closed_its_ring_is_seen_from_outside(tmp_path: Path) ->
     ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
     recorder = Recorder(ring)
     worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
-    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000)
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0)
     sighting = Sighting(start, [worker], lambda _: 0)
     first = sighting.look()
     assert first is not None
@@ -30,3 +31,23 @@ def test_a_rank_that_has_closed_its_ring_is_seen_from_outside(tmp_path: Path) ->
     assert second is not None
     assert second.folded == []
     assert [(row[0], row[5]) for row in second.ranks] == [(0, 0)], "rank 0, without a ring"
+
+
+def _sights(pending_ms: int = -1, progress_ms: int = 10, ranks: tuple = ()) -> m.Sights:
+    return m.Sights(attempt=0, folded=[0, 1, progress_ms, pending_ms, 0, 7, 0], ranks=list(ranks))
+
+
+def test_what_is_usual_is_reported_rarely_and_what_is_not_at_once() -> None:
+    reports = Reports(2.0, stall_timeout_ms=60_000)
+    assert reports.is_due(_sights(), 0.0), "the first"
+    assert [reports.is_due(_sights(), at) for at in (0.5, 1.0, 1.9, 2.0, 2.5)] == [
+        False, False, False, True, False,
+    ]  # fmt: skip
+    assert reports.is_due(_sights(pending_ms=30_000), 3.0)
+    assert reports.is_due(_sights(pending_ms=30_500), 3.5)
+    assert reports.is_due(_sights(), 4.0), "that it is over is news"
+    assert not reports.is_due(_sights(), 4.5)
+    assert reports.is_due(_sights(progress_ms=30_000), 5.0), "silence"
+    assert reports.is_due(_sights(), 5.5)
+    assert reports.is_due(_sights(ranks=([1, 1, 0, -1, 3, 0, 0],)), 5.6), "a ring was closed"
+    assert reports.is_due(_sights(), 5.7, at_once=True)

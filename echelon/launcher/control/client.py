@@ -1,9 +1,10 @@
 """A node's link to a coordinator elsewhere: one session over gRPC streams, served by one thread.
 
-The thread dials until the deadline, greets, and then passes frames both ways; every half second it
-sends an empty frame. A stream that ends, or is silent for a third of the time that counts as a
-loss, is dialled again: the session goes on where it was. The coordinator is lost once its host
-refuses a connection, or once nothing was heard for the whole of that time.
+The thread dials until the deadline, greets, and then passes frames both ways; it sends an empty
+frame where nothing else has left for as long as the host allows. A stream that ends, or is silent
+for a third of the time that counts as a loss, is dialled again: the session goes on where it was.
+The coordinator is lost once its host refuses a connection, or once nothing was heard for the whole
+of that time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 
 from echelon.errors import LaunchError
-from echelon.launcher.control.conf import LOST_AFTER_S
+from echelon.launcher.control.conf import BEAT_S, LOST_AFTER_S
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.messages import (
     MAX_MESSAGE_BYTES,
@@ -33,8 +34,7 @@ from echelon.launcher.control.session import Session
 from echelon.launcher.control.tls import TlsFiles
 
 METHOD = "/echelon.Control/Session"
-HEARTBEAT_S = 0.5
-_GREETING_S = 10.0
+_GREETING_S = 30.0  # thousands of nodes may greet at once; each waits for its turn
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -80,6 +80,7 @@ class GrpcLink:
         self.is_connected = False
         self._tls = tls
         self._lost_after_s = lost_after_s
+        self._beat_s = BEAT_S
         self._endpoint = endpoint
         self._secret = secret
         self._hello = hello
@@ -150,15 +151,21 @@ class GrpcLink:
                     await self._dial(channel)
                     await self._connection(channel)
             except (grpc.RpcError, asyncio.TimeoutError, OSError) as err:
-                if not self.is_connected:
+                if not self.is_connected and not self._may_dial_again():
                     raise
                 self.last_error = _describe(err)
+                await asyncio.sleep(_DIAL_S)
             if self._is_over or self._is_closing:
                 return
             if not isinstance(self._hello, Hello):
                 raise LaunchError(self.last_error or "connection closed")
-            # Connected once, and the stream broke: the next one takes the session up.
-            self._deadline_s = self._heard_s + self._lost_after_s
+            if self.is_connected:
+                # The stream broke: the next one takes the session up.
+                self._deadline_s = self._heard_s + self._lost_after_s
+
+    def _may_dial_again(self) -> bool:
+        """Whether a greeting that failed may be repeated: a host that thousands greet is slow."""
+        return isinstance(self._hello, Hello) and time.monotonic() < self._deadline_s
 
     async def _connection(self, channel: grpc.aio.Channel) -> None:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
@@ -187,19 +194,25 @@ class GrpcLink:
             raise LaunchError("unexpected handshake")
         self._token = welcome.token
         self._lost_after_s = welcome.lost_after_ms / 1e3
+        self._beat_s = welcome.beat_ms / 1e3
         self._state.resume(welcome.received)
         self._heard_s = time.monotonic()
         self.is_connected = True
         return seal
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> bytes:
-        frame = await asyncio.wait_for(call.read(), _GREETING_S)
+        frame = await asyncio.wait_for(call.read(), self._greeting_s)
         if not isinstance(frame, bytes):
             status = await call.code()
             if status == grpc.StatusCode.UNAUTHENTICATED:
                 raise LaunchError(await call.details())
             raise OSError("connection closed during the handshake")
         return frame
+
+    @property
+    def _greeting_s(self) -> float:
+        """How long an answer to a greeting may take."""
+        return self._silence_s if self.is_connected else _GREETING_S
 
     @property
     def _silence_s(self) -> float:
@@ -238,7 +251,7 @@ class GrpcLink:
             if self._state.owes_acknowledgement:
                 await call.write(seal.close(self._state.beat()))
             try:
-                await asyncio.wait_for(self._wake.wait(), HEARTBEAT_S)
+                await asyncio.wait_for(self._wake.wait(), self._beat_s)
             except asyncio.TimeoutError:
                 await call.write(seal.close(self._state.beat()))
 
@@ -253,7 +266,9 @@ class GrpcLink:
             message = self._state.take(seal.open(frame))
             if message is not None:
                 command = unpack(message)
-                self._is_over = self._is_over or isinstance(command, Over)
+                if isinstance(command, Over):
+                    self._is_over = True
+                    self._state.owe_acknowledgement()
                 self._incoming.put(command)  # type: ignore[arg-type]
             self._wake.set()  # an acknowledgement may have made room
             if sender.done() and sender.exception() is not None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 JOIN_TIMEOUT_S = 600.0
 LOST_AFTER_S = 15.0
 _MIN_LOST_AFTER_S = 1.0
+BEAT_S = 0.5
+_NODES_PER_BEAT = 512  # and second: about 150 us of the coordinator's processor each
+_BEATS_LOST = 6  # in a row, before a node is
 _TORCHRUNS = frozenset(
     {
         "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
@@ -63,6 +66,11 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
             for name in sorted(settings.keys() & _TORCHRUNS)
         ),
     )
+
+
+def beat_s(num_nodes: int, lost_after_s: float) -> float:
+    """Return how often a node of so many reports, so that a coordinator's work stays bounded."""
+    return max(BEAT_S, min(num_nodes / _NODES_PER_BEAT, lost_after_s / _BEATS_LOST))
 
 
 def _truth(name: str, text: str) -> bool:

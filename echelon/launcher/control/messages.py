@@ -197,6 +197,7 @@ class Welcome:
     token: str  # proves, at the next connection, whose session it is
     received: int
     lost_after_ms: int
+    beat_ms: int = 500  # how often both sides report at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +247,7 @@ class Start:
     master_port: int
     stall_timeout_ms: int  # the host's settings hold on all nodes
     torch_backend: str
+    sights_ms: int = 0  # how often to report ranks that show nothing unusual; 0: at each look
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from echelon.errors import LaunchError
-from echelon.launcher.control.client import HEARTBEAT_S, METHOD, OPTIONS
-from echelon.launcher.control.conf import LOST_AFTER_S
+from echelon.launcher.control.client import METHOD, OPTIONS
+from echelon.launcher.control.conf import BEAT_S, LOST_AFTER_S
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.messages import (
     Ask,
@@ -43,7 +43,7 @@ from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
 from echelon.launcher.control.session import Session
 from echelon.launcher.control.tls import TlsFiles
 
-_GREETING_S = 5.0
+_GREETING_S = 15.0  # this side's own delay counts too, when thousands of nodes greet at once
 _CLOSE_S = 10.0
 _DRAIN_S = 5.0  # for the last messages to many nodes
 _GRACE_S = 0.5
@@ -60,6 +60,7 @@ class ControlServer:
         lost_after_s: silence after which a node is lost.
         vote: answers a node that has lost its host, on the server's thread; None: no one does.
         is_open: whether this node hosts the job; else it answers polls only.
+        beat_s: how often both sides send something.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -75,12 +76,14 @@ class ControlServer:
         lost_after_s: float = LOST_AFTER_S,
         vote: Callable[[Poll], Vote] | None = None,
         is_open: bool = True,
+        beat_s: float = BEAT_S,
     ) -> None:
         _check_free(address)
         self._vote = vote
         self._is_open = is_open
         self._tls = tls
         self._lost_after_s = lost_after_s
+        self._beat_s = beat_s
         self._secret = secret
         self._events = events
         self._loop = asyncio.new_event_loop()
@@ -162,12 +165,26 @@ class ControlServer:
             raise OSError("the port is taken, or the address is not this machine's")
         await server.start()
         started.set()
+        ticker = self._loop.create_task(self._tick())
         await self._stop.wait()
+        ticker.cancel()
         self._end_all()
         deadline_s = self._loop.time() + _DRAIN_S
         while self._members and self._loop.time() < deadline_s:
             await asyncio.sleep(0.02)
         await server.stop(_GRACE_S)
+
+    async def _tick(self) -> None:
+        """Have each member sent something, and lose the silent ones: one timer for all of them."""
+        while True:
+            await asyncio.sleep(self._beat_s)
+            now_s = self._loop.time()
+            for member in self._members.values():
+                if now_s - member.heard_s > self._lost_after_s:
+                    member.fall_silent()
+                elif now_s - member.sent_s >= self._beat_s / 2:
+                    member.owes_beat = True
+                    member.wake.set()
 
     async def _session(
         self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
@@ -184,12 +201,19 @@ class ControlServer:
                 await context.write(seal.close(pack(self._vote(hello))))
                 return
             member = self._member_of(hello)
-        except (LaunchError, asyncio.TimeoutError, StopAsyncIteration) as err:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err) or "no handshake in time")
+        except (_TryAgainError, asyncio.TimeoutError, StopAsyncIteration) as err:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(err) or "no handshake in time")
+        except LaunchError as err:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err))
         else:
             received = member.state.received
             lost_after_ms = int(self._lost_after_s * 1000)
-            welcome = Welcome(token=member.token, received=received, lost_after_ms=lost_after_ms)
+            welcome = Welcome(
+                token=member.token,
+                received=received,
+                lost_after_ms=lost_after_ms,
+                beat_ms=int(self._beat_s * 1000),
+            )
             await context.write(seal.close(pack(welcome)))
             if isinstance(hello, Resume):
                 member.state.resume(hello.received)
@@ -203,6 +227,7 @@ class ControlServer:
         """Return whose stream this is, by its first message.
 
         Raises:
+            _TryAgainError: this node greeted before, and gave up before it was welcomed.
             LaunchError: no session begins with that, or the one to go on with is over.
         """
         if not self._is_open:
@@ -213,7 +238,9 @@ class ControlServer:
                 raise LaunchError("this node counts as lost")
             member.take_over()
             return member
-        if isinstance(hello, Hello) and hello.node not in self._members:
+        if isinstance(hello, Hello):
+            if hello.node in self._members:
+                raise _TryAgainError("this node's last connection has not ended yet")
             member = _Member(hello.node, can_resume=True)
         elif isinstance(hello, Ask | CheckIn):
             member = _Member(f"visitor-{secrets.token_hex(8)}", can_resume=False)
@@ -232,6 +259,8 @@ class ControlServer:
         sender = self._loop.create_task(self._send_all(member, seal, context))
         receiver = self._loop.create_task(self._receive_all(member, seal, frames))
         member.tasks = (sender, receiver)
+        member.heard_s = self._loop.time()
+        member.is_silent = False
         stream = member.stream
         why, is_broken = "connection closed", True
         try:
@@ -267,29 +296,39 @@ class ControlServer:
             member.wake.clear()
             while (frame := state.frame()) is not None:
                 await context.write(seal.close(frame))
-            if member.is_ending and state.is_idle:
-                return
-            if state.owes_acknowledgement:
+                member.note_sent(self._loop.time())
+            if member.is_ending and state.is_delivered:
+                return  # what was only sent would be lost with the connection
+            if state.owes_acknowledgement or member.owes_beat:
                 await context.write(seal.close(state.beat()))
-            try:
-                await asyncio.wait_for(member.wake.wait(), HEARTBEAT_S)
-            except asyncio.TimeoutError:
-                await context.write(seal.close(state.beat()))
+                member.note_sent(self._loop.time())
+            await member.wake.wait()
 
     async def _receive_all(self, member: _Member, seal: Seal, frames: AsyncIterator[bytes]) -> None:
+        state = member.state
         while True:
             while self._events.num_waiting > _MAX_WAITING:  # the coordinator is behind
                 await asyncio.sleep(_BEHIND_S)
+                member.heard_s = self._loop.time()  # what it sent is not read: that is no silence
             try:
-                frame = await asyncio.wait_for(anext(frames), self._lost_after_s)
-            except asyncio.TimeoutError:
-                raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
+                frame = await anext(frames)
             except StopAsyncIteration:
                 return
-            message = member.state.take(seal.open(frame))
+            except asyncio.CancelledError:
+                if member.is_silent:
+                    raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
+                raise
+            member.heard_s = self._loop.time()
+            message = state.take(seal.open(frame))
             if message is not None:
                 self._events.put((member.name, unpack(message)))  # type: ignore[arg-type]
-            member.wake.set()  # room may have been made, or an acknowledgement be due
+            # Room may have been made, or the last message have been acknowledged.
+            if member.is_ending or not state.is_idle or state.owes_acknowledgement:
+                member.wake.set()
+
+
+class _TryAgainError(LaunchError):
+    """A greeting cannot be accepted now, and may be later."""
 
 
 class _Member:
@@ -303,8 +342,22 @@ class _Member:
         self.wake = asyncio.Event()
         self.is_ending = False
         self.stream = 0  # counts connections
-        self.tasks: tuple[asyncio.Task[None], ...] = ()
+        self.tasks: tuple[asyncio.Task[None], ...] = ()  # sender, receiver
         self.timer: asyncio.TimerHandle | None = None
+        self.owes_beat = False
+        self.heard_s = self.sent_s = asyncio.get_running_loop().time()
+        self.is_silent = False
+
+    def note_sent(self, now_s: float) -> None:
+        """Note that a frame has left: it is a heartbeat too."""
+        self.owes_beat = False
+        self.sent_s = now_s
+
+    def fall_silent(self) -> None:
+        """End the connection of a node that has sent nothing for too long."""
+        if self.tasks and not self.is_silent:
+            self.is_silent = True
+            self.tasks[1].cancel()
 
     def take_over(self) -> None:
         """End the connection before this one."""

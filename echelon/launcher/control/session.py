@@ -36,6 +36,15 @@ class Session:
         return self._num_sent == len(self._kept)
 
     @property
+    def is_delivered(self) -> bool:
+        """Whether the other side has acknowledged everything."""
+        return not self._kept
+
+    def owe_acknowledgement(self) -> None:
+        """Acknowledge at once what was received: the other side waits for it to end."""
+        self._unacknowledged_bytes = _ACK_BYTES
+
+    @property
     def owes_acknowledgement(self) -> bool:
         """Whether the other side may be waiting for one."""
         return self._unacknowledged_bytes >= _ACK_BYTES

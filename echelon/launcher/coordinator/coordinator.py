@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
+from echelon.launcher.control.conf import beat_s
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.incidents import Incidents
@@ -303,7 +304,7 @@ class Coordinator:
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
             self._incidents.note_progress(world)
-        if stall is not None:
+        if stall is not None and not self._incidents.covers_stall():
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _decide(self, world: World, event: decide.Event) -> None:
@@ -471,6 +472,7 @@ class Coordinator:
                 master_port=self._meeting.port,
                 stall_timeout_ms=int(self._options.stall_timeout_s * 1000),
                 torch_backend=self._options.torch_backend,
+                sights_ms=int(1000 * beat_s(len(nodes), self._options.conf.lost_after_s)),
             )
             self._send(node.name, start)
 

@@ -93,6 +93,16 @@ class Incidents:
                 self.verdicts.withdraw(self._report.incidents[-1])
         self._say("stall cleared: ranks are making progress again")
 
+    def covers_stall(self) -> bool:
+        """Whether the incident being collected is of a stall, and so of one seen just now too.
+
+        Where a stall clears node by node, the nodes that still wait look like the next one.
+        """
+        if self._collection is None or self._collection.kind != "stall":
+            return False
+        self._collection.is_overtaken = False
+        return True
+
     def begin(self, world: World, action: decide.CollectIncident) -> None:
         """Ask all nodes for what they have."""
         stalls = sum(incident.kind == "stall" for incident in self._report.incidents)

@@ -41,6 +41,7 @@ class World:
     clear_deadline_s: float = 0.0
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
+    _node_of: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -93,7 +94,9 @@ class World:
 
     def node_of(self, rank: int) -> str:
         """Return the node that has a rank."""
-        return next(node for node, ranks in self.nodes.items() if rank in ranks)
+        if not self._node_of:
+            self._node_of = {r: node for node, ranks in self.nodes.items() for r in ranks}
+        return self._node_of[rank]
 
     def host_of(self, rank: int) -> str:
         """Return the host that has a rank."""

@@ -268,7 +268,7 @@ class NodeAgent:
         examination.send(records, self._tell)
         if self._sighting is not None:
             self._sighting.rest()
-        self.look()  # whether a stall still lasts is decided by what is seen now
+        self.look(at_once=True)  # whether a stall still lasts is decided by what is seen now
         incident = examination.command.incident
         self._tell(m.Harvested(incident=incident, exit_codes=self._exit_codes()))
         if self._stop_after_examination is not None:
@@ -348,11 +348,11 @@ class NodeAgent:
 
     # ---- what is seen ----
 
-    def look(self) -> None:
+    def look(self, *, at_once: bool = False) -> None:
         """Report what the living ranks show; not while an incident makes them move."""
         if self._sighting is None or self._examination is not None:
             return
-        sights = self._sighting.look()
+        sights = self._sighting.report(at_once=at_once)
         if sights is not None:
             self._tell(sights)
 

@@ -42,6 +42,14 @@ class Sighting:
         self._activities: dict[int, Activity] = {}  # of ranks without a ring
         self._num_signs: dict[int, int] = {}
         self._num_moves = 0
+        self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
+
+    def report(self, *, at_once: bool = False) -> m.Sights | None:
+        """Look, and return what is worth telling the coordinator now; None if nothing is."""
+        sights = self.look()
+        if sights is None or not self._reports.is_due(sights, time.monotonic(), at_once=at_once):
+            return None
+        return sights
 
     def look(self) -> m.Sights | None:
         """Return what the living ranks show; None if there are none."""
@@ -113,6 +121,41 @@ class Sighting:
         age_ms = _age_ms(now, activity.last_mono_ns)
         pending_ms = age_ms if activity.is_in_collective else -1
         return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
+
+
+class Reports:
+    """When a node reports what it sees: pure.
+
+    Thousands of nodes that report at each look are more than a coordinator can take, so ranks that
+    show nothing unusual are reported rarely. What has waited for half the limit, what did so when
+    it was reported last, and ranks that begin or end something are reported at once.
+    """
+
+    def __init__(self, every_s: float, stall_timeout_ms: int) -> None:
+        self._every_s = every_s
+        self._unusual_ms = stall_timeout_ms / 2
+        self._last_s = float("-inf")
+        self._last_shape: tuple[object, ...] = ()
+        self._was_unusual = False
+
+    def is_due(self, sights: m.Sights, now_s: float, *, at_once: bool = False) -> bool:
+        """Return whether to report this; if so, it counts as reported."""
+        folded = sights.folded
+        ages = [max(row[2], row[3]) for row in sights.ranks]
+        ages += [max(folded[2], folded[3])] if folded else []
+        dumps = (*(row[6] for row in sights.ranks), *folded[6:])
+        shape = (folded[1:2], [row[:2] for row in sights.ranks], dumps)
+        is_unusual = max(ages) >= self._unusual_ms
+        is_due = (
+            at_once
+            or is_unusual
+            or self._was_unusual
+            or shape != self._last_shape
+            or now_s >= self._last_s + self._every_s
+        )
+        if is_due:
+            self._last_s, self._last_shape, self._was_unusual = now_s, shape, is_unusual
+        return is_due
 
 
 def _dumps_of(worker: Worker) -> int:

@@ -1,0 +1,236 @@
+"""Links between nodes and the coordinator over real connections, some of which break."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import echelon.launcher
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.client import GrpcLink
+from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.server import ControlServer
+from tests.launcher.cluster import free_port
+
+pytestmark = pytest.mark.ranks
+
+_SECRET = b"a-secret-of-the-tests"
+_WAIT_S = 30.0
+
+
+class _Relay:
+    """Forwards TCP connections to a port; `cut` resets all that exist."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        self.num_connections = 0
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = self._server.accept()
+                other = socket.create_connection(("127.0.0.1", self._target))
+                self._ends += [one, other]
+                self.num_connections += 1
+                for source, target in ((one, other), (other, one)):
+                    threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+
+    def cut(self) -> None:
+        while self._ends:
+            with contextlib.suppress(OSError):
+                self._ends.pop().shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+        self._thread.join(_WAIT_S)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+    source.close()
+
+
+class _Ends:
+    """A server and what arrives there."""
+
+    def __init__(self, **options: float) -> None:
+        self.events: Mailbox[tuple[str, m.Event]] = Mailbox()
+        self.server = ControlServer("127.0.0.1:0", _SECRET, self.events, **options)
+        self.got: list[m.Event] = []
+
+    def link(self, port: int, *, name: str = "a", join_timeout_s: float = _WAIT_S) -> GrpcLink:
+        hello = m.Hello(node=name, host=name, num_workers=1)
+        return GrpcLink(f"127.0.0.1:{port}", _SECRET, hello, join_timeout_s)
+
+    def wait_for(self, is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _WAIT_S
+        while not is_true():
+            assert time.monotonic() < deadline, self.got
+            select.select([self.events.fileno()], [], [], 0.05)
+            self.got += [event for _, event in self.events.take()]
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(event, kind) for event in self.got)
+
+    def close(self) -> None:
+        self.server.close()
+        self.events.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[_Ends]:
+    made = _Ends()
+    yield made
+    made.close()
+
+
+def test_a_connection_that_breaks_again_and_again_loses_nothing_and_repeats_nothing(ends):
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        for number in range(60):
+            link.send(m.StopAsked(number=number))
+            ends.server.send("a", m.Show(text=str(number)))
+            if number % 20 == 10:
+                connections = relay.num_connections
+                relay.cut()
+                ends.wait_for(lambda: relay.num_connections > connections)  # noqa: B023
+        ends.wait_for(lambda: ends.count(m.StopAsked) >= 60)
+        shown = []
+        deadline = time.monotonic() + _WAIT_S
+        while len(shown) < 60 and time.monotonic() < deadline:
+            select.select([link.fileno()], [], [], 0.05)
+            shown += [command.text for command in link.take()]
+        assert shown == [str(number) for number in range(60)]
+        assert [e.number for e in ends.got if isinstance(e, m.StopAsked)] == list(range(60))
+        assert (ends.count(m.Hello), ends.count(m.Left)) == (1, 0), "one session all along"
+    finally:
+        link.close()
+        relay.close()
+
+
+def test_a_node_whose_greeting_was_cut_off_greets_again(ends):
+    relay = _Relay(ends.server.port)
+    link = None
+    try:
+        blocked = threading.Event()
+        taking = threading.Event()
+
+        def hold() -> None:
+            taking.set()
+            blocked.wait(_WAIT_S)
+
+        ends.server._loop.call_soon_threadsafe(hold)  # a host that others keep busy
+        assert taking.wait(_WAIT_S)
+        link = ends.link(relay.port)
+        deadline = time.monotonic() + _WAIT_S
+        while relay.num_connections == 0:
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.01)
+        select.select([], [], [], 0.2)
+        relay.cut()
+        blocked.set()
+        ends.wait_for(lambda: ends.count(m.Hello) >= 1)
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert link.lost_because == ""
+    finally:
+        blocked.set()
+        if link is not None:
+            link.close()
+        relay.close()
+
+
+def test_a_silent_node_is_lost():
+    ends = _Ends(lost_after_s=1.0)
+    link = ends.link(ends.server.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            release.wait(_WAIT_S)
+
+        link._loop.call_soon_threadsafe(hold)
+        assert held.wait(_WAIT_S)
+        ends.wait_for(lambda: ends.count(m.Left) == 1)
+        release.set()
+        (left,) = (event for event in ends.got if isinstance(event, m.Left))
+        assert left.reason == "no heartbeat for 1 s"
+    finally:
+        link.close()
+        ends.close()
+
+
+def test_the_last_word_reaches_a_node_that_is_slow_to_read(ends):
+    link = ends.link(ends.server.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            release.wait(_WAIT_S)
+
+        link._loop.call_soon_threadsafe(hold)
+        assert held.wait(_WAIT_S)
+        for _ in range(12):  # more than may be on its way
+            ends.server.send("a", m.Show(text="x" * (1 << 20)))
+        ends.server.send("a", m.Over(exit_code=7, ended_by="worker"))
+        ends.server.hang_up("a")
+        threading.Timer(1.0, release.set).start()
+        ends.server.close()
+        commands: list = []
+        deadline = time.monotonic() + _WAIT_S
+        while None not in commands and time.monotonic() < deadline:
+            select.select([link.fileno()], [], [], 0.05)
+            commands += link.take()
+        assert isinstance(commands[-2], m.Over), (len(commands), link.lost_because, link.last_error)
+    finally:
+        release.set()
+        link.close()
+
+
+def test_dialling_in_vain_ends_with_the_last_reason():
+    hello = m.Hello(node="a", host="a", num_workers=1)
+    link = GrpcLink(f"127.0.0.1:{free_port()}", _SECRET, hello, 0.5)
+    try:
+        ready, _, _ = select.select([link.fileno()], [], [], _WAIT_S)
+        assert ready
+        assert link.take() == [None]
+        assert "in time (last error: connection refused)" in link.lost_because
+    finally:
+        link.close()
+
+
+def test_an_end_of_waiting_is_caught_by_its_name_before_python_311():
+    """There `asyncio.TimeoutError` is not yet the built-in one."""
+    for path in (Path(echelon.launcher.__file__).parent / "control").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                caught = ast.unparse(node.type)
+                plain = "TimeoutError" in caught.replace("asyncio.TimeoutError", "")
+                assert not plain or "asyncio.TimeoutError" in caught, f"{path}:{node.lineno}"
