@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 SECRET = b"a-secret-of-the-benchmark"
 NUM_PROCESSES = 2
 STALL_S = 20.0  # `--stall-timeout`
-RESUME_S = 1.5  # a node that hangs up may connect again for so long
 _DUMP_BYTES = 24_000  # of one rank, as packed
 
 
@@ -196,7 +195,6 @@ def simulate(endpoint: str, first: int, count: int, ranks: int, gate: Any) -> No
         if what == "lose" and not is_first:
             agents.remove(last)
             await last.hang_up()
-            at_s += RESUME_S
         if what == "fail" and is_first:
             start = agents[0].start
             assert start is not None
