@@ -44,6 +44,33 @@ def test_the_host_name_is_looked_at_both_ways(monkeypatch, addresses, ok, said):
     assert (check.ok, said in check.text) == (ok, True), check
 
 
+@pytest.mark.parametrize(
+    ("conf", "uid", "lingers", "removes"),
+    [
+        (None, 1000, False, True),
+        ("[Login]\nRemoveIPC=no\n", 1000, False, False),
+        ("[Login]\n#RemoveIPC=no\n", 1000, False, True),
+        (None, 1000, True, False),
+        (None, 0, False, False),
+    ],
+    ids=["default", "off", "commented out", "lingers", "root"],
+)
+def test_rings_that_vanish_at_logout(tmp_path, monkeypatch, conf, uid, lingers, removes):
+    seats = tmp_path / "seats"
+    seats.touch()
+    path = doctor.Path
+    monkeypatch.setattr(
+        doctor, "Path", lambda name: seats if name == "/run/systemd/seats" else path(name)
+    )
+    monkeypatch.setattr(doctor, "_LOGIND", (str(tmp_path / "logind.conf"),))
+    monkeypatch.setattr(doctor, "_LINGER", tmp_path)
+    if conf is not None:
+        (tmp_path / "logind.conf").write_text(conf)
+    if lingers:
+        (tmp_path / "someone").touch()
+    assert doctor.removes_at_logout(uid, "someone") is removes
+
+
 def test_a_name_that_does_not_resolve_is_said(monkeypatch):
     def fail(*_):
         raise socket.gaierror(-2, "Name or service not known")

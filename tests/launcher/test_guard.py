@@ -7,12 +7,14 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from echelon.errors import LaunchError
 from echelon.launcher.node import guard as guard_module
 from echelon.launcher.node.containment import Containment
 from echelon.launcher.node.guard import Guard, descendants
@@ -231,3 +233,33 @@ def test_workers_die_at_the_fence_and_none_starts_after_it(run):
     run.workers.fence(time.clock_gettime(time.CLOCK_BOOTTIME) + 1000)
     run.spawn(2, "true")
     assert run.wait_for(Exited, 2)[1].code == 0
+
+
+def test_a_stray_is_signalled_through_a_pidfd_and_only_while_it_is_below(monkeypatch):
+    """Its pid may be another's by the time it is signalled."""
+    by_pid: list[int] = []
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, _: by_pid.append(pid))
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(guard_module, "_is_below", lambda *_: False)  # reused meanwhile
+            assert guard_module._signal_stray(child.pid, signal.SIGTERM)
+        assert child.poll() is None
+        assert guard_module._signal_stray(child.pid, signal.SIGTERM)
+        assert child.wait(_WAIT_S) == -signal.SIGTERM
+        assert guard_module._signal_stray(child.pid, signal.SIGTERM), "it has gone: nothing to do"
+    finally:
+        if child.poll() is None:
+            kill(child.pid, signal.SIGKILL)
+        child.wait()
+    assert by_pid == []
+
+
+def test_a_guard_that_dies_with_input_unread_is_one_line(workers):
+    guard = workers._guard.pid
+    os.kill(guard, signal.SIGSTOP)
+    workers.sweep(signal.SIGKILL)
+    os.kill(guard, signal.SIGKILL)
+    with pytest.raises(LaunchError, match="the guard process died"):
+        workers.events()

@@ -21,6 +21,8 @@ def _ended(rank: int, code: int | None, order: int, *, stopped: bool = False) ->
         ([_ended(0, 7, 1), _ended(1, 5, 0)], [], 5),
         ([_ended(0, 7, 0), _ended(1, 5, 1)], [99], 7),
         ([_ended(0, 1, 1), _ended(1, None, 0)], [1], 1),
+        ([_ended(0, 124, 0), _ended(1, -15, 1)], [0], 1),
+        ([_ended(0, 124, 0)], [], 1),
     ],
     ids=[
         "own code",
@@ -30,6 +32,8 @@ def _ended(rank: int, code: int | None, order: int, *, stopped: bool = False) ->
         "nobody named",
         "unknown rank",
         "node lost",
+        "124 is a time limit's",
+        "124, nobody named",
     ],
 )
 def test_exit_code(ranks, culprits, expected):

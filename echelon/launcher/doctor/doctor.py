@@ -9,7 +9,9 @@ with what is used instead. Backends are asked in a child process, since only the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
+import getpass
 import ipaddress
 import itertools
 import json
@@ -38,6 +40,9 @@ from echelon.recorder.write.place import file_system, is_remote
 
 _SHM = Path("/dev/shm")  # noqa: S108 -- only looked at
 _SMALL_SHM_BYTES = 1 << 30
+_LOGIND = ("/etc/systemd/logind.conf", "/run/systemd/logind.conf", "/usr/lib/systemd/logind.conf")
+_LINGER = Path("/var/lib/systemd/linger")
+_FIRST_USER = 1000  # logind spares the system's own users
 _CONNECT_S = 3.0
 _BACKENDS_S = 60.0
 _NODES_S = 60.0  # for the others to start their doctors
@@ -184,7 +189,30 @@ def shared_memory() -> Check:
         return Check("shared memory", f"{_SHM} is no tmpfs: rings lie on the disk and may wait")
     free = shutil.disk_usage(_SHM).free
     note = "" if free >= _SMALL_SHM_BYTES else ": small (containers: --shm-size=1g)"
+    if removes_at_logout(os.getuid(), getpass.getuser()):
+        note += (
+            "; systemd removes your files there at logout, the rings of a detached job among them: "
+            "loginctl enable-linger"
+        )
     return Check("shared memory", f"{free / 1e9:.1f} GB free in /dev/shm{note}")
+
+
+def removes_at_logout(uid: int, user: str) -> bool:
+    """Whether logind removes a user's files from /dev/shm with the last session (RemoveIPC)."""
+    if uid < _FIRST_USER or not Path("/run/systemd/seats").exists():
+        return False
+    if (_LINGER / user).exists():
+        return False
+    settings = [Path(name) for name in _LOGIND]
+    settings += [part for path in settings for part in sorted(path.parent.glob("logind.conf.d/*"))]
+    removes = True  # what it does where nothing is set
+    for path in settings:
+        with contextlib.suppress(OSError):
+            for line in path.read_text(errors="replace").splitlines():
+                name, _, value = line.partition("=")
+                if name.strip() == "RemoveIPC":
+                    removes = value.strip().lower() in ("1", "yes", "true", "on")
+    return removes
 
 
 def run_directory() -> Check:

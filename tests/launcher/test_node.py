@@ -1,0 +1,80 @@
+"""A node's part of a job, with a guard that starts nothing."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from pathlib import Path
+
+import pytest
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.incident.harvest import Occasion
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.node import node as node_module
+from echelon.launcher.node.node import NodeAgent
+from echelon.launcher.options.options import parse
+from echelon.launcher.output.output import Terminal
+
+
+class _Guard:
+    """Starts no worker: its pipes end at once."""
+
+    def __init__(self) -> None:
+        self._ends = os.pipe()
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def hold(self, folder: str) -> None: ...
+
+    def spawn(self, *_: object, **__: object) -> tuple[int, int]:
+        pipes = [os.pipe(), os.pipe()]
+        for _, write_end in pipes:
+            os.close(write_end)
+        return pipes[0][0], pipes[1][0]
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+
+
+@pytest.fixture
+def node(tmp_path: Path):
+    guard, selector = _Guard(), selectors.DefaultSelector()
+    options = parse(["--no-python", "true"], {})
+    made = NodeAgent(
+        options, RunDirectory(tmp_path, ""), guard, selector, lambda _: None, Terminal(),
+        lambda _: None,
+    )  # fmt: skip
+    yield made
+    made.close()
+    selector.close()
+    guard.close()
+
+
+def _start(attempt: int) -> m.Start:
+    return m.Start(
+        attempt=attempt, restart=attempt, max_restarts=3, job_id="x", world_size=1, first_rank=0,
+        num_workers=1, node_rank=0, num_nodes=1, master_addr="127.0.0.1", master_port=1,
+        stall_timeout_ms=60_000, torch_backend="",
+    )  # fmt: skip
+
+
+def test_a_kill_for_memory_counts_only_in_its_own_attempt(node, monkeypatch):
+    """Else every later SIGKILL of the job, by hand or by an administrator, is one for memory."""
+    kills = iter([3, 4])
+    monkeypatch.setattr(node_module, "oom_kills", lambda _: next(kills))
+    occasions: list[Occasion] = []
+
+    def no_steps(_: object, occasion: Occasion, __: object):
+        occasions.append(occasion)
+        return []
+        yield
+
+    monkeypatch.setattr("echelon.launcher.node.examination.harvest_steps", no_steps)
+    monkeypatch.setattr("echelon.launcher.node.examination.Examination.send", lambda *_: None)
+    for attempt in (0, 1):
+        node.start(_start(attempt))
+        node.collect(m.Collect(incident=attempt, kind="failure", reason="x"))
+    assert [one.oom_kills_before for one in occasions] == [3, 4]
