@@ -1,11 +1,15 @@
 """How far this host's monotonic clock is from rank 0's, so that ranks line up in time.
 
 Ranks of one host share the kernel's clock: their offset is 0, exactly. Between hosts it is measured
-by round trips, as NTP does it: rank 0's answer was read somewhere between my question and its
+by round trips, as NTP does it: rank 0's answer was read somewhere between the question and its
 arrival, so the middle is the best guess and half the round trip bounds the error. The shortest of
-several round trips is the best one. It is measured once, when the world
-is made: monotonic clocks drift apart by some microseconds per second, so after an hour the error is
-larger than what was measured, by milliseconds.
+several round trips is the best one.
+
+It is measured once, when the world is made: monotonic clocks drift apart by some microseconds per
+second, so after an hour the error is larger than what was measured, by milliseconds, and the clock
+of a host that was suspended steps. The record is its own second measurement: no rank leaves an
+all_reduce before the last one has entered it, and where stamps of two hosts say otherwise the
+analysis compares them no more (`analysis/evidence/timing.py`).
 """
 
 from __future__ import annotations

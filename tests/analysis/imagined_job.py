@@ -191,9 +191,9 @@ class Rank:
         )  # fmt: skip
         return self
 
-    def on_host(self, name: str, *, ahead_s: float = 0.0) -> Rank:
-        """Run on another machine, whose clock was never compared with the others'."""
-        self.identity.update(boot_id=f"boot of {name}", host=name, clock_error_ns=-1)
+    def on_host(self, name: str, *, ahead_s: float = 0.0, error_ns: int = -1) -> Rank:
+        """Run on another machine; `error_ns` -1: its clock was never compared with the others'."""
+        self.identity.update(boot_id=f"boot of {name}", host=name, clock_error_ns=error_ns)
         self.now_ns += int(ahead_s * 1e9)
         return self
 

@@ -2,8 +2,8 @@
 
 The lag of a rank at a collective is how much later it came than the first. Clocks of ranks on one
 host are the same; across hosts the recorded offset and its error count. Where the offset was never
-measured the lag is taken from the time spent inside instead: who came last waited least, and that
-needs no common clock.
+measured, or where the record itself shows that it no longer holds, the lag is taken from the time
+spent inside instead: the last one to come waited least, and that needs no common clock.
 
 A collective's own time is that of the member that came last: the others' includes their waiting.
 """
@@ -24,6 +24,7 @@ from echelon.recorder.format.schema import Flag, State
 
 COMMUNICATION = "communication"
 _MAX_CALLS = 64
+_SLACK_NS = 1_000_000  # between hosts: clocks that are this close are good enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,10 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
         return None
     created = lanes.column("created_ns", 0)[:, done]
     inside: npt.NDArray[Any] = lanes.column("ended_ns", 0)[:, done] - created
-    if clocks_are_common(lanes.evidence, lanes.members.tolist()):
+    ended = created + inside
+    if clocks_are_common(lanes.evidence, lanes.members.tolist()) and not clocks_contradict(
+        lanes, created[:, lanes.proven[done]], ended[:, lanes.proven[done]]
+    ):
         first = created.min(axis=0)
         lag = created - first
     else:
@@ -97,6 +101,28 @@ def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
     if len({identity.boot_id or identity.host for identity in identities}) <= 1:
         return True
     return all(identity.rank == 0 or identity.clock_error_ns >= 0 for identity in identities)
+
+
+def clocks_contradict(
+    lanes: Lanes, created_ns: npt.NDArray[np.int64], ended_ns: npt.NDArray[np.int64]
+) -> bool:
+    """Tell whether the record proves that the hosts' clocks no longer lie where they were measured.
+
+    Offsets are measured once, when the world is made; later a clock drifts, or a host that was
+    suspended steps. No member leaves such a collective before the last one has entered it, so a
+    stamp that says otherwise, by more than the errors explain, is wrong.
+
+    Args:
+        created_ns: of collectives that end only once all have entered. [num_members, num_columns]
+        ended_ns: the same.
+    """
+    identities = [lanes.evidence.ranks[rank].identity for rank in lanes.members.tolist()]
+    is_one_host = len({identity.boot_id or identity.host for identity in identities}) <= 1
+    if is_one_host or lanes.evidence.foreign or not created_ns.shape[1]:
+        return False
+    error_ns = 2 * max(identity.clock_error_ns for identity in identities)
+    gap_ns = created_ns.max(axis=0) - ended_ns.min(axis=0)
+    return bool(gap_ns.max() > error_ns + _SLACK_NS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
