@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py                  # the whole matrix, a few minutes
     python benchmarks/faults.py --only host_hang,exception
+    python benchmarks/faults.py --torch          # plain torch programs instead, over Gloo
     python benchmarks/faults.py --list
 
 Every case is a job of 2 to 8 processes under `echelon run`; one rank does something wrong at step
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import faulty
 STALL_S = 4.0
 JOB_TIMEOUT_S = 90.0
 _JOB = Path(faulty.__file__)
+_TORCH_JOB = _JOB.with_name("faulty_torch.py")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,21 @@ class Case:
         if self.cause == "healthy":
             return "healthy", ()
         return self.cause, (self.culprit,) if self.culprits is None else self.culprits
+
+    @property
+    def by(self) -> str:
+        """Say what injects the fault."""
+        return self.worker.__name__
+
+    @property
+    def stall_s(self) -> float:
+        """The launcher's stall timeout."""
+        return STALL_S
+
+    @property
+    def command(self) -> list[str]:
+        """The program and its arguments, after those of the launcher."""
+        return [str(_JOB), self.worker.__name__, str(self.culprit)]
 
 
 CASES = [
@@ -104,6 +121,59 @@ CASES = [
 
 
 @dataclass(frozen=True)
+class TorchCase:
+    """A plain torch program; torch's own timeout ends what waits, or the launcher's stall does."""
+
+    cause: str
+    fault: str
+    ranks: int
+    culprit: int
+    timeout_s: float = 600.0  # torch's
+    stall_s: float = 6.0
+    needs: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name it for people and for the command line."""
+        who = "watchdog" if self.timeout_s < self.stall_s else "stall"
+        return f"{self.cause}-torch-{self.fault}-{who}-{self.ranks}r{self.culprit}"
+
+    @property
+    def by(self) -> str:
+        """Say what injects the fault, and what ends the job."""
+        return f"torch {self.fault}" + (
+            f", torch's timeout {self.timeout_s:g} s" if self.timeout_s < self.stall_s else ""
+        )
+
+    @property
+    def expected(self) -> tuple[str, tuple[int, ...]]:
+        """What the verdict is to be."""
+        return (self.cause, ()) if self.cause == "healthy" else (self.cause, (self.culprit,))
+
+    @property
+    def command(self) -> list[str]:
+        """The program and its arguments, after those of the launcher."""
+        return [str(_TORCH_JOB), self.fault, str(self.culprit), "--timeout", str(self.timeout_s)]
+
+
+# Gloo keeps no record of what a rank called, so mismatches and skipped calls cannot be told.
+TORCH_CASES = [
+    TorchCase("host_hang", "Hang", 4, 2),
+    TorchCase("host_hang", "Hang", 2, 0),
+    TorchCase("host_hang", "Hang", 4, 1, timeout_s=6.0, stall_s=60.0),
+    TorchCase("host_hang", "Spin", 4, 3, timeout_s=6.0, stall_s=60.0),
+    TorchCase("host_hang", "Spin", 4, 3),
+    TorchCase("frozen_process", "Freeze", 4, 1),
+    TorchCase("frozen_process", "Freeze", 4, 2, timeout_s=6.0, stall_s=60.0),
+    TorchCase("exception", "Raise", 4, 2),
+    TorchCase("exception", "Raise", 2, 1),
+    TorchCase("dead_process", "Kill", 4, 3),
+    TorchCase("dead_process", "Exit", 4, 0),
+    TorchCase("healthy", "Nothing", 4, 0),
+]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What was said of a case."""
 
@@ -113,7 +183,7 @@ class Outcome:
     summary: str
 
 
-def missing(case: Case) -> str:
+def missing(case: Case | TorchCase) -> str:
     """Say why a case cannot run here, "" if it can."""
     import echelon.dist as dist
     from echelon.dist.group import ProcessGroup
@@ -123,15 +193,15 @@ def missing(case: Case) -> str:
     return ""
 
 
-def run(case: Case, folder: Path) -> Outcome:
+def run(case: Case | TorchCase, folder: Path) -> Outcome:
     """Run a case's job to its end and read its folder."""
     from echelon.analysis import analyze
 
     run_dir = folder / case.name
     command = [
         sys.executable, "-m", "echelon", "run", "--run-dir", str(run_dir),
-        "--nproc-per-node", str(case.ranks), "--stall-timeout", str(STALL_S),
-        "--on-stall", "stop", str(_JOB), case.worker.__name__, str(case.culprit),
+        "--nproc-per-node", str(case.ranks), "--stall-timeout", str(case.stall_s),
+        "--on-stall", "stop", *case.command,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
@@ -156,7 +226,8 @@ def run(case: Case, folder: Path) -> Outcome:
 def main() -> int:
     """Run the matrix and print its table."""
     options = _parser().parse_args()
-    chosen = [case for case in CASES if not options.only or _is_chosen(case, options.only)]
+    cases: Sequence[Case | TorchCase] = TORCH_CASES if options.torch else CASES
+    chosen = [case for case in cases if not options.only or _is_chosen(case, options.only)]
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
@@ -167,14 +238,14 @@ def main() -> int:
         return _run_all(chosen, Path(folder), print)
 
 
-def _run_all(cases: list[Case], folder: Path, say: Callable[[str], None]) -> int:
+def _run_all(cases: Sequence[Case | TorchCase], folder: Path, say: Callable[[str], None]) -> int:
     say("| injected | by | ranks | culprit | said | culprits | confidence | right |")
     say("|---|---|---|---|---|---|---|---|")
     right = ran = 0
     for case in cases:
         why = missing(case)
         cause, culprits = case.expected
-        head = f"| {cause} | {case.worker.__name__} | {case.ranks} | {_ranks(culprits)} |"
+        head = f"| {cause} | {case.by} | {case.ranks} | {_ranks(culprits)} |"
         if why:
             say(f"{head} not run: {why} | | | |")
             continue
@@ -188,7 +259,7 @@ def _run_all(cases: list[Case], folder: Path, say: Callable[[str], None]) -> int
     return 0 if right == ran else 1
 
 
-def _is_chosen(case: Case, only: str) -> bool:
+def _is_chosen(case: Case | TorchCase, only: str) -> bool:
     return any(part in case.name for part in only.split(","))
 
 
@@ -201,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", default="", metavar="TEXT,...", help="cases whose names hold these"
     )
+    parser.add_argument("--torch", action="store_true", help="plain torch programs instead")
     parser.add_argument("--list", action="store_true", help="print the names and do nothing")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the jobs' folders there")
     return parser

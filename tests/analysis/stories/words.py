@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echelon.recorder.format.schema import HostThread
 from tests.analysis.imagined_job import Job
 from tests.analysis.stories.story import story
 
@@ -54,6 +55,49 @@ def watchdogs_abort_where_nobody_records() -> Job:
     for order, rank in enumerate(job.others(2)):
         rank.exited(-6, order=order, stderr_tail=WATCHDOG.format(rank=rank.rank))
     job[2].stands("data.py", 12, "read")
+    return job
+
+
+GLOO_TIMEOUT = (
+    "Traceback (most recent call last):\n"
+    '  File "/u/train.py", line 9, in step\n'
+    '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce\n'
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
+    "Timed out waiting 6000ms for recv operation to complete\n"
+)
+GLOO_CLOSED = GLOO_TIMEOUT.partition("RuntimeError")[0] + (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
+    "Connection closed by peer [127.0.0.1]:1234\n"
+)
+
+
+def _given_up_by_gloo() -> Job:
+    job = _ringless(4)
+    job[0].exited(1, order=0, stderr_tail=GLOO_TIMEOUT)
+    job[1].exited(1, order=1, stderr_tail=GLOO_CLOSED)
+    job[3].exited(1, order=2, stderr_tail=GLOO_CLOSED)
+    return job
+
+
+@story("host_hang", [2], "failure", "likely")
+def gloo_gives_up_where_nobody_records() -> Job:
+    job = _given_up_by_gloo()
+    job[2].stands("data.py", 12, "read")
+    return job
+
+
+@story("frozen_process", [2], "failure", "likely")
+def gloo_gives_up_on_a_frozen_rank() -> Job:
+    job = _given_up_by_gloo()
+    job[2].host.update(process_state="T")
+    return job
+
+
+@story("unknown", [], "failure", "possible")
+def gloo_gives_up_while_the_one_that_lives_waits_too() -> Job:
+    """Its own timeout has not come yet: it is no suspect, and none is left."""
+    job = _given_up_by_gloo()
+    job[2].host["threads"] = (HostThread(name="pt_gloo_runloop", call="futex", timed=True),)
     return job
 
 

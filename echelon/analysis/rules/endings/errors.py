@@ -61,6 +61,8 @@ _COMMUNICATION = re.compile(
 _WATCHDOG = re.compile(
     r"Watchdog caught collective operation timeout: \w{1,40}\(SeqNum=(\d{1,12}), OpType=(\w{1,40})"
 )
+_GLOO_TIMEOUT = re.compile(r"gloo/transport/[^\n]{1,200}Timed out waiting (\d{1,12})ms for ")
+_MAX_ERROR_CHARS = 2000
 _DIED_BY_WATCHDOG = re.compile(
     r"watchdog (?:caught|thread terminated|got stuck)|collective operation timeout"
     r"|taking the entire process down|heartbeatmonitor|remote process exited",
@@ -128,6 +130,17 @@ def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
     """Return the sequence number and type of the operation that torch's watchdog gave up in."""
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
+
+
+def gloo_timeout_s(stderr: str) -> float:
+    """Return for how long a rank had waited when Gloo gave up, 0 if it did not."""
+    found = _GLOO_TIMEOUT.findall(stderr)
+    return int(found[-1]) / 1000 if found else 0.0
+
+
+def was_cut_by_gloo(stderr: str) -> bool:
+    """Tell whether a rank's stderr ends with an error of Gloo's transport."""
+    return "gloo/transport/" in stderr[-_MAX_ERROR_CHARS:]
 
 
 def died_by_watchdog(stderr: str) -> bool:

@@ -1,15 +1,17 @@
 """Ranks whose watchdogs gave up, where no record says in what: their stderr does.
 
 torch's watchdog writes which operation it gave up in before it ends the process. A rank that no
-watchdog ended did not wait there: it is what the others waited for.
+watchdog ended did not wait there: it is what the others waited for. Gloo raises an error where a
+peer is late, and closes its connections, so the rest of the ranks that waited fail right after.
 """
 
 from __future__ import annotations
 
-from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
-from echelon.analysis.rules.endings.errors import watchdog_timeout
+from echelon.analysis.evidence.picture import Picture, has_moved
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list, seconds
+from echelon.analysis.rules.endings.errors import gloo_timeout_s, was_cut_by_gloo, watchdog_timeout
 from echelon.analysis.rules.one_rank.choice import read_rank
+from echelon.analysis.rules.one_rank.outside import waits_for_peers
 from echelon.analysis.rules.waits.stuck import describe_sinks
 
 _MAX_LINES = 4
@@ -23,7 +25,7 @@ def find_given_up(picture: Picture) -> list[Finding]:
         if (told := watchdog_timeout(facts.host.stderr_tail)) is not None
     }
     if not gave_up:
-        return []
+        return _given_up_by_gloo(picture)
     number, operation = max(gave_up.values())
     lines = tuple(
         f"rank {rank}'s watchdog gave up in {kind} #{at}"
@@ -45,6 +47,36 @@ def find_given_up(picture: Picture) -> list[Finding]:
             f"{operation} #{number}",
             evidence=(*finding.evidence, *lines),
             fallout_ranks=others,
+            scope=Scope.FALLOUT,
+        )
+    ]
+
+
+def _given_up_by_gloo(picture: Picture) -> list[Finding]:
+    """Report the living ranks that are in no collective while Gloo gave up on the others."""
+    ranks = picture.evidence.ranks
+    if picture.graph.waits:  # records say more
+        return []
+    ended = {rank: facts.host.stderr_tail for rank, facts in ranks.items() if facts.host.exit_code}
+    cut = tuple(rank for rank, stderr in ended.items() if was_cut_by_gloo(stderr))
+    waited_s = max((gloo_timeout_s(ended[rank]) for rank in cut), default=0.0)
+    behind = tuple(
+        rank
+        for rank, facts in ranks.items()
+        if facts.host.alive and not has_moved(facts) and not waits_for_peers(facts)
+    )
+    if not waited_s or not behind or 2 * len(behind) > picture.evidence.world_size:
+        return []
+    finding = describe_sinks(picture, behind, read_rank(picture, behind[0]), behind[0])
+    sure = finding.confidence is Confidence.CERTAIN
+    lines = tuple(f"rank {rank}'s stderr ends with an error of Gloo" for rank in cut[:_MAX_LINES])
+    return [
+        finding.changed(
+            confidence=Confidence.LIKELY if sure else finding.confidence,
+            summary=f"{finding.summary}; Gloo gave up on {rank_list(cut)} after "
+            f"{seconds(waited_s)} of waiting",
+            evidence=(*finding.evidence, *lines),
+            fallout_ranks=cut,
             scope=Scope.FALLOUT,
         )
     ]
