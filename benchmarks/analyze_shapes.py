@@ -152,13 +152,18 @@ def write_torch_receives(plan: Plan, folder: Path) -> None:
         (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(top, protocol=2))
 
 
+_FRAMES = {  # shared, as torch writes them
+    operation: [{"name": "step", "filename": "/srv/job/train.py", "line": 20 + operation}]
+    for operation in (SEND, RECV)
+}
+
+
 def _torch_entry(rank: int, index: int, call: Call) -> dict[str, object]:
     arrow = "->" if call.operation == SEND else "<-"
     now = 1_795_000_000_000_000_000 + index * 1_000_000
     sizes = [[1024, 1024]]
-    frames = [{"name": "step", "filename": "/srv/job/train.py", "line": 20 + call.operation}]
     return {
-        "frames": frames,
+        "frames": _FRAMES[call.operation],
         "record_id": index,
         "pg_id": 0,
         "process_group": ("0", "default_pg"),

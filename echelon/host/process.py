@@ -16,6 +16,7 @@ from echelon.host.cgroup import limits, pressure
 from echelon.host.facts import HostFacts
 from echelon.host.procfs import read_text
 from echelon.host.sockets import moved, sockets
+from echelon.host.threads import descendants
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class Sample:
 
     state: str = ""  # /proc state letter; "": it is gone
     start_ticks: int = 0
-    cpu_ticks: int = 0
+    cpu_ticks: int = 0  # of the process and all below it, those that have ended included
     rss_bytes: int | None = None
     wait_channel: str = ""
     caught_signals: int = 0
@@ -43,12 +44,24 @@ def sample(pid: int) -> Sample:
     return Sample(
         state=fields[0],
         start_ticks=int(fields[19]),
-        cpu_ticks=int(fields[11]) + int(fields[12]),
+        cpu_ticks=_ticks(fields) + _ticks_below(pid),
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
         wait_channel=wait_channel.strip("0\n"),
         caught_signals=int(status.partition("\nSigCgt:")[2].partition("\n")[0] or "0", 16),
         not_permitted=tuple(denied),
     )
+
+
+def _ticks(fields: list[str]) -> int:
+    """Return a process's own processor time and that of the children it has waited for."""
+    return sum(int(field) for field in fields[11:15])
+
+
+def _ticks_below(pid: int) -> int:
+    """Return the processor time of the living processes below one: compilers, loader workers."""
+    stats = [read_text(f"/proc/{child}/stat", "stat", []) for child in descendants(pid)]
+    rows = [stat.rpartition(")")[2].split() for stat in stats]
+    return sum(_ticks(fields) for fields in rows if len(fields) >= 22)
 
 
 def send(pid: int, start_ticks: int, number: int) -> bool:
@@ -73,10 +86,10 @@ def send(pid: int, start_ticks: int, number: int) -> bool:
 
 
 def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
-    """Return the share of one core that a process used between two looks."""
+    """Return the share of one core that a process and all below it used between two looks."""
     if not before.state or not after.state or elapsed_s <= 0:
         return None
-    ticks = after.cpu_ticks - before.cpu_ticks
+    ticks = max(0, after.cpu_ticks - before.cpu_ticks)  # less where a child left its parent
     return ticks / os.sysconf("SC_CLK_TCK") / elapsed_s
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from echelon.host import threads
+from echelon.host import process, threads
 from echelon.recorder.format.schema import HostFacts, HostThread, Identity
 from echelon.recorder.read import read_dump
 from echelon.recorder.read.dump import empty_record, write_dump
+from tests.recorder.conftest import wait_until
 
 _PROGRAM = """
 import threading, time
@@ -101,3 +102,18 @@ def test_threads_come_back_from_a_dump(tmp_path):
     path = tmp_path / "rank_0"
     write_dump(empty_record(path, Identity(rank=0), facts), path)
     assert read_dump(path).host == facts
+
+
+def test_the_processor_time_of_a_child_counts_as_its_parents(start) -> None:
+    spin = "import sys; print('ready', flush=True)\nwhile True: pass"
+    pid = start(
+        sys.executable,
+        "-c",
+        f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {spin!r}])
+""",
+    )
+    before = process.sample(pid)
+    wait_until(lambda: process.sample(pid).cpu_ticks >= before.cpu_ticks + 10, "10 ticks")
+    assert process.cpu_share(before, process.sample(pid), 1.0) >= 0.1
