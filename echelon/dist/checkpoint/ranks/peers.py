@@ -34,6 +34,15 @@ class Peers(Protocol):
         """Fill `out` [size * n] with every rank's `own` [n]: uint8 on the CPU."""
         ...
 
+    def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Return what every rank sent to this one, by rank: uint8 on the CPU.
+
+        Args:
+            sent: what this rank sends to each rank, by rank; 1-D, of any size.
+            sizes: of what it receives from each rank.
+        """
+        ...
+
 
 class Alone:
     """One process, of whatever rank."""
@@ -52,6 +61,10 @@ class Alone:
         """Copy `own`."""
         out.copy_(own)
 
+    def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:  # noqa: ARG002 -- of the interface
+        """Return what is sent to this rank itself."""
+        return sent
+
 
 class World:
     """The ranks of an echelon group."""
@@ -69,6 +82,13 @@ class World:
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `out` with every rank's `own`."""
         self._group.all_gather(out, own)
+
+    def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Return what every rank sent to this one, by rank."""
+        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        splits = [tensor.numel() for tensor in sent]
+        self._group.all_to_all(out, torch.cat(sent), output_splits=sizes, input_splits=splits)
+        return list(torch.split(out, sizes))
 
 
 class TorchWorld:
@@ -94,6 +114,14 @@ class TorchWorld:
     def all_gather_bytes(self, out: torch.Tensor, own: torch.Tensor) -> None:
         """Fill `out` with every rank's `own`."""
         out.copy_(torch.cat(self._gather(own)))
+
+    def all_to_all_bytes(self, sent: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Return what every rank sent to this one, by rank."""
+        splits = [tensor.numel() for tensor in sent]
+        joined = torch.cat(sent).to(self._device)
+        out = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        torch_dist.all_to_all_single(out, joined, sizes, splits)
+        return list(torch.split(out.cpu(), sizes))
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         mine = mine.to(self._device)

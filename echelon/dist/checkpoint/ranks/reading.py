@@ -1,139 +1,145 @@
-"""Who reads what: elements that all ranks want are read once, and passed on.
+"""Who reads what: elements that several ranks want are read once, and passed on.
 
-The tensors that every rank wants lie one after the other on one line of bytes. It is read in
-windows: each rank reads an equal part of the window, checks it, and an all_gather gives all ranks
-the whole. What only some ranks want, such as shards, each of them reads by itself.
+Each line (see `sharing.py`) is read in windows: each of its ranks reads an equal part of the window
+and checks it. An all_gather gives all ranks what every rank wants; one all_to_all per round carries
+all lines that smaller sets of ranks want, so that sets do not wait for each other and no rank
+receives what it does not want. What one rank alone wants, it reads by itself.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.disk.manifest import dtype_bytes
 from echelon.dist.checkpoint.disk.source import Source, fill
-from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
 from echelon.dist.checkpoint.ranks.peers import Peers
-from echelon.dist.checkpoint.state.held import Held
+from echelon.dist.checkpoint.ranks.sharing import (
+    ALIGNMENT,
+    Line,
+    Piece,
+    Wanted,
+    aligned,
+    find_lines,
+)
 
 _WINDOW_BYTES = 64 << 20
-_ALIGNMENT = 16  # bytes; a multiple of every dtype's
-_KEY_BYTES = 8
-Wanted = tuple[Held, str]
-
-
-class _Piece(NamedTuple):
-    """Some bytes of one tensor on the line: `first` to `last`, counted on the line."""
-
-    held: Held
-    path: str
-    dtype: torch.dtype
-    begin: int  # of the tensor, on the line
-    first: int
-    last: int
-
-    def elements(self) -> tuple[int, int]:
-        """Return the first element, counted in the tensor's part here, and their number."""
-        size = self.dtype.itemsize
-        return (self.first - self.begin) // size, (self.last - self.first) // size
 
 
 def read(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Exception | None:
-    """Fill all tensors. Collective; returns this rank's error, after all ranks are through."""
-    shared = _shared(peers, source, wanted) if peers.size > 1 else {}
-    error = _read_line(peers, source, list(shared.values())) if shared else None
-    done = {id(held) for held, _ in shared.values()}
-    try:
-        for held, path in wanted:
-            if error is None and id(held) not in done:
-                fill(source, held, path)
-    except Exception as raised:  # noqa: BLE001 -- all ranks raise it together
-        error = raised
-    return error
+    """Fill all tensors. Collective; returns this rank's error after all ranks have finished."""
+    reading = _Reading(peers, source)
+    if peers.size > 1:
+        lines = find_lines(peers, source, wanted)
+        if lines.for_all is not None:
+            reading.for_all(lines.for_all)
+        if lines.has_some:
+            reading.for_some(lines.for_some)
+    reading.alone(wanted)
+    return reading.error
 
 
-def _shared(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> dict[bytes, Wanted]:
-    """Return what every rank wants, in the same order on all ranks."""
-    own = {_key(source, held, path): (held, path) for held, path in reversed(wanted)}
-    own.pop(b"", None)
-    keys = b"".join(sorted(own))
-    digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
-    common = set(own)
-    if len(set(digests)) > 1:
-        is_first = digests.index(digests[peers.rank]) == peers.rank
-        for rank, theirs in enumerate(peers.all_gather(keys if is_first else b"")):
-            if digests.index(digests[rank]) == rank:
-                places = range(0, len(theirs), _KEY_BYTES)
-                common &= {theirs[place : place + _KEY_BYTES] for place in places}
-    return {key: own[key] for key in sorted(common)}
+class _Reading:
+    """One rank's part of reading one version.
 
+    Attributes:
+        error: the first one of this rank; it reads nothing after it, and still takes part in every
+            exchange, since the other ranks wait for it there.
+    """
 
-def _key(source: Source, held: Held, path: str) -> bytes:
-    """Return what ranks have in common that want the same elements; empty if it is not shared."""
-    stored = source.manifest.tensor(path)
-    assert stored is not None, path
-    if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
-        return b""
-    name = source.manifest.aliases.get(path, path)
-    text = f"{name} {held.start} {held.length}"
-    return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()
+    def __init__(self, peers: Peers, source: Source) -> None:
+        self.error: Exception | None = None
+        self._peers = peers
+        self._source = source
+        self._done: set[int] = set()  # ids of what was filled
 
+    def for_all(self, line: Line) -> None:
+        """Read what every rank wants. Collective."""
+        peers = self._peers
+        part = min(_WINDOW_BYTES, line.num_bytes + ALIGNMENT * peers.size) // peers.size
+        part = max(ALIGNMENT, part // ALIGNMENT * ALIGNMENT)
+        own = torch.zeros(part, dtype=torch.uint8)
+        window = torch.empty(part * peers.size, dtype=torch.uint8)
+        for first in range(0, line.num_bytes, window.numel()):
+            self._read(line, first + peers.rank * part, own)
+            peers.all_gather_bytes(window, own)
+            _put(line, first, window)
+        self._note(line)
 
-def _read_line(peers: Peers, source: Source, items: Sequence[Wanted]) -> Exception | None:
-    begins, total = [], 0
-    for held, path in items:
-        begins.append(total)
-        num_bytes = held.length * dtype_bytes(_stored_dtype(source, path))
-        total += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    part = min(_WINDOW_BYTES, total + _ALIGNMENT * peers.size) // peers.size
-    part = max(_ALIGNMENT, part // _ALIGNMENT * _ALIGNMENT)
-    own = torch.zeros(part, dtype=torch.uint8)
-    window = torch.empty(part * peers.size, dtype=torch.uint8)
-    error: Exception | None = None
-    for first in range(0, total, part * peers.size):
-        begin = first + peers.rank * part
+    def for_some(self, lines: Sequence[Line]) -> None:
+        """Read what sets of ranks want. Collective among all ranks, those without a set too."""
+        peers = self._peers
+        num_bytes = sum(line.num_bytes for line in lines)
+        num_rounds = max(peers.all_gather(-(-num_bytes // _WINDOW_BYTES)))
+        for number in range(num_rounds):
+            self._round(lines, number, num_rounds)
+        for line in lines:
+            self._note(line)
+
+    def _round(self, lines: Sequence[Line], number: int, num_rounds: int) -> None:
+        """Read one window of each line, send this rank's part of it and put in place the others'.
+
+        Both ends of a pair list the lines that they share in the same order.
+        """
+        rank, size = self._peers.rank, self._peers.size
+        parts = [aligned(-(-line.num_bytes // (num_rounds * len(line.ranks)))) for line in lines]
+        sent: list[list[Tensor]] = [[] for _ in range(size)]
+        places: list[list[tuple[Line, int, int]]] = [[] for _ in range(size)]
+        for line, part in zip(lines, parts, strict=True):
+            own = torch.zeros(part, dtype=torch.uint8)
+            window = number * part * len(line.ranks)
+            for place, other in enumerate(line.ranks):
+                first = window + place * part
+                if other == rank:
+                    self._read(line, first, own)
+                    _put(line, first, own)
+                else:
+                    sent[other].append(own)
+                    places[other].append((line, first, part))
+        received = self._peers.all_to_all_bytes(
+            [_joined(tensors) for tensors in sent],
+            [sum(part for *_, part in there) for there in places],
+        )
+        for content, there in zip(received, places, strict=True):
+            contents = torch.split(content, [part for *_, part in there])
+            for (line, first, _), own in zip(there, contents, strict=True):
+                _put(line, first, own)
+
+    def alone(self, wanted: Sequence[Wanted]) -> None:
+        """Read what is on no line."""
         try:
-            for piece in _pieces(source, items, begins, begin, begin + part):
-                if error is None:
-                    _read_piece(source, piece, own[piece.first - begin : piece.last - begin])
+            for held, path in wanted:
+                if self.error is None and id(held) not in self._done:
+                    fill(self._source, held, path)
+        except Exception as raised:  # noqa: BLE001 -- all ranks raise it together
+            self.error = raised
+
+    def _read(self, line: Line, first: int, out: Tensor) -> None:
+        """Fill `out` with the bytes of a line from `first` on."""
+        try:
+            for piece in line.pieces(first, first + out.numel()):
+                if self.error is None:
+                    self._read_piece(piece, out[piece.first - first : piece.last - first])
         except Exception as raised:  # noqa: BLE001 -- the others wait for this rank's part
-            error = raised
-        peers.all_gather_bytes(window, own)
-        for piece in _pieces(source, items, begins, first, first + window.numel()):
-            _put_piece(piece, window[piece.first - first : piece.last - first])
-    return error
+            self.error = raised
+
+    def _read_piece(self, piece: Piece, out: Tensor) -> None:
+        start, _ = piece.elements()
+        self._source.read(piece.path, piece.held.start + start, out.view(piece.dtype))
+
+    def _note(self, line: Line) -> None:
+        self._done |= {id(held) for held, _ in line.items}
 
 
-def _pieces(
-    source: Source, items: Sequence[Wanted], begins: Sequence[int], first: int, last: int
-) -> Iterator[_Piece]:
-    """Return what lies between two places of the line."""
-    for (held, path), begin in zip(items, begins, strict=True):
-        if begin >= last:
-            return
-        dtype = dtype_named(_stored_dtype(source, path))
-        end = begin + held.length * dtype.itemsize
-        if end > first:
-            yield _Piece(held, path, dtype, begin, max(begin, first), min(end, last))
+def _put(line: Line, first: int, content: Tensor) -> None:
+    """Write bytes of a line, from `first` on, into the tensors that they belong to."""
+    for piece in line.pieces(first, first + content.numel()):
+        start, length = piece.elements()
+        part = content[piece.first - first : piece.last - first].view(piece.dtype)
+        with torch.no_grad():
+            piece.held.data.view(-1)[start : start + length].copy_(part)
 
 
-def _read_piece(source: Source, piece: _Piece, out: Tensor) -> None:
-    start, _ = piece.elements()
-    source.read(piece.path, piece.held.start + start, out.view(piece.dtype))
-
-
-def _put_piece(piece: _Piece, content: Tensor) -> None:
-    start, length = piece.elements()
-    with torch.no_grad():
-        flat = piece.held.data.view(-1)
-        flat[start : start + length].copy_(content.view(piece.dtype))
-
-
-def _stored_dtype(source: Source, path: str) -> str:
-    stored = source.manifest.tensor(path)
-    assert stored is not None, path
-    return stored.dtype
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else torch.empty(0, dtype=torch.uint8)

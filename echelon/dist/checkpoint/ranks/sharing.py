@@ -1,0 +1,146 @@
+"""Which ranks want the same elements: lines of bytes that a set of ranks reads together.
+
+The tensors that the same ranks want lie one after the other on one line of bytes. There is a line
+for what every rank wants (replicas of a whole model) and one for each smaller set of ranks that
+want the same (replicas of a shard). What one rank alone wants is on no line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from echelon.dist.checkpoint.disk.source import Source
+from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
+from echelon.dist.checkpoint.ranks.peers import Peers
+from echelon.dist.checkpoint.state.held import Held
+
+ALIGNMENT = 16  # bytes; a multiple of the size of every dtype
+_KEY_BYTES = 8
+Wanted = tuple[Held, str]
+Ranks = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Some bytes of one tensor on a line: `first` to `last`, counted on the line."""
+
+    held: Held
+    path: str
+    dtype: torch.dtype
+    begin: int  # of the tensor, on the line
+    first: int
+    last: int
+
+    def elements(self) -> tuple[int, int]:
+        """Return the first element, counted in the tensor's part here, and their number."""
+        size = self.dtype.itemsize
+        return (self.first - self.begin) // size, (self.last - self.first) // size
+
+
+class Line:
+    """Tensors that a set of ranks wants, one after the other; equal on all ranks of the set.
+
+    Attributes:
+        ranks: the set, in order.
+        items: what this rank wants of it, in the order of the line.
+        num_bytes: its length, each tensor padded to `ALIGNMENT`.
+    """
+
+    def __init__(self, ranks: Ranks, items: Sequence[Wanted], source: Source) -> None:
+        self.ranks = ranks
+        self.items = list(items)
+        self.num_bytes = 0
+        self._dtypes: list[torch.dtype] = []
+        self._begins: list[int] = []
+        for held, path in items:
+            dtype = _stored_dtype(source, path)
+            self._dtypes.append(dtype)
+            self._begins.append(self.num_bytes)
+            self.num_bytes += aligned(held.length * dtype.itemsize)
+
+    def pieces(self, first: int, last: int) -> Iterator[Piece]:
+        """Return what lies between two places of the line."""
+        for (held, path), dtype, begin in zip(self.items, self._dtypes, self._begins, strict=True):
+            if begin >= last:
+                return
+            end = begin + held.length * dtype.itemsize
+            if end > first:
+                yield Piece(held, path, dtype, begin, max(begin, first), min(end, last))
+
+
+class Lines(NamedTuple):
+    """The lines of one rank.
+
+    Attributes:
+        for_all: what every rank wants; None: nothing.
+        for_some: what smaller sets want that this rank belongs to, ordered by their ranks.
+        has_some: whether any rank has a line for some ranks; the same on all ranks.
+    """
+
+    for_all: Line | None
+    for_some: list[Line]
+    has_some: bool
+
+
+def find_lines(peers: Peers, source: Source, wanted: Sequence[Wanted]) -> Lines:
+    """Return the lines that this rank belongs to. Collective.
+
+    Ranks exchange 8 bytes per tensor; of ranks that want the same, one sends them.
+    """
+    own = {_key(source, held, path): (held, path) for held, path in reversed(wanted)}
+    own.pop(b"", None)
+    sets = _ranks_by_key(peers, b"".join(sorted(own)))
+    by_ranks: dict[Ranks, list[Wanted]] = {}
+    for key in sorted(own):
+        by_ranks.setdefault(sets[key], []).append(own[key])
+    lines = [Line(ranks, by_ranks[ranks], source) for ranks in sorted(by_ranks) if len(ranks) > 1]
+    return Lines(
+        for_all=next((line for line in lines if len(line.ranks) == peers.size), None),
+        for_some=[line for line in lines if len(line.ranks) < peers.size],
+        has_some=any(1 < len(ranks) < peers.size for ranks in sets.values()),
+    )
+
+
+def _ranks_by_key(peers: Peers, keys: bytes) -> Mapping[bytes, Ranks]:
+    """Return which ranks want what each key stands for, for the keys of all ranks."""
+    digests = peers.all_gather(hashlib.blake2b(keys, digest_size=16).digest())
+    if len(set(digests)) == 1:
+        return dict.fromkeys(_split(keys), tuple(range(peers.size)))
+    is_first = digests.index(digests[peers.rank]) == peers.rank
+    tables = peers.all_gather(keys if is_first else b"")
+    alike: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        alike.setdefault(digest, []).append(rank)
+    found: dict[bytes, list[int]] = {}
+    for ranks in alike.values():
+        for key in _split(tables[ranks[0]]):
+            found.setdefault(key, []).extend(ranks)
+    known = {tuple(ranks): tuple(sorted(ranks)) for ranks in found.values()}
+    return {key: known[tuple(ranks)] for key, ranks in found.items()}
+
+
+def _split(keys: bytes) -> Iterator[bytes]:
+    return (keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES))
+
+
+def _key(source: Source, held: Held, path: str) -> bytes:
+    """Return what ranks have in common that want the same elements; empty if it is not shared."""
+    if held.repeats or not held.length or not held.data.is_contiguous() or held.data.is_conj():
+        return b""
+    name = source.manifest.aliases.get(path, path)
+    text = f"{name} {held.start} {held.length}"
+    return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()
+
+
+def _stored_dtype(source: Source, path: str) -> torch.dtype:
+    stored = source.manifest.tensor(path)
+    assert stored is not None, path
+    return dtype_named(stored.dtype)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
