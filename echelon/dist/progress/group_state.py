@@ -113,6 +113,12 @@ class GroupState:
         """Whether this process is a fork of the one that owns the group."""
         return self._num_forks != _num_forks
 
+    @property
+    def error(self) -> CollectiveError | None:
+        """The error that ended the group; None if it has not ended, or ended without one."""
+        end = self._ends.get("end")
+        return None if end is None else end.error
+
     # ---- numbers ----
 
     def next_message(self, kind: str, peer: int) -> int:

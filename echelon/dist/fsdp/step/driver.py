@@ -99,6 +99,11 @@ class Driver:
             self._near[size] = self.group.split(color, self.group.rank, name)
         return self._near[size]
 
+    def groups(self) -> list[ProcessGroup]:
+        """Return the groups in which other ranks may wait for this one."""
+        every = [self.group, self.reducing, self.replicas, *self._near.values()]
+        return [group for group in every if group is not None]
+
     # ---- events ----
 
     def is_nested(self, unit: Unit) -> bool:

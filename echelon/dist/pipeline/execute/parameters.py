@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from echelon.dist.fsdp import gradient_sync, reduce_gradients, reshard, shards, unshard
 from echelon.dist.fsdp.parameters.flat import member_of
 from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.fsdp.step.driver import driver_of
+from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.execute.stage import Stage
 
-__all__ = ["Tied", "gradient_sync", "is_sharded", "reduce_gradients", "reshard", "unshard",
-           "whole_parameters"]  # fmt: skip
+__all__ = ["Tied", "gradient_sync", "groups_of", "is_sharded", "reduce_gradients", "reshard",
+           "unshard", "whole_parameters"]  # fmt: skip
 
 
 def is_sharded(stage: Stage) -> bool:
     """Whether any of a stage's parameters are divided among ranks by `fully_shard`."""
     return bool(units_of(stage.module))
+
+
+def groups_of(stage: Stage) -> Iterator[ProcessGroup]:
+    """Return the groups of a stage's sharded parameters; some may be returned several times."""
+    for unit in units_of(stage.module):
+        yield from driver_of(unit).groups()
 
 
 def whole_parameters(stage: Stage) -> list[nn.Parameter]:

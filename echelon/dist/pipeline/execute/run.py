@@ -21,10 +21,11 @@ from echelon.dist import heap
 from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.execute.agreement import agree, check_stages, plan_of
 from echelon.dist.pipeline.execute.batch import check_batch, split_batch
+from echelon.dist.pipeline.execute.failure import end_groups
 from echelon.dist.pipeline.execute.messages.exchange import Exchange, Routes
 from echelon.dist.pipeline.execute.messages.links import open_links
 from echelon.dist.pipeline.execute.names import StageModules
-from echelon.dist.pipeline.execute.parameters import gradient_sync, reshard
+from echelon.dist.pipeline.execute.parameters import gradient_sync, groups_of, reshard
 from echelon.dist.pipeline.execute.parameters import unshard as gather
 from echelon.dist.pipeline.execute.replicas import average_gradients
 from echelon.dist.pipeline.execute.stage import LossFn, Stage
@@ -59,8 +60,10 @@ class Pipeline:
             them. None: there are none, or all is sharded.
 
     The constructor is collective: every rank of the group calls it with the same arguments, and it
-    blocks until all have, within the group's timeout. After a step that failed a pipeline cannot be
-    used again.
+    blocks until all have, within the group's timeout. A step that fails on one rank, be it by what
+    a stage's module raises, ends the groups that it uses on all ranks: `group`, `replicas` and
+    those of sharded stages. The other ranks' errors name that rank. The pipeline cannot be used
+    again.
 
     Raises:
         ValueError: stages, schedule and group do not fit, or the ranks' arguments differ.
@@ -88,6 +91,7 @@ class Pipeline:
         name = agree(self.group, self.plan, ties, self._ties)
         self._replicas = replicas
         self._failed = False
+        self._num_calls = 0
         self._by_index = {stage.index: stage for stage in self.stages}
         self._device = self.stages[0].device
         if all(p.device.type == "cpu" for stage in self.stages for p in stage.module.parameters()):
@@ -161,7 +165,7 @@ class Pipeline:
             raise ValueError(f"loss_scale must be positive and finite, got {loss_scale!r}")
         step = self._start(inputs, targets, seed=loss_scale / self.num_microbatches)
         self._ties.set_aside()
-        with self._poisoning():
+        with self._ending_on_failure("step"):
             row = self._sharded_row if step.sharded else self._ordered.rows[self.group.rank]
             with contextlib.ExitStack() as stack:
                 for stage in step.sharded:
@@ -193,7 +197,7 @@ class Pipeline:
             for part in action.computations or (action,)
             if part.kind in kinds
         ]
-        with self._poisoning(), torch.no_grad():
+        with self._ending_on_failure("evaluate"), torch.no_grad():
             for stage in step.sharded:
                 gather(stage.module)
             step.carry_out(row)
@@ -221,12 +225,23 @@ class Pipeline:
         )
 
     @contextlib.contextmanager
-    def _poisoning(self) -> Iterator[None]:
-        """After a failure messages remain in the channels: no step may follow."""
+    def _ending_on_failure(self, call: str) -> Iterator[None]:
+        """After a failure messages remain in the channels, and other ranks wait for this one."""
+        number = self._num_calls
+        self._num_calls += 1
         try:
             yield
-        except BaseException:
+        except BaseException as raised:
             self._failed = True
             for stage in self.stages:
                 stage.forget()
+            end_groups(self._groups(), call, number, self.group.ranks[self.group.rank], raised)
             raise
+
+    def _groups(self) -> Iterator[ProcessGroup]:
+        """Return the groups in which other ranks may wait for this one during a step."""
+        yield self.group
+        if self._replicas is not None:
+            yield self._replicas
+        for stage in self.stages:
+            yield from groups_of(stage)

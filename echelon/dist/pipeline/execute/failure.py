@@ -1,0 +1,54 @@
+"""Failure: a step that fails on one rank ends, on all ranks, the groups that the step uses.
+
+Other ranks wait for this one there: for outputs, gradients, shards, averages. What a stage's module
+raised is the program's own error; a program that catches it, or takes long to exit, must not keep
+them waiting until the groups' timeout. So they get an error at once that names this rank.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from echelon.dist.errors.build import reported
+from echelon.dist.group import ProcessGroup
+from echelon.dist.operation.operation import Operation
+from echelon.errors import CollectiveError
+
+_MAX_TEXT = 200
+
+
+def end_groups(
+    groups: Iterable[ProcessGroup], call: str, number: int, rank: int, raised: BaseException
+) -> None:
+    """End groups because of an error of this rank. Does not block; groups that ended stay as is.
+
+    Args:
+        groups: those in which other ranks may wait for this one.
+        call: what failed: "step" or "evaluate".
+        number: of the call, from 0.
+        rank: this rank, global.
+        raised: by the call. Another rank's error is passed on with that rank's name.
+    """
+    groups = list(dict.fromkeys(groups))
+    ranks: tuple[int, ...] = (rank,)
+    text = f"rank {rank} failed: {_described(raised)}"
+    kind: type[CollectiveError] = CollectiveError
+    if isinstance(raised, CollectiveError):
+        # What was raised may only refuse an operation of a group that had ended before it.
+        first = next((group.state.error for group in groups if group.state.error), raised)
+        ranks, kind, text = tuple(first.ranks), type(first), str(first).partition("\n")[0]
+    for group in groups:
+        state = group.state
+        if group.size > 1 and not state.is_closed and not state.is_foreign:
+            state.fail(reported(state.members, Operation(call, number), kind, text, ranks))
+
+
+def _described(raised: BaseException) -> str:
+    """Return an error's type, the first line of its text, and where it was raised."""
+    text = type(raised).__name__
+    if str(raised):
+        text += f": {str(raised).splitlines()[0][:_MAX_TEXT]}"
+    frames = traceback.extract_tb(raised.__traceback__)
+    return f"{text} (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
