@@ -99,9 +99,11 @@ class Fsdp2:
 class Ddp:
     """Replicas by torch."""
 
+    is_static = False
+
     def __init__(self, model, units, param_dtype):
         assert param_dtype is None
-        self.model = DistributedDataParallel(model)
+        self.model = DistributedDataParallel(model, static_graph=self.is_static)
         self.held = self.model.no_sync
 
     def clip(self):
@@ -111,7 +113,13 @@ class Ddp:
         return {n: v.detach().clone() for n, v in self.model.module.state_dict().items()}
 
 
-def _train(way, program, rank, size, param_dtype=None):
+class StaticDdp(Ddp):
+    """Replicas by torch, in the only way in which it takes reentrant checkpoints."""
+
+    is_static = True
+
+
+def _train(way, program, rank, size, param_dtype=None, num_micro=MICRO):
     """Return the loss, the gradients' norm and the weights after each step."""
     model = program.make()
     sharded = way(model, program.units, param_dtype)
@@ -119,9 +127,9 @@ def _train(way, program, rank, size, param_dtype=None):
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     story = []
     for step in range(STEPS):
-        for micro in range(MICRO):
-            with sharded.held() if micro + 1 < MICRO else contextlib.nullcontext():
-                loss = models.loss_of(sharded.model, (step * size + rank) * MICRO + micro)
+        for micro in range(num_micro):
+            with sharded.held() if micro + 1 < num_micro else contextlib.nullcontext():
+                loss = models.loss_of(sharded.model, (step * size + rank) * num_micro + micro)
                 loss.backward()
         norm = sharded.clip()
         optimizer.step()
@@ -214,8 +222,12 @@ def _float32(rank, size, folder):
         ours = _train(Ours, program, rank, size)
         if name != "tied across units":
             distances[name, "FSDP2"] = _distance(ours, _train(Fsdp2, program, rank, size))
-        if "checkpoints" not in name:  # DDP refuses micro-batches with some kinds of these
-            distances[name, "DDP"] = _distance(ours, _train(Ddp, program, rank, size))
+        if name == "reentrant checkpoints":  # DDP refuses micro-batches with these
+            ours = _train(Ours, program, rank, size, num_micro=1)
+            theirs = _train(StaticDdp, program, rank, size, num_micro=1)
+        else:
+            theirs = _train(Ddp, program, rank, size)
+        distances[name, "DDP"] = _distance(ours, theirs)
         first, last = ours[0][2], ours[-1][2]
         assert any(not torch.equal(first[key], last[key]) for key in first)
     _leave()
@@ -225,14 +237,14 @@ def _float32(rank, size, folder):
 def test_float32_trains_as_fsdp2_and_ddp_do(tmp_path):
     """Accumulation, clipping, ties, uneven units, frozen parts, both kinds of checkpointing."""
     for distances in run_ranks(_float32, 2, str(tmp_path), timeout_s=600):
-        assert len(distances) == 9
+        assert len(distances) == 11
         assert {case: far for case, far in distances.items() if far > 1e-6} == {}
 
 
 def _bfloat16(rank, size, folder):
     _join(folder)
     found = {}
-    for name in ("plain", "uneven", "frozen"):
+    for name in ("plain", "uneven", "frozen", "checkpoints", "reentrant checkpoints"):
         program = FLOAT32[name]
         exact = _train(Ours, program, rank, size)
         ours = _train(Ours, program, rank, size, torch.bfloat16)
@@ -243,6 +255,7 @@ def _bfloat16(rank, size, folder):
 
 
 def test_bfloat16_is_no_further_from_float32_than_fsdp2_is(tmp_path):
+    """With accumulation, and with both kinds of checkpointing."""
     for found in run_ranks(_bfloat16, 2, str(tmp_path), timeout_s=600):
         for name, (ours, theirs, between) in found.items():
             assert 0 < ours <= 1.05 * theirs + 1e-6, (name, ours, theirs)
