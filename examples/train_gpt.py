@@ -27,7 +27,7 @@ from gpt.arguments import OneLineParser, positive_number, whole_number
 from gpt.bigram import bigram_loss
 from gpt.data import Dataset, load_dataset, validation_windows
 from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import choose_device, limit_threads, load_optimizers
+from gpt.machine import choose_device, describe, limit_threads, load_optimizers
 from gpt.model import GPT, GPTConfig
 from gpt.peak import find_peak
 from gpt.pipeline import PipelineTrainer
@@ -266,7 +266,8 @@ def introduce(job: Job, trainer: Trainer, report: Report) -> None:
         shared = f"{job.settings.pipeline} stages of {shared}"
     compiled = ", compiled blocks" if job.settings.compile else ""
     world = trainer.world
-    report.say(f"world: {world.size} ranks, {shared}, {world.backend}, {trainer.device}{compiled}")
+    where = describe(trainer.device)
+    report.say(f"world: {world.size} ranks, {shared}, {world.backend}, {where}{compiled}")
     if trainer.step:
         report.say(f"resumed {job.options.resume} after step {trainer.step}")
 

@@ -21,7 +21,7 @@ from echelon import recorder
 from echelon.dist.checkpoint import PendingSave, RandomState, load, peek, save
 from gpt.data import BatchSource, evaluation_batches
 from gpt.gradients import FOUR_MIB
-from gpt.machine import choose_device
+from gpt.machine import choose_device, move
 from gpt.model import GPT, GPTConfig
 from gpt.parallel import Replicas, Shards
 from gpt.schedule import learning_rate
@@ -171,7 +171,7 @@ class Trainer:
         """Wait for this step's batch, and say so in the record while it lasts."""
         with recorder.span("data_wait"):
             tokens, targets = self.fetch_batch()
-        return tokens.to(self.device), targets.to(self.device)
+        return move(tokens, self.device), move(targets, self.device)
 
     def fetch_batch(self) -> tuple[Tensor, Tensor]:
         """Get this step's batch from the source."""
@@ -245,7 +245,7 @@ class Trainer:
             at_least=self.settings.microbatches,
         )
         for tokens, targets in batches:
-            total += self.summed_loss(tokens.to(self.device), targets.to(self.device))
+            total += self.summed_loss(move(tokens, self.device), move(targets, self.device))
         self.world.all_reduce(total, op="sum")
         return total.item() / (len(windows) * (windows.shape[1] - 1))
 

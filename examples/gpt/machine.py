@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import warnings
+from pathlib import Path
 
 import torch
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def limit_threads() -> None:
@@ -30,15 +34,46 @@ def choose_device(wanted: str = "auto") -> torch.device:
     Args:
         wanted: "cpu", "cuda", or "auto": a GPU where torch finds one.
 
+    A machine that has a GPU, which torch cannot use, is warned of.
+
     Raises:
         ValueError: "cuda", and torch finds no GPU.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise ValueError("--device cuda: torch finds no GPU")
-    if wanted == "cpu" or not has_gpu:
+    if not has_gpu:
+        if wanted == "auto" and DRIVER.exists() and local_rank() == 0:
+            warnings.warn(
+                f"this machine has a GPU driver, but torch {torch.__version__} finds no GPU: "
+                "training on the CPU",
+                RuntimeWarning,
+                stacklevel=1,  # one place, so that Python shows it once
+            )
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", local_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # TF32: float32 products on the tensor cores
     return device
+
+
+def local_rank() -> int:
+    """Return this rank's number on its host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def describe(device: torch.device) -> str:
+    """Return which device it is; of a GPU its name, and how many local ranks share each GPU."""
+    if device.type != "cuda":
+        return str(device)
+    num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    used = min(num_ranks, num_gpus)
+    shared = f", {num_ranks} local ranks on {used} GPUs" if num_ranks > 1 else ""
+    return f"{device} ({torch.cuda.get_device_name(device)}{shared})"
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device; the host does not wait for the copy to a GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
