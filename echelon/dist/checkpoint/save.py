@@ -139,8 +139,8 @@ class _Job:
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []
-        if any(one.data.is_cuda for one in held):
-            torch.cuda.synchronize()
+        for device in {one.data.device for one in held if one.data.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # of the copies: other streams go on
 
     def run_together(self) -> None:
         """Write and commit; the ranks tell each other how it went."""
