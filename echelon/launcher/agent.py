@@ -185,6 +185,7 @@ def _take_part(
         options.conf.join_timeout_s,
         tls=options.tls,
         lost_after_s=options.conf.lost_after_s,
+        is_last=failover is None,
     )
     agent = _Agent(options, directory, guard, signals, link, terminal, None, failover)
     stack.callback(agent.close_link)

@@ -181,6 +181,7 @@ class Failover:
             _RELINK_S,
             tls=self._options.tls,
             lost_after_s=self._standby.promise_s,
+            is_last=False,
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:

@@ -50,6 +50,7 @@ _PROBE_S = 2.0
 _TRIES = 3  # connections in the time that counts as a loss
 _LEAST_SILENCE_S = 2.0  # a busy machine may delay four heartbeats
 _REFUSED = "connection refused"
+_retired: list[asyncio.AbstractEventLoop] = []
 
 
 class GrpcLink:
@@ -58,6 +59,7 @@ class GrpcLink:
     Args:
         tls: None for plain connections.
         lost_after_s: silence that counts as a loss, until the host says what does.
+        is_last: whether this process will have no other connection after this one.
 
     Attributes:
         is_connected: the coordinator has been reached.
@@ -74,7 +76,9 @@ class GrpcLink:
         *,
         tls: TlsFiles | None = None,
         lost_after_s: float = LOST_AFTER_S,
+        is_last: bool = True,
     ) -> None:
+        self._is_last = is_last
         self.lost_because = ""
         self.last_error = ""
         self.is_connected = False
@@ -137,7 +141,10 @@ class GrpcLink:
         finally:
             self._incoming.put(None)
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+            if self._is_last:
+                self._loop.close()
+            else:  # gRPC has one poller for all loops, which calls into this one after its end
+                _retired.append(self._loop)
 
     async def _session(self) -> None:
         """Connect, and connect again, until the session is over.

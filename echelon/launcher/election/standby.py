@@ -82,9 +82,9 @@ class Standby:
 
     def close(self) -> None:
         """Close the listener; waits for what was sent to leave."""
-        self.server.close()
         if self._canvasser is not None:
             self._canvasser.close()
+        self.server.close()
         self.events.close()
 
     # ---- with a host ----

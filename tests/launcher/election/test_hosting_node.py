@@ -120,6 +120,7 @@ def test_the_hosting_nodes_death_costs_the_job_one_incident(begin):
     host.wait_for("VERDICT")
     codes = job.stop()
     assert codes == [-signal.SIGKILL, 143, 143], job.cluster.told()
+    assert "Traceback" not in job.cluster.told()
     job.assert_one_world_at_a_time()
     assert [world[0].rpartition("-")[2] for world in job.worlds()] == ["0", "1"]
     report = read_json(host.run_dir / "report.json")
@@ -140,6 +141,7 @@ def test_a_hosting_node_that_is_cut_off_stops_before_the_others_continue(begin):
     for node in job.nodes[1:]:
         node.wait_for("training 2")
     assert job.stop() == [1, 143, 143], job.cluster.told()
+    assert "Traceback" not in job.cluster.told()
     job.assert_one_world_at_a_time()
     assert job.cluster.left() == []
 
