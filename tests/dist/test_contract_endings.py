@@ -233,12 +233,17 @@ def _leave_nothing_half_made(world: Any, engine: str) -> None:
     before = _settled()
     for _ in range(3):
         _fail_half_way(world, engine)
-    after = _settled()
     # A mesh whose other end gives up while it connects is the library's to release.
     kept = _KEPT_AFTER_FAILURE[world.backend]
-    for now, once, more in zip(after, before, kept, strict=True):
-        most = len(once) + 3 * 3 * more
-        assert len(now) <= most, f"{_more(before, after)} since {before}"
+    _expect([count + 3 * 3 * more for count, more in zip(_counts(before), kept, strict=True)])
+
+
+def _expect(most: list[int]) -> None:
+    """Wait until this process holds so many threads and descriptors at most."""
+    deadline_s = time.monotonic() + 20
+    while any(now > limit for now, limit in zip(_counts(_held()), most, strict=True)):
+        assert time.monotonic() < deadline_s, f"at most {most} were expected: {_held()}"
+        threading.Event().wait(0.02)
 
 
 def _forget_groups(world: Any, *, keeps_dropped: bool) -> None:
@@ -253,11 +258,7 @@ def _forget_groups(world: Any, *, keeps_dropped: bool) -> None:
         gc.collect()
         assert seen() is None
     if not keeps_dropped:
-        wait_until(lambda: _counts(_held()) == _counts(before), 20)
-
-
-def _more(before: tuple[list[str], list[str]], after: tuple[list[str], list[str]]) -> list[str]:
-    return [one for old, new in zip(before, after, strict=True) for one in set(new) - set(old)]
+        _expect(_counts(before))
 
 
 def _counts(held: tuple[list[str], list[str]]) -> list[int]:

@@ -199,7 +199,7 @@ def test_closing_failed_groups_takes_a_second_in_all_where_the_store_is_frozen(f
     client = TCPStore("127.0.0.1", port, timeout=20)
     board, states = Board(client), []
     members = Members(name="world", rank=0, ranks=range(3))
-    for number in range(4):
+    for number in range(12):
         liveness = Liveness(members, PrefixStore(f"group/{number}", client), board, FACTS)
         states.append(GroupState(members, Engine(), liveness))
         liveness.serve(states[-1])
@@ -211,7 +211,7 @@ def test_closing_failed_groups_takes_a_second_in_all_where_the_store_is_frozen(f
         state.close()
     took_s = time.monotonic() - began_s
     client.close()
-    assert took_s < 1.5, took_s  # 1 s, and a busy machine
+    assert took_s < 3.0, took_s  # 1 s is meant, not 0.5 s for each; the rest is for a busy machine
 
 
 def test_a_verdict_that_closing_did_not_wait_for_is_published_all_the_same(freezing):
