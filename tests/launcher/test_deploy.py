@@ -159,6 +159,15 @@ def test_the_pods_of_kubernetes(tmp_path, place):
     assert _ranks_seen("".join(out for out, _ in outs)) == _all_of(4)
 
 
+def test_a_kubernetes_job_survives_the_loss_of_its_host_several_times():
+    """`backoffLimit` counts pods: one lost host fails all of them."""
+    (manifest,) = _blocks("Kubernetes", "yaml")
+    pods = int(re.search(r"completions: (\d+)", manifest)[1])
+    restarts = int(re.search(r'"--max-restarts", "(\d+)"', manifest)[1])
+    assert int(re.search(r"backoffLimit: (\d+)", manifest)[1]) >= pods * (restarts + 1)
+    assert "--from-literal" not in _PAGE, "a secret on a command line"
+
+
 def _pod(
     place: _Place, words: list[list[str]], environ: Mapping[str, str], index: int
 ) -> subprocess.Popen[str]:

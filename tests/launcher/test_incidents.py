@@ -66,13 +66,14 @@ def test_a_restart_does_not_wait_for_the_analysis(tmp_path):
     assert job.report.incidents[0].verdict is None, "it is still being explained"
 
 
-def test_a_user_who_stops_the_job_does_not_wait_for_the_analysis(tmp_path):
+def test_a_user_who_stops_the_job_does_not_wait_for_the_analysis(tmp_path, stalls):
     job = Job(tmp_path, "--nnodes", "2")
-    _fail(job)
+    stalls.append(Stall("rank 0 waits", 0))
+    job.look()
+    _harvest(job)
+    assert job.coordinator._verdicts.num_open == 1
     job.take(job.host, m.StopAsked(number=signal.SIGTERM))
-    for node in (job.host, job.other):
-        job.take(node, m.Idle(attempt=0, exit_codes=[], stopped=[]))
-    job.take(job.host, m.StopAsked(number=signal.SIGTERM))
+    job.end_all(0, 1)
     assert job.coordinator.is_over
     assert job.report.exit_code == 143
 

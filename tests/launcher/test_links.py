@@ -197,11 +197,11 @@ def test_the_last_word_reaches_a_node_that_is_slow_to_read(ends):
 
         link._loop.call_soon_threadsafe(hold)
         assert held.wait(_WAIT_S)
-        for _ in range(12):  # more than may be on its way
+        for _ in range(6):  # more than may be on its way
             ends.server.send("a", m.Show(text="x" * (1 << 20)))
         ends.server.send("a", m.Over(exit_code=7, ended_by="worker"))
         ends.server.hang_up("a")
-        threading.Timer(1.0, release.set).start()
+        threading.Timer(0.7, release.set).start()
         ends.server.close()
         commands: list = []
         deadline = time.monotonic() + _WAIT_S
@@ -216,7 +216,7 @@ def test_the_last_word_reaches_a_node_that_is_slow_to_read(ends):
 
 def test_dialling_in_vain_ends_with_the_last_reason():
     hello = m.Hello(node="a", host="a", num_workers=1)
-    link = GrpcLink(f"127.0.0.1:{free_port()}", _SECRET, hello, 0.5)
+    link = GrpcLink(f"127.0.0.1:{free_port()}", _SECRET, hello, 1.0)
     try:
         ready, _, _ = select.select([link.fileno()], [], [], _WAIT_S)
         assert ready
