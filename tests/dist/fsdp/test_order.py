@@ -267,6 +267,42 @@ def test_a_unit_called_on_raw_inputs_and_on_its_own_outputs_is_reduced_once():
     assert said == ["collect 0", "collect 0", "release 0", "reduce 0"]
 
 
+def test_a_unit_that_lends_a_parameter_stays_until_its_borrower_is_through():
+    """Its own gradients are complete, but autograd is inside the unit that uses its weight."""
+    order, memory, (owner, borrower, root) = make("owner", "borrower", "root")
+    borrower.borrowed.append(owner)
+    owner.borrowers.append(borrower)
+    forward(order, memory, [owner, borrower, root])
+    memory.do(order.backward_begins())
+    memory.do(order.outputs_have_gradients(borrower, borrower.number + 1))
+    for member in ("w", "b"):
+        said = memory.do(order.gradient_arrives(owner, member))
+        assert said == ["collect owner"]
+    memory.do(order.gradient_arrives(borrower, "w"))
+    assert owner.state is borrower.state is State.WHOLE
+    memory.do(order.gradient_arrives(borrower, "b"))
+    memory.do(order.inputs_have_gradients(borrower, borrower.number + 1))
+    assert borrower.state is State.SHARDED
+
+
+def test_a_second_backward_over_a_kept_graph_holds_units_until_their_inputs_are_reached():
+    order, memory, entries = make("0", "1", "root")
+    entries[-1].outer = True
+    forward(order, memory, entries)
+    backward(order, memory, entries)
+    memory.do(order.backward_begins())
+    memory.do(order.outputs_have_gradients(entries[1], entries[1].number + 1))
+    for member in ("w", "b"):
+        memory.do(order.gradient_arrives(entries[1], member))
+    assert entries[1].state is State.WHOLE
+    memory.do(order.inputs_have_gradients(entries[1], entries[1].number + 1))
+    assert entries[1].state is State.SHARDED
+    memory.do(order.backward_ends())
+    said = memory.do(order.backward_completes())
+    assert said == ["Trim"]
+    assert [entry.name for entry in memory.reduced] == ["1", "0", "root", "1"]
+
+
 def test_a_prefetch_that_no_forward_asked_for_is_released_after_an_evaluation():
     order, memory, entries = make("0", "1", "2", "root")
     entries[-1].outer = True
