@@ -10,61 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.store.server import native
-from echelon.store.server.hub import Hub
-from echelon.store.server.peer import Peer
 from echelon.store.wire import protocol as p
-from echelon.store.wire.limits import Limits
-from tests.store.peers import OPENING
+from tests.store.worlds import World
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the C core was not built")
 
-LIMITS = Limits(key_bytes=40, value_bytes=9000, num_keys=6, num_waiters=3)
-SETTINGS = settings(derandomize=True, max_examples=200, deadline=None, database=None)
+LIMITS = {"key_bytes": 40, "value_bytes": 9000, "num_keys": 6, "num_waiters": 3}
+SETTINGS = settings(derandomize=True, max_examples=100, deadline=None, database=None)
 KEYS = [b"/plain", b"/awaited", b"/watched", b"/leased", b"/queue", b"/number", b"/text", b""]
 
 
-class Transport:
-    """Takes what a peer writes; calls back after each write."""
-
-    def __init__(self) -> None:
-        self.written = b""
-        self.is_closed = False
-        self.on_write = lambda: None
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-        self.on_write()
-
-    def writelines(self, pieces: list[bytes]) -> None:
-        self.write(b"".join(pieces))
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def set_write_buffer_limits(self, high: int) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    abort = close
-
-
-class World:
+class Beside(World):
     """A hub with one peer under test and one that waits, watches and holds a lease."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, in_c: bool, is_ours: bool) -> None:
-        self.hub = Hub(loop, LIMITS, None)
-        if not in_c:
-            self.hub.executor = None
-        self.other, self.seen_by_other = self._peer(is_ours=True)
+        super().__init__(loop, in_c=in_c, **LIMITS)
+        self.other, self.seen_by_other = self.peer(is_ours=True)
         self.other.data_received(
             p.tagged(p.HELLO, 1, bytes(32), p.EXTENSION_VERSION, bytes(16))
             + p.tagged(p.ACK_SET, 0, b"/text", b"not a number")
@@ -73,13 +34,7 @@ class World:
             + p.tagged(p.WATCH, 3, [b"/watched"])
             + p.tagged(p.PRESENCE, 4, b"/leased", b"1", 60_000)
         )
-        self.peer, self.seen = self._peer(is_ours=is_ours)
-
-    def _peer(self, *, is_ours: bool) -> tuple[Peer, Transport]:
-        peer, transport = Peer(self.hub), Transport()
-        peer.connection_made(transport)
-        peer.data_received(OPENING + p.encode(p.PING, p.OUR_NONCE if is_ours else 1))
-        return peer, transport
+        self.tested, self.seen = self.peer(is_ours=is_ours)
 
     def end(self) -> tuple[object, ...]:
         """Return all that can be seen from outside, and let the hub go."""
@@ -150,11 +105,11 @@ def encoded(messages: list[p.Message]) -> bytes:
 
 
 def seen(loop, data: bytes, at: list[int], *, in_c: bool, is_ours: bool) -> tuple[object, ...]:
-    world = World(loop, in_c=in_c, is_ours=is_ours)
+    world = Beside(loop, in_c=in_c, is_ours=is_ours)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in at), len(data)]
     for start, end in itertools.pairwise(edges):
         if start < end and not world.seen.is_closed:
-            world.peer.data_received(data[start:end])
+            world.tested.data_received(data[start:end])
     return world.end()
 
 
@@ -186,7 +141,7 @@ def test_broken_streams_end_as_they_do_in_python(loop, sent, noise, where, at, i
 
 def test_it_executes_plain_commands_itself(loop):
     """The comparison above would also hold for an executor that leaves all to Python."""
-    world = World(loop, in_c=True, is_ours=True)
+    world = Beside(loop, in_c=True, is_ours=True)
     executor = world.hub.executor
     data = encoded(
         [
@@ -227,7 +182,7 @@ def test_it_executes_plain_commands_itself(loop):
     ],
 )
 def test_what_needs_more_than_plain_keys_is_left_to_python(loop, message):
-    world = World(loop, in_c=True, is_ours=True)
+    world = Beside(loop, in_c=True, is_ours=True)
     before = dict(world.hub.state.values)
     assert world.hub.executor(encoded([message]), 0, True) == (0, b"")
     assert world.hub.state.values == before
@@ -236,23 +191,23 @@ def test_what_needs_more_than_plain_keys_is_left_to_python(loop, message):
 
 def test_replies_leave_in_portions_that_the_peer_can_refuse(loop):
     """Gets of long values are answered 256 KiB at a time, and no more while the peer is full."""
-    world = World(loop, in_c=True, is_ours=False)
-    world.peer.data_received(encoded([(p.SET, b"/plain", bytes(4000))]))
+    world = Beside(loop, in_c=True, is_ours=False)
+    world.tested.data_received(encoded([(p.SET, b"/plain", bytes(4000))]))
     pack = encoded([(p.GET, b"/plain")] * 500)
 
-    world.seen.on_write = world.peer.pause_writing
+    world.seen.on_write = world.tested.pause_writing
     world.seen.written = b""
-    world.peer.data_received(pack)
+    world.tested.data_received(pack)
     portion = len(world.seen.written)
     assert 256 << 10 <= portion <= (256 << 10) + 4008
     for _ in range(10):
-        world.peer.resume_writing()
+        world.tested.resume_writing()
     assert len(world.seen.written) == 500 * 4008
     world.hub.close()
 
 
 def test_bad_calls_are_errors(loop):
-    world = World(loop, in_c=True, is_ours=False)
+    world = Beside(loop, in_c=True, is_ours=False)
     executor = world.hub.executor
     with pytest.raises(TypeError, match="executor"):
         executor(bytearray(b"\x01"), 0, False)

@@ -7,9 +7,10 @@ ValueError, and the connection is closed with that text in the log. `queries` ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Final
 
+from echelon.store.server.slices import packed_keys
 from echelon.store.state.state import show_key
 from echelon.store.state.waiters import Wants
 from echelon.store.wire import protocol as p
@@ -105,20 +106,13 @@ def _on_queue_len(peer: Peer, key: bytes) -> None:
 
 
 def _on_list_keys(peer: Peer) -> None:
-    keys = list_keys(peer)
-    peer.reply(p.pack_i64(len(peer.state.values)) + keys)
+    peer.answer_in_slices(_list_keys(peer))
 
 
-def list_keys(peer: Peer) -> bytes:
-    """Return all keys, encoded one after the other.
-
-    Raises:
-        ValueError: they are longer than a reply may be.
-    """
-    keys = p.pack_strings(peer.state.values)
-    if len(keys) > peer.hub.limits.reply_bytes:
-        raise ValueError(f"list_keys of more than {peer.hub.limits.reply_bytes} bytes")
-    return keys
+def _list_keys(peer: Peer) -> Generator[None, None, list[bytes]]:
+    count = len(peer.state.values)
+    pieces = yield from packed_keys(peer.state, peer.hub.limits.reply_bytes)
+    return [p.pack_i64(count), *pieces]
 
 
 def _on_barrier(peer: Peer, key: bytes, world_size: int) -> None:

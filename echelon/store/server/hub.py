@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.store.server.native import make_executor
 from echelon.store.server.peer import Peer, Standing
+from echelon.store.server.slices import total_bytes
 from echelon.store.state.leases import Leases
 from echelon.store.state.state import StoreState, show_key
 from echelon.store.wire import protocol as p
@@ -23,7 +24,7 @@ from echelon.store.wire.limits import Limits
 from echelon.store.wire.statistics import StoreStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
 
 log = logging.getLogger("echelon.store")
 
@@ -253,9 +254,10 @@ class Hub:
         if self.state.woken:
             self.deliver_woken()
 
-    def statistics(self) -> StoreStatistics:
-        """Return what the server holds and which connections wait for which keys."""
+    def statistics(self) -> Generator[None, None, StoreStatistics]:
+        """Return what the server holds and which connections wait for which keys, in slices."""
         state = self.state
+        value_bytes = yield from total_bytes(state)
         return StoreStatistics(
             num_keys=len(state.values),
             num_queues=len(state.queues),
@@ -264,8 +266,7 @@ class Hub:
             num_watched_keys=len(state.watched),
             num_presences=state.num_presences(),
             num_refused=self.num_refused,
-            value_bytes=sum(map(len, state.values.values()))
-            + sum(sum(map(len, queue)) for queue in state.queues.values()),
+            value_bytes=value_bytes,
             waiting=state.waiting_keys(),
             missing_ranks={
                 show_key(key): tuple(round_.missing_ranks(_SHOWN_RANKS))

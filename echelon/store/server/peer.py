@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -77,7 +77,9 @@ class Peer(asyncio.Protocol):
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._backlog: deque[p.Message] = deque()
-        self._is_paused = False
+        self._is_choked = False  # the peer does not read its replies
+        self._is_busy = False  # an answer is made in slices
+        self._is_paused = False  # either
         self._is_deaf = False
         self._violation: str | None = None
         self._executor = hub.executor
@@ -151,6 +153,11 @@ class Peer(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """Stop reading: the peer does not read what it asked for."""
+        self._is_choked = True
+        self._pause()
+
+    def _pause(self) -> None:
+        """Put off what the peer sends from here on."""
         self._is_paused = True
         self._leave_plain()
         self._stop_reading()
@@ -162,7 +169,12 @@ class Peer(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """Continue with what was put off."""
-        self._is_paused = False
+        self._is_choked = False
+        self._resume()
+
+    def _resume(self) -> None:
+        """Deliver what was parked, then execute what was put off unless it must wait longer."""
+        self._is_paused = self._is_choked or self._is_busy
         self.deliver_parked()
         if not self._parked:
             self._work_off()
@@ -387,7 +399,7 @@ class Peer(asyncio.Protocol):
                     out += (pack(length), value)
             else:
                 HANDLERS[query](self, *message[1:])
-                if self.standing is not Standing.MEMBER:
+                if self.standing is not Standing.MEMBER or self._is_busy:
                     return messages
             if self._out_bytes > _FLUSH_BYTES:
                 self.flush()
@@ -419,6 +431,8 @@ class Peer(asyncio.Protocol):
 
     def _work_off(self) -> None:
         """Carry out what was put off, then read on."""
+        if self._is_paused:
+            return
         backlog, self._backlog = self._backlog, deque()
         if backlog:
             self._carry_out(backlog)
@@ -451,6 +465,47 @@ class Peer(asyncio.Protocol):
         else:
             self._out += (p.frame_header(status, tag, length), payload)
         self._out_bytes += length + p.FRAME_HEADER_BYTES
+
+    def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
+        """Answer with the bytes that `steps` returns, made in one turn of the loop per step.
+
+        Other peers are served between the steps. What this peer sends after the command waits.
+        """
+        pieces = self._next_slice(steps)
+        if pieces is not None:
+            self._out += pieces
+            self._out_bytes += sum(map(len, pieces))
+            return
+        self._is_busy = True
+        self._pause()
+        self.hub.loop.call_soon(self._continue_slices, steps)
+
+    def _continue_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
+        if self.standing is Standing.CLOSED:
+            return
+        try:
+            pieces = self._next_slice(steps)
+        except ValueError as error:
+            self.refuse(str(error))
+            return
+        if pieces is None:
+            self.hub.loop.call_soon(self._continue_slices, steps)
+            return
+        self._out += pieces
+        self._out_bytes += sum(map(len, pieces))
+        self.flush()
+        self._is_busy = False
+        self._resume()
+
+    @staticmethod
+    def _next_slice(steps: Generator[None, None, list[bytes]]) -> list[bytes] | None:
+        """Take one step; return what was made once it is complete."""
+        try:
+            next(steps)
+        except StopIteration as done:
+            pieces: list[bytes] = done.value
+            return pieces
+        return None
 
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
         """Answer outside a command of this connection: a wake-up or an event."""

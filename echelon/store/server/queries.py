@@ -7,12 +7,13 @@ done raises ValueError, whose text is the answer. A query of tag 0 is answered o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from echelon.store.server.commands import HANDLERS as TORCH_HANDLERS
-from echelon.store.server.commands import demand_room_to_wait, list_keys
+from echelon.store.server.commands import demand_room_to_wait
+from echelon.store.server.slices import packed_keys
 from echelon.store.state.state import show_key
 from echelon.store.state.waiters import Waiter, Wants
 from echelon.store.wire import protocol as p
@@ -142,8 +143,16 @@ def _queue_len(peer: Peer, _: int, key: bytes) -> bytes:
     return p.pack_i64(peer.state.queue_length(key))
 
 
-def _list_keys(peer: Peer, _: int) -> bytes:
-    return list_keys(peer)
+def _list_keys(peer: Peer, tag: int) -> None:
+    peer.answer_in_slices(_framed_keys(peer, tag))
+
+
+def _framed_keys(peer: Peer, tag: int) -> Generator[None, None, list[bytes]]:
+    try:
+        pieces = yield from packed_keys(peer.state, peer.hub.limits.reply_bytes)
+    except ValueError as error:
+        return [p.frame(p.ERROR, tag, str(error).encode())]
+    return [p.frame_header(p.OK, tag, sum(map(len, pieces))), *pieces] if tag else []
 
 
 def _ping(_: Peer, __: int) -> bytes:
@@ -247,8 +256,13 @@ def _release(peer: Peer, _: int, key: bytes) -> bytes:
     return b""
 
 
-def _statistics(peer: Peer, _: int) -> bytes:
-    return peer.hub.statistics().to_json()
+def _statistics(peer: Peer, tag: int) -> None:
+    peer.answer_in_slices(_framed_statistics(peer, tag))
+
+
+def _framed_statistics(peer: Peer, tag: int) -> Generator[None, None, list[bytes]]:
+    statistics = yield from peer.hub.statistics()
+    return [p.frame(p.OK, tag, statistics.to_json())] if tag else []
 
 
 _ACTS: Final[dict[int, Act]] = {

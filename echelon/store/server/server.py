@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
@@ -194,25 +194,42 @@ class StoreServer:
         Raises:
             StoreError: the server is not running.
         """
-        return self._call(lambda hub: hub.statistics())
+        return self._call_in_slices(lambda hub: hub.statistics())
 
     # On the loop's thread.
 
     def _call(self, ask: Callable[[Hub], T]) -> T:
         """Run `ask` on the loop and return what it returns."""
+
+        def in_one(hub: Hub) -> Generator[None, None, T]:
+            yield from ()
+            return ask(hub)
+
+        return self._call_in_slices(in_one)
+
+    def _call_in_slices(self, ask: Callable[[Hub], Generator[None, None, T]]) -> T:
+        """Run a generator on the loop, one step per turn, and return what it returns."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def run() -> None:
+        def begin() -> None:
             assert self._hub is not None
+            step(ask(self._hub))
+
+        def step(steps: Generator[None, None, T]) -> None:
             try:
-                answer.set_result(ask(self._hub))
+                next(steps)
+            except StopIteration as done:
+                answer.set_result(done.value)
             except Exception as error:  # noqa: BLE001 - handed to the caller's thread
                 answer.set_exception(error)
+            else:
+                assert self._loop is not None
+                self._loop.call_soon(step, steps)
 
         loop = self._loop
         if loop is None or self._is_closed:
             raise StoreError("the store server is not running", endpoint=self._endpoint)
-        loop.call_soon_threadsafe(run)
+        loop.call_soon_threadsafe(begin)
         try:
             return answer.result(timeout=_CLOSE_S)
         except concurrent.futures.TimeoutError:

@@ -1,0 +1,47 @@
+"""Answers about everything that a store holds, made in slices so that the loop serves others too.
+
+Each is a generator that yields between slices and returns the answer. It works on a snapshot of
+references (tens of milliseconds for four million keys, the most that a server holds by default),
+so the answer is the store at one moment: the one at which it was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from echelon.store.state.state import StoreState
+from echelon.store.wire import protocol as p
+
+SLICE = 10_000  # keys or values per turn of the loop: about a millisecond
+
+
+def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, list[bytes]]:
+    """Return all keys as encoded strings, in pieces.
+
+    Raises:
+        ValueError: they are longer than `limit_bytes`, what a reply may be.
+    """
+    keys = list(state.values)
+    pieces: list[bytes] = []
+    size = 0
+    for start in range(0, len(keys), SLICE):
+        if start:
+            yield
+        pieces.append(p.pack_strings(keys[start : start + SLICE]))
+        size += len(pieces[-1])
+        if size > limit_bytes:
+            raise ValueError(f"list_keys of more than {limit_bytes} bytes")
+    return pieces
+
+
+def total_bytes(state: StoreState) -> Generator[None, None, int]:
+    """Return how many bytes all values and queued items hold."""
+    held = list(state.values.values())
+    for queue in state.queues.values():
+        held += queue
+    total = 0
+    for start in range(0, len(held), SLICE):
+        if start:
+            yield
+        total += sum(map(len, held[start : start + SLICE]))
+    return total
