@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 import echelon.launcher
@@ -211,6 +213,19 @@ def test_the_last_word_reaches_a_node_that_is_slow_to_read(ends):
         assert isinstance(commands[-2], m.Over), (len(commands), link.lost_because, link.last_error)
     finally:
         release.set()
+        link.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_refusal_is_final_and_a_busy_host_is_not(ends, at_once):
+    """gRPC reports the same status from a read or a write, whichever meets it."""
+    link = ends.link(ends.server.port)
+    try:
+        kind = grpc.StatusCode.UNAUTHENTICATED if at_once else grpc.StatusCode.UNAVAILABLE
+        none = grpc.aio.Metadata()
+        error = grpc.aio.AioRpcError(kind, none, none)
+        assert link._may_dial_again(error) is not at_once
+    finally:
         link.close()
 
 

@@ -158,7 +158,7 @@ class GrpcLink:
                     await self._dial(channel)
                     await self._connection(channel)
             except (grpc.RpcError, asyncio.TimeoutError, OSError) as err:
-                if not self.is_connected and not self._may_dial_again():
+                if not self.is_connected and not self._may_dial_again(err):
                     raise
                 self.last_error = _describe(err)
                 await asyncio.sleep(_DIAL_S)
@@ -170,8 +170,11 @@ class GrpcLink:
                 # The stream broke: the next one takes the session up.
                 self._deadline_s = self._heard_s + self._lost_after_s
 
-    def _may_dial_again(self) -> bool:
+    def _may_dial_again(self, error: BaseException) -> bool:
         """Whether a greeting that failed may be repeated: a host that thousands greet is slow."""
+        code = getattr(error, "code", None)
+        if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
+            return False
         return isinstance(self._hello, Hello) and time.monotonic() < self._deadline_s
 
     async def _connection(self, channel: grpc.aio.Channel) -> None:
