@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from typing import cast
 
 _PEER_CREDENTIALS = struct.Struct("3i")
 _GROUP_RANK = struct.Struct("<I")
 _SLICE_S = 0.1
 _RETRY_S = 0.01
-_STRANGER_S = 1.0  # what a stranger that connects and is silent costs
+_STRANGER_S = 1.0  # what a stranger that sends less than a rank does costs
 _MAX_FDS = 128  # of one message; the kernel takes 253
 
 Check = Callable[[], None]
@@ -43,6 +45,8 @@ class Handover:
     ) -> tuple[set[int], dict[int, int]]:
         """Give `fd` to every group rank in `missing`.
 
+        A peer that has connected may take its time to say which rank it is: it holds up no other.
+
         Args:
             check: raises if a member has died.
             pidfd: this process's, if pidfds are exchanged.
@@ -53,23 +57,28 @@ class Handover:
         pidfds: dict[int, int] = {}
         with contextlib.ExitStack() as waiting:
             peers: dict[int, socket.socket] = {}
+            selector = waiting.enter_context(selectors.DefaultSelector())
+            self._socket.setblocking(False)
+            selector.register(self._socket, selectors.EVENT_READ)
             while missing and time.monotonic() < deadline_s:
                 check()
-                self._socket.settimeout(_SLICE_S)
-                try:
-                    peer, _ = self._socket.accept()
-                except TimeoutError:
-                    continue
-                waiting.enter_context(peer)
-                with contextlib.suppress(OSError):
-                    rank, own = _greet(peer)
-                    if rank not in missing:
+                for key, _ in selector.select(_SLICE_S):
+                    if key.fileobj is self._socket:
+                        with contextlib.suppress(OSError):
+                            peer = waiting.enter_context(self._socket.accept()[0])
+                            selector.register(peer, selectors.EVENT_READ)
                         continue
-                    missing.discard(rank)
-                    peers[rank] = peer
-                    if own:
-                        pidfds[rank] = own[0]
-                    socket.send_fds(peer, [b"fd"], [fd])
+                    peer = cast("socket.socket", key.fileobj)  # it has sent, or ended
+                    selector.unregister(peer)
+                    with contextlib.suppress(OSError):
+                        rank, own = _greet(peer)
+                        if rank not in missing:
+                            continue
+                        missing.discard(rank)
+                        peers[rank] = peer
+                        if own:
+                            pidfds[rank] = own[0]
+                        socket.send_fds(peer, [b"fd"], [fd])
             if pidfd >= 0 and not missing:
                 table = {0: pidfd, **pidfds}
                 for peer in peers.values():
