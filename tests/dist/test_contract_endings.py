@@ -199,27 +199,15 @@ _HALF_WAY = {
         "backends.shm.native.NativeEngine.__init__",
     ],
     "python": ["backends.shm.rendezvous._descriptor", "backends.shm.python.Segment.__init__"],
-    "gloo": [
-        "backends.gloo.backend.Sockets.introduce",
-        "backends.gloo.transport.Transport.__init__",
-    ],
-    "shm+gloo": [
-        "backends.two_level.TwoLevelEngine._level_inside",
-        "backends.two_level.TwoLevelEngine._level_across",
-    ],
-    "xccl": ["backends.xccl.library.Communicator.__init__"],
 }
 
 
 def _fail_half_way(world: Any, engine: str) -> None:
     """Make groups whose making fails at each of an engine's places."""
-    places = [*_HALF_WAY[engine], "make_group.ChannelTags.__init__"]
-    if engine not in ("native", "python"):  # their groups need no board
-        places.append("membership.board.Board.attach")
-    for place in places:
+    for place in [*_HALF_WAY[engine], "make_group.ChannelTags.__init__"]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"echelon.dist.{place}", _raise_half_way)
-            with pytest.raises((RuntimeError, CollectiveError), match="half way"):
+            with pytest.raises(RuntimeError, match="half way"):
                 dist.new_group(range(world.size), name="half made")
         world.barrier()
 
@@ -235,8 +223,7 @@ def _leave_nothing_half_made(world: Any, engine: str) -> None:
     before = _settled()
     for _ in range(3):
         _fail_half_way(world, engine)
-    kept = _KEPT_AFTER_FAILURE[world.backend]
-    _expect([count + 3 * 3 * more for count, more in zip(_counts(before), kept, strict=True)])
+    _expect(_counts(before))
 
 
 def _expect(most: list[int]) -> None:
@@ -268,7 +255,8 @@ def _counts(held: tuple[list[str], list[str]]) -> list[int]:
 
 def _leave_nothing(rank: int, world_size: int, backend: str, engine: str) -> None:
     world = _init(rank, world_size, backend)
-    _leave_nothing_half_made(world, engine)
+    if backend == "shm":  # elsewhere a rank may wait in the library for one that has given up
+        _leave_nothing_half_made(world, engine)
     _forget_groups(world, keeps_dropped=backend == "xccl")
     for fails in (False, True):
         before = ([], [])
