@@ -236,6 +236,7 @@ def _expect(most: list[int]) -> None:
 
 def _forget_groups(world: Any, *, keeps_dropped: bool) -> None:
     """A closed group is forgotten, and one that its user drops is closed."""
+    world.barrier()  # the world has its own thread from now on
     before = _settled()
     for is_closed in (True, False):
         group = dist.new_group(range(world.size), name="forgotten")
