@@ -213,4 +213,5 @@ def test_many_agents_meet(tmp_path):
 
     measured = rendezvous.in_fresh_process(32, steady_s=1.0)
     assert measured.cpu_s > 0
-    assert measured.decision_s > 0.5, "the pause for victims, and then an order to stop"
+    assert measured.loss_s > 1.0, "a connection that broke may be made again meanwhile"
+    assert measured.failure_s >= 0
