@@ -50,3 +50,31 @@ def test_ranks_of_two_hosts_add_in_rank_order_and_name_a_lost_one():
     texts = "\n".join(end.stderr for end in ends)
     assert [end.returncode for end in ends] == [0, 0, 0, -signal.SIGKILL], texts
     assert [end.stdout.split("\n")[0] for end in ends] == ["same bits"] * 4, texts
+
+
+# As a program that MPI or `mp.spawn` started: everything is passed, the environment says nothing.
+_NAMELESS_RANK = """
+import os
+import torch, torch.distributed as dist
+
+where = f"tcp://{os.environ.pop('MASTER_ADDR')}:{os.environ.pop('MASTER_PORT')}"
+rank, world_size = int(os.environ.pop("RANK")), int(os.environ.pop("WORLD_SIZE"))
+for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    os.environ.pop(name)
+dist.init_process_group("echelon", init_method=where, rank=rank, world_size=world_size)
+x = torch.full((4,), float(rank + 1))
+dist.all_reduce(x)
+print(x.tolist(), flush=True)
+dist.barrier(group=dist.new_group([0, 1]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.netns
+@needs_hosts
+def test_ranks_of_two_hosts_meet_without_an_environment():
+    with hosts(2) as machines:
+        ends = run_on(machines, sys.executable, "-c", _NAMELESS_RANK, ranks_per_host=1)
+    texts = "\n".join(end.stderr for end in ends)
+    assert [end.returncode for end in ends] == [0, 0], texts
+    assert [end.stdout for end in ends] == ["[3.0, 3.0, 3.0, 3.0]\n"] * 2
