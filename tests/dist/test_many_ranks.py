@@ -57,7 +57,7 @@ print("failed", [rank for rank, code in enumerate(codes) if code])
     ("size", "is_native"),
     [
         (65, True),
-        # 257 processes that poll, on two cores, take minutes
+        # 257 processes on two cores: ten seconds, and far more on a busy machine
         pytest.param(257, False, marks=pytest.mark.slow),
     ],
 )
