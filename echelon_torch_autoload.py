@@ -3,7 +3,7 @@
 Torch loads this module, the entry point `torch.backends`, in every `import torch` of the
 environment, and an exception here would break that import. So it stands outside our package,
 imports nothing that torch has not imported, and swallows everything: a broken installation of ours
-shows when somebody asks for the backend, and nobody else notices.
+shows when a program asks for the backend, and no other program notices.
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off.
 
 `ECHELON_TORCH_BACKEND=echelon` (set by `echelon run --torch-backend echelon`) makes our backend
@@ -24,7 +24,7 @@ def register() -> None:
         known = sys.modules["torch.distributed"].Backend
         known.register_backend(_OURS, _create, extended_api=True, devices=["cpu", "cuda"])
         known.backend_capability[_OURS] = ["cpu", "cuda", "xpu"]
-    except Exception:  # noqa: BLE001 -- a torch without distributed is no error of its user's
+    except Exception:  # noqa: BLE001 -- a torch built without distributed is not an error
         return
     wanted = os.environ.get(_VARIABLE, "")
     if not wanted:

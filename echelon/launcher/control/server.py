@@ -309,7 +309,7 @@ class ControlServer:
         while True:
             while self._events.num_waiting > _MAX_WAITING:  # the coordinator is behind
                 await asyncio.sleep(_BEHIND_S)
-                member.heard_s = self._loop.time()  # what it sent is not read: that is no silence
+                member.heard_s = self._loop.time()  # unread input does not count as silence
             try:
                 frame = await anext(frames)
             except StopAsyncIteration:

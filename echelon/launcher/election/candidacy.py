@@ -73,7 +73,7 @@ class Candidacy:
         return asked
 
     def _sound_out(self, now_s: float) -> Canvass:
-        """Begin a round that binds nobody; this elector's own answer counts as one."""
+        """Begin a round that commits no elector; this elector's own answer counts as one."""
         elector = self._elector
         self._latest_term = max(self._latest_term, elector.term)
         asked = Canvass(

@@ -1,4 +1,4 @@
-"""An elector: one vote per term, given to nobody while the host may hold its lease. Pure.
+"""An elector: one vote per term, granted to no node while the host may hold its lease. Pure.
 
 A vote is refused as long as the promise of the last beat holds, to a candidate that lacks a change
 this elector has (a majority holds every change that took effect, so no winner lacks one), and to a
@@ -22,8 +22,8 @@ class Canvass:
     Attributes:
         term: in which it would host.
         version: of the mandate that it holds.
-        is_binding: false for a question that binds nobody: a candidate stands only once a majority
-            would vote for it, and so never disturbs a host that the others still hear.
+        is_binding: false for a question that commits no elector: a candidate stands only once a
+            majority would vote for it, and so never disturbs a host that the others still hear.
     """
 
     node: str

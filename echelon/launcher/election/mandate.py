@@ -7,7 +7,7 @@ mandate that names both the former and the next ones and needs a majority of eac
 consensus): no two disjoint majorities can ever decide.
 
 A world of two nodes has no majority that survives the host: its only elector is the host, so that
-it continues alone after the loss of the other node, and nobody replaces it.
+it continues alone after the loss of the other node, and no node replaces it.
 """
 
 from __future__ import annotations

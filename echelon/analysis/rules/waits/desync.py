@@ -62,7 +62,7 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the one rank without which there would be no ring, None if there is no such rank.
+    """Return the one rank without which there would be no ring, or None.
 
     It is absent alone where others wait; a rank whose record is missing is absent from everything.
     """

@@ -364,11 +364,11 @@ def _meet(members: Members, store: PrefixStore, address: str, deadline_s: float)
     try:
         mine = {"at": sockets.address, "secret": secrets.token_hex(SECRET_BYTES)}
         facts = exchange(members, store, "messages", mine, deadline_s)
+        addresses = [(str(fact["at"][0]), int(fact["at"][1])) for fact in facts]
+        sockets.introduce(addresses, bytes.fromhex(facts[0]["secret"]))
     except BaseException:
         sockets.close()
         raise
-    addresses = [(str(fact["at"][0]), int(fact["at"][1])) for fact in facts]
-    sockets.introduce(addresses, bytes.fromhex(facts[0]["secret"]))
     return sockets
 
 
