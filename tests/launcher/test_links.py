@@ -17,6 +17,7 @@ import pytest
 
 import echelon.launcher
 from echelon.launcher.control import messages as m
+from echelon.launcher.control import server
 from echelon.launcher.control.client import GrpcLink
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.server import ControlServer
@@ -166,6 +167,71 @@ def test_a_node_whose_greeting_was_cut_off_greets_again(ends):
         blocked.set()
         if link is not None:
             link.close()
+        relay.close()
+
+
+def test_a_stream_that_ends_between_two_frames_of_the_greeting_is_dialled_again(ends, monkeypatch):
+    relay = _Relay(ends.server.port)
+    read = GrpcLink._read
+
+    async def read_and_lose(self: GrpcLink, call: grpc.aio.StreamStreamCall) -> bytes:
+        frame = await read(self, call)
+        if relay.num_connections == 1:
+            relay.cut()
+            await call.code()  # gRPC has noticed: what is written now, it refuses
+        return frame
+
+    monkeypatch.setattr(GrpcLink, "_read", read_and_lose)
+    link = ends.link(relay.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert link.lost_because == ""
+    finally:
+        link.close()
+        relay.close()
+
+
+def test_a_node_whose_welcome_was_lost_greets_again_and_is_not_said_to_have_left(ends, monkeypatch):
+    num_welcomes = 0
+
+    class _Losing(server.Seal):
+        def close(self, frame: bytes) -> bytes:
+            nonlocal num_welcomes
+            num_welcomes += 1
+            if num_welcomes == 1:
+                raise OSError("reset by peer")
+            return super().close(frame)
+
+    monkeypatch.setattr(server, "Seal", _Losing)
+    link = ends.link(ends.server.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert (link.lost_because, ends.count(m.Left)) == ("", 0)
+    finally:
+        link.close()
+
+
+def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(ends, monkeypatch):
+    monkeypatch.setattr(server, "_RESUME_S", _WAIT_S)
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+
+        class _Losing(server.Seal):
+            def close(self, frame: bytes) -> bytes:
+                server._RESUME_S = 0.05  # from here on; that of the first stream runs already
+                raise OSError("reset by peer")
+
+        monkeypatch.setattr(server, "Seal", _Losing)
+        relay.cut()
+        ends.wait_for(lambda: ends.count(m.Left) == 1)
+    finally:
+        link.close()
         relay.close()
 
 

@@ -192,13 +192,13 @@ class GrpcLink:
 
     async def _greet(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> Seal:
         nonce = new_nonce()
-        await call.write(nonce)
+        await _write(call, nonce)
         seal = Seal(self._secret, nonce, await self._read(call), is_host=False)
         greeting: Event = self._hello
         if self._token and isinstance(self._hello, Hello):
             received = self._state.received
             greeting = Resume(node=self._hello.node, token=self._token, received=received)
-        await call.write(seal.close(pack(greeting)))
+        await _write(call, seal.close(pack(greeting)))
         welcome = unpack(seal.open(await self._read(call)))
         if not isinstance(welcome, Welcome):
             raise LaunchError("unexpected handshake")
@@ -213,10 +213,7 @@ class GrpcLink:
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> bytes:
         frame = await asyncio.wait_for(call.read(), self._greeting_s)
         if not isinstance(frame, bytes):
-            status = await call.code()
-            if status == grpc.StatusCode.UNAUTHENTICATED:
-                raise LaunchError(await call.details())
-            raise OSError("connection closed during the handshake")
+            raise await _why_ended(call)
         return frame
 
     @property
@@ -254,16 +251,16 @@ class GrpcLink:
         while True:
             self._wake.clear()
             while (frame := self._state.frame()) is not None:
-                await call.write(seal.close(frame))
+                await _write(call, seal.close(frame))
             if self._is_closing and self._state.is_idle:
                 await call.done_writing()
                 return
             if self._state.owes_acknowledgement:
-                await call.write(seal.close(self._state.beat()))
+                await _write(call, seal.close(self._state.beat()))
             try:
                 await asyncio.wait_for(self._wake.wait(), self._beat_s)
             except asyncio.TimeoutError:
-                await call.write(seal.close(self._state.beat()))
+                await _write(call, seal.close(self._state.beat()))
 
     async def _receive_all(
         self, call: grpc.aio.StreamStreamCall[bytes, bytes], seal: Seal, sender: asyncio.Task[None]
@@ -283,6 +280,26 @@ class GrpcLink:
             self._wake.set()  # an acknowledgement may have made room
             if sender.done() and sender.exception() is not None:
                 raise OSError(f"cannot send: {sender.exception()}")
+
+
+async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) -> None:
+    """Write a frame.
+
+    Raises:
+        LaunchError: the host has refused this node.
+        OSError: the stream has ended otherwise; gRPC calls that a fault of its caller.
+    """
+    try:
+        await call.write(frame)
+    except asyncio.InvalidStateError:
+        raise await _why_ended(call) from None
+
+
+async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
+    """Return what ended a stream: a refusal by the host is final, all else may be tried again."""
+    if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
+        return LaunchError(await call.details())
+    return OSError("connection closed")
 
 
 async def _why_not(endpoint: str) -> str:

@@ -206,22 +206,29 @@ class ControlServer:
         except LaunchError as err:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(err))
         else:
-            received = member.state.received
-            lost_after_ms = int(self._lost_after_s * 1000)
-            welcome = Welcome(
-                token=member.token,
-                received=received,
-                lost_after_ms=lost_after_ms,
-                beat_ms=int(self._beat_s * 1000),
-            )
-            await context.write(seal.close(pack(welcome)))
-            if isinstance(hello, Resume):
-                member.state.resume(hello.received)
-            else:
-                if isinstance(hello, Hello | CheckIn):
-                    hello = replace(hello, address=_address(context.peer()))
-                self._events.put((member.name, hello))  # type: ignore[arg-type]
-            await self._serve_member(member, seal, frames, context)
+            await self._serve_member(member, hello, seal, frames, context)
+
+    async def _welcome(
+        self,
+        member: _Member,
+        hello: Event | Command,
+        seal: Seal,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        welcome = Welcome(
+            token=member.token,
+            received=member.state.received,
+            lost_after_ms=int(self._lost_after_s * 1000),
+            beat_ms=int(self._beat_s * 1000),
+        )
+        await context.write(seal.close(pack(welcome)))
+        if isinstance(hello, Resume):
+            member.state.resume(hello.received)
+        if (greeting := member.greeting) is not None:
+            member.greeting = None
+            if isinstance(greeting, Hello | CheckIn):
+                greeting = replace(greeting, address=_address(context.peer()))
+            self._events.put((member.name, greeting))
 
     def _member_of(self, hello: Event | Command) -> _Member:
         """Return whose stream this is, by its first message.
@@ -241,9 +248,9 @@ class ControlServer:
         if isinstance(hello, Hello):
             if hello.node in self._members:
                 raise _TryAgainError("this node's last connection has not ended yet")
-            member = _Member(hello.node, can_resume=True)
+            member = _Member(hello.node, hello, can_resume=True)
         elif isinstance(hello, Ask | CheckIn):
-            member = _Member(f"visitor-{secrets.token_hex(8)}", can_resume=False)
+            member = _Member(f"visitor-{secrets.token_hex(8)}", hello, can_resume=False)
         else:
             raise LaunchError("unexpected handshake")
         self._members[member.name] = member
@@ -252,19 +259,24 @@ class ControlServer:
     async def _serve_member(
         self,
         member: _Member,
+        hello: Event | Command,
         seal: Seal,
         frames: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        sender = self._loop.create_task(self._send_all(member, seal, context))
-        receiver = self._loop.create_task(self._receive_all(member, seal, frames))
-        member.tasks = (sender, receiver)
-        member.heard_s = self._loop.time()
-        member.is_silent = False
         stream = member.stream
         why, is_broken = "connection closed", True
+        tasks: tuple[asyncio.Task[None], ...] = ()
         try:
-            done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            await self._welcome(member, hello, seal, context)
+            if stream != member.stream:
+                return
+            sender = self._loop.create_task(self._send_all(member, seal, context))
+            receiver = self._loop.create_task(self._receive_all(member, seal, frames))
+            member.tasks = tasks = (sender, receiver)
+            member.heard_s = self._loop.time()
+            member.is_silent = False
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 error = None if task.cancelled() else task.exception()
                 # An end on purpose, silence, or a peer that breaks the protocol is final.
@@ -274,8 +286,8 @@ class ControlServer:
                 if error is not None:
                     why = str(error) or type(error).__name__
         finally:
-            sender.cancel()
-            receiver.cancel()
+            for task in tasks:
+                task.cancel()
             if stream == member.stream:  # no later one has taken over
                 if is_broken and member.can_resume and not member.is_ending:
                     member.timer = self._loop.call_later(
@@ -285,7 +297,7 @@ class ControlServer:
                     self._lose(member, why)
 
     def _lose(self, member: _Member, why: str) -> None:
-        if self._members.pop(member.name, None) is not None:
+        if self._members.pop(member.name, None) is not None and member.greeting is None:
             self._events.put((member.name, Left(reason=why)))
 
     async def _send_all(
@@ -334,9 +346,10 @@ class _TryAgainError(LaunchError):
 class _Member:
     """A node, or a status client, over all its connections."""
 
-    def __init__(self, name: str, *, can_resume: bool) -> None:
+    def __init__(self, name: str, greeting: Event, *, can_resume: bool) -> None:
         self.name = name
         self.can_resume = can_resume
+        self.greeting: Event | None = greeting  # until it has gone to the coordinator
         self.token = secrets.token_hex(16)
         self.state = Session()
         self.wake = asyncio.Event()
