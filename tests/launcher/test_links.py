@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -233,6 +233,34 @@ def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(ends, monkeypa
     finally:
         link.close()
         relay.close()
+
+
+def test_a_stream_that_ends_without_a_goodbye_has_broken_and_goes_on(ends, monkeypatch):
+    monkeypatch.setattr(server, "_RESUME_S", _WAIT_S)
+    receive = ControlServer._receive_all
+    num_ended = 0
+
+    async def receive_and_end(self: ControlServer, member, seal, frames) -> None:
+        nonlocal num_ended
+        if num_ended == 0:
+            num_ended = 1
+
+            async def nothing() -> AsyncIterator[bytes]:
+                return
+                yield b""
+
+            frames = nothing()  # what gRPC makes of a reset, when it notices that first
+        await receive(self, member, seal, frames)
+
+    monkeypatch.setattr(ControlServer, "_receive_all", receive_and_end)
+    link = ends.link(ends.server.port)
+    try:
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert (ends.count(m.Hello), ends.count(m.Left), num_ended) == (1, 0, 1)
+    finally:
+        link.close()
+    ends.wait_for(lambda: ends.count(m.Left) == 1)  # at once, for it said goodbye
 
 
 def test_a_silent_node_is_lost():

@@ -81,3 +81,12 @@ def test_a_newer_greeting_can_be_read_and_so_refused():
     hello = unpack(data)
     assert isinstance(hello, Hello)
     assert hello.version == 99
+
+
+def test_a_side_hangs_up_in_words_and_acknowledges_what_it_received():
+    one, other = Session(), Session()
+    one.put(b"last")
+    other.take(one.frame())
+    assert one.take(other.goodbye()) is None
+    assert (one.has_hung_up, one.is_delivered) == (True, True)
+    assert not other.has_hung_up

@@ -253,6 +253,7 @@ class GrpcLink:
             while (frame := self._state.frame()) is not None:
                 await _write(call, seal.close(frame))
             if self._is_closing and self._state.is_idle:
+                await _write(call, seal.close(self._state.goodbye()))
                 await call.done_writing()
                 return
             if self._state.owes_acknowledgement:

@@ -277,13 +277,9 @@ class ControlServer:
             member.heard_s = self._loop.time()
             member.is_silent = False
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_broken = all(_is_broken(task) for task in done)
             for task in done:
-                error = None if task.cancelled() else task.exception()
-                # An end on purpose, silence, or a peer that breaks the protocol is final.
-                is_broken = task.cancelled() or (
-                    error is not None and not isinstance(error, LaunchError)
-                )
-                if error is not None:
+                if not task.cancelled() and (error := task.exception()) is not None:
                     why = str(error) or type(error).__name__
         finally:
             for task in tasks:
@@ -324,8 +320,8 @@ class ControlServer:
                 member.heard_s = self._loop.time()  # unread input does not count as silence
             try:
                 frame = await anext(frames)
-            except StopAsyncIteration:
-                return
+            except StopAsyncIteration:  # gRPC says the same of a connection that was reset
+                raise OSError("connection closed") from None
             except asyncio.CancelledError:
                 if member.is_silent:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
@@ -334,6 +330,8 @@ class ControlServer:
             message = state.take(seal.open(frame))
             if message is not None:
                 self._events.put((member.name, unpack(message)))  # type: ignore[arg-type]
+            if state.has_hung_up:
+                return
             # Room may have been made, or the last message have been acknowledged.
             if member.is_ending or not state.is_idle or state.owes_acknowledgement:
                 member.wake.set()
@@ -379,6 +377,14 @@ class _Member:
             self.timer.cancel()
         for task in self.tasks:
             task.cancel()
+
+
+def _is_broken(task: asyncio.Task[None]) -> bool:
+    """Whether a stream ended by a fault: not by a goodbye, silence or a breach of the protocol."""
+    if task.cancelled():
+        return True
+    error = task.exception()
+    return error is not None and not isinstance(error, LaunchError)
 
 
 def _address(peer: str) -> str:

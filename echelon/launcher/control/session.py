@@ -4,7 +4,8 @@ Messages are numbered, and kept until the other side has acknowledged them: wher
 broke, the next one continues, with nothing lost and nothing twice. How much may be on its way is
 bounded: a node that sends gigabytes of dumps waits for the coordinator.
 
-    frame: u64 number (0: none, only the acknowledgement), u64 number received last, message
+    frame: u64 number (0: none, only the acknowledgement; 2^64 - 1: the last frame of a side that
+           hangs up), u64 number received last, message
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from echelon.errors import LaunchError
 WINDOW_BYTES = 4 << 20
 _ACK_BYTES = WINDOW_BYTES // 4
 _HEADER = struct.Struct("<QQ")
+_GOODBYE = (1 << 64) - 1  # without it, a stream that ends has broken
 
 
 class Session:
@@ -29,6 +31,7 @@ class Session:
         self._last = 0
         self._unacknowledged_bytes = 0  # received, and not acknowledged
         self.received = 0
+        self.has_hung_up = False  # the other side
 
     @property
     def is_idle(self) -> bool:
@@ -67,6 +70,10 @@ class Session:
         """Return a frame without a message."""
         return self._head(0)
 
+    def goodbye(self) -> bytes:
+        """Return the last frame of a side that hangs up."""
+        return self._head(_GOODBYE)
+
     def take(self, frame: bytes) -> bytes | None:
         """Take in a frame; return its message, None if it has none or is a repetition.
 
@@ -77,6 +84,9 @@ class Session:
             raise LaunchError("malformed frame")
         number, acknowledged = _HEADER.unpack_from(frame)
         self._drop(acknowledged)
+        if number == _GOODBYE:
+            self.has_hung_up = True
+            return None
         if number == 0 or number <= self.received:
             return None
         if number != self.received + 1:
