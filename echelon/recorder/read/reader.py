@@ -32,8 +32,17 @@ from echelon.recorder.format.schema import (
     State,
 )
 from echelon.recorder.protection import protect, release
+from echelon.recorder.read.damage import Damage
 from echelon.recorder.read.dump_parser import record_of_dump
-from echelon.recorder.read.ring_parser import RingParser, check_header, is_payload_whole
+from echelon.recorder.read.ring_calls import RingCalls
+from echelon.recorder.read.ring_header import (
+    check_header,
+    read_fault,
+    read_identity,
+    read_last_words,
+)
+from echelon.recorder.read.ring_parser import RingParser, is_payload_whole
+from echelon.recorder.read.ring_texts import RingTexts
 from echelon.recorder.read.untrusted import check_version
 from echelon.recorder.stall.watchdog import Sight
 
@@ -73,8 +82,11 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
     """Read a ring from one copy of its bytes; return how many slots were torn, too."""
     layout, data = _ring_bytes(path)
     live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
-    parser = RingParser(data, layout, live)
-    identity = parser.identity(path)
+    damage = Damage()
+    texts = RingTexts(data, layout, live, damage)
+    calls = RingCalls(texts, damage)
+    parser = RingParser(data, layout, texts, calls, damage)
+    identity = read_identity(data, path, damage)
     operations = parser.operations()
     spans = parser.spans(layout.spans_offset, layout.num_spans)
     open_spans = parser.spans(OPEN_SPANS_OFFSET, NUM_OPEN_SPANS)
@@ -84,15 +96,15 @@ def _read_ring_once(path: Path) -> tuple[Record, int]:
         operations=operations,
         spans=spans[spans["ended_mono_ns"] > 0],
         open_spans=open_spans[open_spans["ended_mono_ns"] == 0],
-        strings=parser.strings,
-        groups=parser.groups,
-        signatures=parser.signatures,
+        strings=texts.strings,
+        groups=texts.groups,
+        signatures=calls.signatures,
         live=live,
-        last_words=parser.last_words(path),
-        fault=parser.fault(),
-        warnings=tuple(parser.all_warnings()),
+        last_words=read_last_words(data, path, damage),
+        fault=read_fault(data),
+        warnings=tuple(damage.warnings()),
     )
-    return record, parser.num_torn
+    return record, damage.num_torn
 
 
 def _ring_bytes(path: Path) -> tuple[Layout, bytes]:

@@ -13,7 +13,7 @@ from echelon.recorder.format.layout import LIVE_BYTES, LIVE_OFFSET, Layout
 from echelon.recorder.format.schema import Flag, Identity, LastWords, Record, State
 from echelon.recorder.read import LiveRing, read, read_dump, read_ring
 from echelon.recorder.read.dump import write_dump
-from echelon.recorder.read.ring_parser import DAMAGED
+from echelon.recorder.read.ring_texts import DAMAGED
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.ring import Ring
 from tests.recorder.conftest import NUM_OPERATIONS, NUM_SPANS

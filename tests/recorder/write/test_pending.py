@@ -20,7 +20,7 @@ from echelon.recorder.format.schema import (
     State,
 )
 from echelon.recorder.read import LiveRing, read_ring
-from echelon.recorder.read.ring_parser import DAMAGED
+from echelon.recorder.read.ring_texts import DAMAGED
 from echelon.recorder.write import native
 from echelon.recorder.write.recorder import NOT_RECORDED, Recorder
 from echelon.recorder.write.ring import Ring

@@ -16,7 +16,7 @@ from echelon.recorder.format.schema import (
     Group,
     Live,
 )
-from echelon.recorder.read.ring_parser import OVERWRITTEN
+from echelon.recorder.read.ring_texts import OVERWRITTEN
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.texts import Texts
 

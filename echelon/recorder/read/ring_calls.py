@@ -1,0 +1,104 @@
+"""What the operations of a ring were called with: its signatures."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from echelon.recorder.format.schema import SIGNATURE_FIXED, Flag, Signature
+from echelon.recorder.read.damage import Damage
+from echelon.recorder.read.ring_texts import DAMAGED, OVERWRITTEN, RingTexts
+
+_SIGNATURE_FIXED = struct.Struct("<IIIHH")
+
+
+class Call(NamedTuple):
+    """What a signature says, as indices into `strings` and `signatures`."""
+
+    operation: int
+    reduce_op: int
+    signature: int
+    flags: int
+
+
+class RingCalls:
+    """Read signatures by their references, once each."""
+
+    def __init__(self, texts: RingTexts, damage: Damage) -> None:
+        self.signatures: list[Signature] = []
+        self._texts = texts
+        self._damage = damage
+        self._known: dict[int, Call | None] = {}
+
+    def call(self, ref: int) -> Call | None:
+        """Return what an operation was called with; None if that was overwritten."""
+        if ref in self._known:
+            return self._known[ref]
+        data, call = self._texts.recent(ref), None
+        if data is not None:
+            call = self.decoded(data)
+        elif not self._texts.is_overwritten(ref):
+            self._damage.num_torn += 1
+            call = self.damaged("a signature is damaged")
+        self._known[ref] = call
+        return call
+
+    def decoded(self, data: bytes) -> Call:
+        """Return what the bytes of a signature say."""
+        try:
+            operation, dtype, reduce_op, num_tensors, flags = _SIGNATURE_FIXED.unpack_from(data)
+            signature = decode_signature(
+                self._texts.text(dtype),
+                num_tensors,
+                bool(flags & Flag.SUMMARISED),
+                data[SIGNATURE_FIXED.itemsize :],
+            )
+        except (ValueError, struct.error):
+            return self.damaged("a signature cannot be read")
+        self.signatures.append(signature)
+        return Call(
+            self._texts.string(operation),
+            self._texts.string(reduce_op),
+            len(self.signatures) - 1,
+            flags & Flag.SUMMARISED,
+        )
+
+    def overwritten(self) -> Call:
+        """Return what stands for a signature whose place newer ones took."""
+        return self._new(OVERWRITTEN)
+
+    def damaged(self, warning: str) -> Call:
+        """Return what stands for a signature that cannot be read."""
+        self._damage.warn(warning)
+        return self._new(DAMAGED)
+
+    def _new(self, text: str) -> Call:
+        self.signatures.append(Signature(text))
+        self._texts.strings.append(text)
+        return Call(len(self._texts.strings) - 1, 0, len(self.signatures) - 1, 0)
+
+
+def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
+    """Read the tail of a signature, as `operations.encode_signature` writes it.
+
+    Raises:
+        ValueError: the lengths in it do not fit the bytes.
+    """
+    if len(tail) < 8:
+        raise ValueError("too short")
+    num_inputs, num_outputs = (int(v) for v in np.frombuffer(tail, "<u4", 2))
+    if summarised:
+        count, numel, crc = (int(v) for v in np.frombuffer(tail, "<i8", 3, 8))
+        return Signature(dtype, summary=(count, numel, crc))
+    ndims = list(tail[8 : 8 + num_tensors])
+    numbers = np.frombuffer(tail, "<i8", -1, 8 + num_tensors).tolist()
+    if len(ndims) != num_tensors or len(numbers) != sum(ndims) + num_inputs + num_outputs:
+        raise ValueError("lengths do not fit")
+    shapes, at = [], 0
+    for ndim in ndims:
+        shapes.append(tuple(numbers[at : at + ndim]))
+        at += ndim
+    inputs = tuple(numbers[at : at + num_inputs])
+    return Signature(dtype, tuple(shapes), inputs, tuple(numbers[at + num_inputs :]))
