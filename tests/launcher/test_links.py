@@ -215,6 +215,40 @@ def test_a_node_whose_welcome_was_lost_greets_again_and_is_not_said_to_have_left
         link.close()
 
 
+def test_a_node_that_greets_again_because_its_welcome_got_lost_on_the_way_is_the_same_node(
+    ends, monkeypatch
+):
+    monkeypatch.setattr(server, "_RESUME_S", 2 * _WAIT_S)
+    relay = _Relay(ends.server.port)
+    greet = GrpcLink._greet
+
+    async def greet_and_lose(self: GrpcLink, call: grpc.aio.StreamStreamCall) -> server.Seal:
+        seal = await greet(self, call)
+        if relay.num_connections == 1:
+            self._token, self.is_connected = "", False
+            relay.cut()
+            raise OSError("connection closed")
+        return seal
+
+    monkeypatch.setattr(GrpcLink, "_greet", greet_and_lose)
+    link = ends.link(relay.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        ends.server.send("a", m.Show(text="once"))
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert (ends.count(m.Hello), ends.count(m.Left)) == (1, 0)
+        shown: list[str] = []
+        deadline = time.monotonic() + _WAIT_S
+        while not shown and time.monotonic() < deadline:
+            select.select([link.fileno()], [], [], 0.05)
+            shown += [command.text for command in link.take()]
+        assert shown == ["once"]
+    finally:
+        link.close()
+        relay.close()
+
+
 def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(ends, monkeypatch):
     monkeypatch.setattr(server, "_RESUME_S", _WAIT_S)
     relay = _Relay(ends.server.port)

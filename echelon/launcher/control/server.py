@@ -222,8 +222,7 @@ class ControlServer:
             beat_ms=int(self._beat_s * 1000),
         )
         await context.write(seal.close(pack(welcome)))
-        if isinstance(hello, Resume):
-            member.state.resume(hello.received)
+        member.state.resume(hello.received if isinstance(hello, Resume) else 0)
         if (greeting := member.greeting) is not None:
             member.greeting = None
             if isinstance(greeting, Hello | CheckIn):
@@ -234,7 +233,7 @@ class ControlServer:
         """Return whose stream this is, by its first message.
 
         Raises:
-            _TryAgainError: this node greeted before, and gave up before it was welcomed.
+            _TryAgainError: a session of this node has not ended yet.
             LaunchError: no session begins with that, or the one to go on with is over.
         """
         if not self._is_open:
@@ -246,8 +245,11 @@ class ControlServer:
             member.take_over()
             return member
         if isinstance(hello, Hello):
-            if hello.node in self._members:
-                raise _TryAgainError("this node's last connection has not ended yet")
+            if (known := self._members.get(hello.node)) is not None:
+                if known.has_spoken:
+                    raise _TryAgainError("this node's last connection has not ended yet")
+                known.take_over()  # its welcome was lost
+                return known
             member = _Member(hello.node, hello, can_resume=True)
         elif isinstance(hello, Ask | CheckIn):
             member = _Member(f"visitor-{secrets.token_hex(8)}", hello, can_resume=False)
@@ -327,6 +329,7 @@ class ControlServer:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
                 raise
             member.heard_s = self._loop.time()
+            member.has_spoken = True
             message = state.take(seal.open(frame))
             if message is not None:
                 self._events.put((member.name, unpack(message)))  # type: ignore[arg-type]
@@ -347,6 +350,7 @@ class _Member:
     def __init__(self, name: str, greeting: Event, *, can_resume: bool) -> None:
         self.name = name
         self.can_resume = can_resume
+        self.has_spoken = False  # since it was welcomed
         self.greeting: Event | None = greeting  # until it has gone to the coordinator
         self.token = secrets.token_hex(16)
         self.state = Session()
