@@ -42,7 +42,7 @@ def test_a_failed_last_save_is_a_failed_program(tmp_path, ending):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout == "trained\n"
@@ -74,7 +74,7 @@ def test_an_error_that_the_program_has_caught_is_not_raised_again(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "No space left" in done.stdout

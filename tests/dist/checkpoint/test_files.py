@@ -188,7 +188,7 @@ def test_a_damaged_version_fails_the_command_and_the_others_are_read_all_the_sam
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"{path / '000001'}: DAMAGED: {file}: damaged between bytes 0")

@@ -98,11 +98,22 @@ def remove_folder(path: Path) -> None:
         FileNotFoundError: it does not exist.
         OSError: it cannot be renamed; then nothing was removed.
     """
+    trash = set_aside(path)
+    with contextlib.suppress(OSError):  # the next save tries again
+        empty_folder(trash)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a folder a hidden name under which the next save removes it; return that name.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        OSError: it cannot be renamed.
+    """
     name = path.name.removeprefix(".").removesuffix(".tmp").partition("-")[0]
     trash = path.with_name(f".{name}-{secrets.token_hex(8)}.trash")
     path.rename(trash)
-    with contextlib.suppress(OSError):  # the next save tries again
-        empty_folder(trash)
+    return trash
 
 
 def empty_folder(path: Path) -> None:

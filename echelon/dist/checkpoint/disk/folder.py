@@ -45,6 +45,8 @@ COMMIT = "commit"
 _INDEX = "rank_{:05d}.index"
 _FAILED = "rank_{:05d}.failed"
 _VERSION = re.compile(r"\d{6,}")
+_OWN_FILE = re.compile(r"\.?(rank_\d{5,}\.(bin|index|failed)|manifest|commit)(\.tmp)?")
+_DATA = re.compile(r"rank_\d{5,}\.bin")
 _HIDDEN = re.compile(r"\.(?P<number>\d{6,})(-[0-9a-f]+)?\.(?P<kind>tmp|trash)")
 _SEAL_BYTES = 4
 _TOKEN_BYTES = 8
@@ -248,10 +250,10 @@ def prune(root: Path, keep: int) -> None:
     """Remove versions older than the last `keep` that are whole, as far as sizes tell."""
     whole = 0
     for version in reversed(marked(root)):
-        if whole >= keep:
+        if whole < keep:
+            whole += _looks_whole(version)
+        elif _is_own(version):
             files.remove_folder(version)
-        elif _looks_whole(version):
-            whole += 1
 
 
 def _looks_whole(version: Path) -> bool:
@@ -286,9 +288,36 @@ def _sweep(root: Path) -> None:
         if hidden and hidden["kind"] == "trash":
             with contextlib.suppress(OSError):
                 files.empty_folder(root / name)
-        elif hidden or (_VERSION.fullmatch(name) and _was_never_committed(root / name)):
+        elif hidden:
             with contextlib.suppress(FileNotFoundError):  # its own writer renamed it just now
                 files.remove_folder(root / name)
+        elif _VERSION.fullmatch(name) and _was_never_committed(root / name):
+            with contextlib.suppress(FileNotFoundError):
+                _remove_uncommitted(root / name)
+
+
+def _remove_uncommitted(version: Path) -> None:
+    """Remove a version without a mark, unless another job's save completes it at this moment."""
+    trash = files.set_aside(version)
+    with contextlib.suppress(OSError):  # the next save tries again
+        if (trash / COMMIT).exists():
+            trash.rename(version)
+        else:
+            files.empty_folder(trash)
+
+
+def _is_own(version: Path) -> bool:
+    """Tell whether a numbered folder was written by a save, and not by another program."""
+    if version.is_symlink():
+        return False
+    names = _names(version)
+    if any(map(_DATA.fullmatch, names)) and all(map(_OWN_FILE.fullmatch, names)):
+        return True
+    try:
+        decode((version / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _was_never_committed(version: Path) -> bool:
@@ -296,7 +325,7 @@ def _was_never_committed(version: Path) -> bool:
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:
-        return True
+        return _is_own(version)
     except OSError:
         return False
     return False
