@@ -8,6 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 from echelon.dist.group import ProcessGroup
+from echelon.dist.pipeline.execute.partition import shared_with
 from echelon.dist.pipeline.execute.stage import Stage
 from echelon.dist.pipeline.execute.ties import Ties
 from echelon.dist.pipeline.plan.catalogue import schedule as schedule_of
@@ -57,6 +58,28 @@ def check_stages(stages: Sequence[Stage], plan: Plan, rank: int) -> None:
     wrong = [stage for stage in stages if stage.num_stages != plan.num_stages]
     if wrong:
         raise ValueError(f"{wrong[0]}: {plan.name} has {plan.num_stages} stages here")
+
+
+def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[str]]) -> None:
+    """Check that what a model's layers shared before `split` is tied between ranks.
+
+    Raises:
+        ValueError: a parameter that stages on several ranks use is not tied: its copies would
+            drift apart.
+    """
+    tied = [set(tie) for tie in ties]
+    for stage in stages:
+        for places in shared_with(stage.module):
+            holders: dict[int, set[str]] = {}
+            for place in places:
+                holders.setdefault(plan.rank_of_stage[int(place.split(":")[0])], set()).add(place)
+            is_tied = any(all(tie & names for names in holders.values()) for tie in tied)
+            if len(holders) > 1 and not is_tied:
+                one_each = [min(names) for _, names in sorted(holders.items())]
+                raise ValueError(
+                    f"stages share one parameter ({', '.join(places)}) on ranks "
+                    f"{sorted(holders)} of the group, and it is not tied: pass ties=[{one_each}]"
+                )
 
 
 def agree(group: ProcessGroup, plan: Plan, ties: Sequence[Sequence[str]], mine: Ties) -> str:

@@ -37,6 +37,33 @@ def split_batch(what: str, batch: Any, num_microbatches: int) -> list[list[torch
     return [list(part) for part in zip(*parts, strict=True)]
 
 
+def cut_off(inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Put a leaf in place of each input that the program computed with gradients.
+
+    Each micro-batch runs a backward of its own, and autograd runs the program's part of the graph
+    only once: with the gradients of all micro-batches, in `pass_on`.
+
+    Returns:
+        The inputs, and each computed one with its leaf.
+    """
+    listed = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+    computed = []
+    for place, one in enumerate(listed):
+        if isinstance(one, torch.Tensor) and one.requires_grad and not one.is_leaf:
+            listed[place] = one.detach().requires_grad_()
+            computed.append((one, listed[place]))
+    if not computed:
+        return inputs, []
+    return tuple(listed) if isinstance(inputs, tuple | list) else listed[0], computed
+
+
+def pass_on(computed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Run the program's part of the backward, with the gradients that the leaves have got."""
+    some = [(one, leaf.grad) for one, leaf in computed if leaf.grad is not None]
+    if some:
+        torch.autograd.backward([one for one, _ in some], [gradient for _, gradient in some])
+
+
 def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets: bool) -> None:
     """Check that a rank was given what its stages need.
 

@@ -56,7 +56,7 @@ class Tied:
     @property
     def is_trained(self) -> bool:
         """Whether it requires gradients."""
-        return self._holder().requires_grad
+        return self.holder().requires_grad
 
     def room(self) -> torch.Tensor:
         """Return memory for another stage's value or gradient."""
@@ -84,12 +84,12 @@ class Tied:
 
     def set_aside(self) -> None:
         """Take the gradient of earlier steps away, so that only this step's is summed."""
-        holder = self._holder()
+        holder = self.holder()
         self._kept, holder.grad = holder.grad, None
 
     def gradient(self) -> torch.Tensor:
         """Return the whole gradient of this step. Collective among the shards' ranks."""
-        holder = self._holder()
+        holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is None:
             return torch.zeros_like(holder) if holder.grad is None else holder.grad
@@ -98,7 +98,7 @@ class Tied:
 
     def set_gradient(self, total: torch.Tensor) -> None:
         """Put the sum over all stages in place, and what was set aside back."""
-        holder = self._holder()
+        holder = self.holder()
         shard = shards(self._stage.module).get(self.name)
         if shard is not None:
             total = total.reshape(-1)[shard.start : shard.start + shard.length]
@@ -106,7 +106,7 @@ class Tied:
         holder.grad = gradient if self._kept is None else self._kept.add_(gradient)
         self._kept = None
 
-    def _holder(self) -> nn.Parameter:
+    def holder(self) -> nn.Parameter:
         """Return what the optimizer steps: the parameter, or this rank's shard of it."""
         shard = shards(self._stage.module).get(self.name)
         return self._parameter() if shard is None else shard.parameter

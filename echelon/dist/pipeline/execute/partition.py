@@ -6,8 +6,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
+
+# Of each stage: all places, `stage:name`, of each of its parameters that other stages use too.
+_shared: WeakKeyDictionary[nn.Module, list[list[str]]] = WeakKeyDictionary()
 
 
 class Layers(nn.Module):
@@ -57,7 +61,8 @@ def split(
 
     Returns:
         The stages, in order: `nn.Sequential`s; of a dict `Layers`. Their layers are the model's own
-        modules, not copies.
+        modules, not copies. A parameter that several of them use, on several ranks, must be named
+        in the pipeline's `ties`.
 
     Raises:
         ValueError: numbers do not fit.
@@ -77,9 +82,32 @@ def split(
         OrderedDict(zip(names[start:end], layers[start:end], strict=True))
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
-    if isinstance(model, Mapping):
-        return [Layers(part) for part in parts]
-    return [nn.Sequential(part) for part in parts]
+    make = Layers if isinstance(model, Mapping) else nn.Sequential
+    stages: list[nn.Module] = [make(part) for part in parts]
+    _note_shared(stages)
+    return stages
+
+
+def shared_with(stage: nn.Module) -> Sequence[Sequence[str]]:
+    """Return what a stage shares with other stages of its `split`.
+
+    Returns:
+        Of each such parameter all its places, as `stage:name`.
+    """
+    return _shared.get(stage, ())
+
+
+def _note_shared(stages: Sequence[nn.Module]) -> None:
+    places: dict[nn.Parameter, list[str]] = {}
+    users: dict[nn.Parameter, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            places.setdefault(parameter, []).append(f"{number}:{name}")
+            users.setdefault(parameter, set()).add(number)
+    for parameter, numbers in users.items():
+        if len(numbers) > 1:
+            for number in numbers:
+                _shared.setdefault(stages[number], []).append(places[parameter])
 
 
 def _named(

@@ -19,8 +19,13 @@ from torch import nn
 
 from echelon.dist import heap
 from echelon.dist.group import ProcessGroup
-from echelon.dist.pipeline.execute.agreement import agree, check_stages, plan_of
-from echelon.dist.pipeline.execute.batch import check_batch, split_batch
+from echelon.dist.pipeline.execute.agreement import (
+    agree,
+    check_shared,
+    check_stages,
+    plan_of,
+)
+from echelon.dist.pipeline.execute.batch import check_batch, cut_off, pass_on, split_batch
 from echelon.dist.pipeline.execute.failure import end_groups
 from echelon.dist.pipeline.execute.messages.exchange import Exchange, Routes
 from echelon.dist.pipeline.execute.messages.links import open_links
@@ -87,6 +92,7 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.plan = plan_of(schedule, self.group.size, num_microbatches, len(self.stages))
         check_stages(self.stages, self.plan, self.group.rank)
+        check_shared(self.stages, self.plan, ties)
         self._ties = Ties(ties, self.stages, self.plan.rank_of_stage)
         name = agree(self.group, self.plan, ties, self._ties)
         self._replicas = replicas
@@ -147,6 +153,7 @@ class Pipeline:
 
         Args:
             inputs: on the first stage's rank: a tensor, or a tuple of them, [batch_size, ...].
+                Those that require gradients get them.
             targets: on the last stage's rank, likewise.
             loss_scale: of a gradient scaler, the same on all ranks: gradients are multiplied by it,
                 losses are not. `GradScaler(over=...)` with a group of all stages' ranks then
@@ -156,13 +163,15 @@ class Pipeline:
             On the last stage's rank `num_microbatches` losses, scalars; None elsewhere.
 
         Raises:
-            ValueError: inputs or targets are missing or cannot be split, or a bad `loss_scale`.
+            ValueError: inputs or targets are missing or cannot be split, or a bad `loss_scale`; a
+                loss that requires no gradient, which ends the groups as a module's error does.
             CollectiveError: a rank is lost or too late for the group's timeout.
         """
         if not torch.is_grad_enabled():
             raise ValueError("step() computes gradients, and they are disabled: use evaluate()")
         if not (loss_scale > 0 and math.isfinite(loss_scale)):
             raise ValueError(f"loss_scale must be positive and finite, got {loss_scale!r}")
+        inputs, computed = cut_off(inputs) if self.has_first else (inputs, [])
         step = self._start(inputs, targets, seed=loss_scale / self.num_microbatches)
         self._ties.set_aside()
         with self._ending_on_failure("step"):
@@ -174,6 +183,7 @@ class Pipeline:
             if self._replicas is not None and self._replicas.size > 1:
                 average_gradients(self.stages, self._replicas)
             self._ties.sum_gradients()
+            pass_on(computed)
         return [loss.detach() for loss in step.results] if self.has_last else None
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> list[Any] | None:

@@ -132,7 +132,12 @@ class Step:
         assert self._seed is not None, action
         if stage.is_last:
             loss = self.results[microbatch]
-            gradients = [torch.full_like(loss, self._seed)] if loss.requires_grad else []
+            if not loss.requires_grad:
+                raise ValueError(
+                    f"the loss of micro-batch {microbatch} does not require gradients, so the step "
+                    "would train nothing: compute it from the output, with no detach() or item()"
+                )
+            gradients = [torch.full_like(loss, self._seed)]
             self.results[microbatch] = loss.detach()
         else:
             after = Thing(Product.INPUT_GRAD, stage.index + 1, microbatch)

@@ -1,7 +1,9 @@
 """Parameters that several stages share, such as an embedding that is the output layer, too.
 
 Each stage has a copy. They begin with the first one's value and get the same gradient at the end of
-each step: every stage's total, added in the order of the stages. So they stay equal.
+each step: every stage's total, added in the order of the stages. So they stay equal. Two stages of
+one rank may also hold one parameter object, as a whole model that was split does: autograd adds
+their gradients itself, so they count as one copy here.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Ties:
     def set_aside(self) -> None:
         """Keep earlier steps' gradients out of this step's sums."""
         for tie in self._ties:
-            for tied in tie.mine.values():
+            for tied in tie.distinct():
                 tied.set_aside()
 
     def sum_gradients(self) -> None:
@@ -92,6 +94,13 @@ class _Tie:
         self._rank = -1
         self._channels: Mapping[int, Channel] = {}
 
+    def distinct(self) -> list[Tied]:
+        """Return this rank's copies; of stages that hold one object, the first."""
+        first: dict[int, Tied] = {}
+        for tied in self.mine.values():
+            first.setdefault(id(tied.holder()), tied)
+        return list(first.values())
+
     def begin(self, rank: int, channels: Mapping[int, Channel]) -> None:
         self._rank = rank
         self._channels = channels
@@ -103,12 +112,16 @@ class _Tie:
                 tied.set_value(values[first])
 
     def sum_gradients(self) -> None:
-        own = {stage: tied.gradient() for stage, tied in self.mine.items()}
+        distinct = self.distinct()
+        own = {
+            stage: tied.gradient() if tied in distinct else tied.room().zero_()
+            for stage, tied in self.mine.items()
+        }
         gradients = self._exchange(self._stages, own)
         total = gradients[self._stages[0]].clone()
         for stage in self._stages[1:]:
             total += gradients[stage]
-        for tied in self.mine.values():
+        for tied in distinct:
             tied.set_gradient(total)
 
     def _exchange(
