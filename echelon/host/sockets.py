@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
+from echelon.host import tcp_table
 from echelon.host.facts import Socket
 from echelon.host.procfs import read_text
 
@@ -158,30 +159,21 @@ def _state(number: int) -> str:
 
 def _from_files(pid: int, inodes: set[int], denied: list[str]) -> Iterator[tuple[int, Socket]]:
     for name in ("net/tcp", "net/tcp6"):
-        for line in read_text(f"/proc/{pid}/{name}", "net/tcp", denied).splitlines()[1:]:
-            fields = line.split()
-            if len(fields) < 10 or int(fields[9]) not in inodes:
+        for row in tcp_table.rows(read_text(f"/proc/{pid}/{name}", "net/tcp", denied)):
+            if row.inode not in inodes:
                 continue
-            unsent, _, unread = fields[4].partition(":")
-            state = _state(int(fields[3], 16))
+            state = _state(int(row.state, 16))
             listens = state == _LISTEN
             yield (
-                int(fields[9]),
+                row.inode,
                 Socket(
-                    local=_hex_endpoint(fields[1]),
-                    peer=_hex_endpoint(fields[2]),
+                    local=_endpoint(*tcp_table.unspell(row.local)),
+                    peer=_endpoint(*tcp_table.unspell(row.peer)),
                     state=state,
-                    unread_bytes=0 if listens else int(unread, 16),
-                    unsent_bytes=0 if listens else int(unsent, 16),
+                    unread_bytes=0 if listens else row.unread_bytes,
+                    unsent_bytes=0 if listens else row.unsent_bytes,
                 ),
             )
-
-
-def _hex_endpoint(text: str) -> str:
-    address, _, port = text.partition(":")
-    words = bytes.fromhex(address)
-    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-    return _endpoint(packed, int(port, 16))
 
 
 def _endpoint(packed: bytes, port: int) -> str:

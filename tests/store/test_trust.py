@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from echelon.host import tcp_table
 from echelon.store import StoreServer, TCPStore
+from echelon.store.server import hub
 from echelon.store.wire import protocol as p
 from echelon.store.wire import trust
 from echelon.store.wire.seal import HEADER_BYTES, Opener, stream_keys
@@ -161,7 +163,7 @@ def _as_another_user(script: str) -> int:
 def test_another_user_who_has_closed_is_not_taken_for_us(guarded, closing, monkeypatch):
     """A closed end's line in the kernel's table says uid 0, which is ours where we are root."""
     looks = []
-    real = trust.owner_uids
+    real = tcp_table.owner_uids
 
     def late(connections):
         asked = list(connections)
@@ -173,7 +175,7 @@ def test_another_user_who_has_closed_is_not_taken_for_us(guarded, closing, monke
         looks.append(asked)
         return real(asked)
 
-    monkeypatch.setattr(trust, "owner_uids", late)
+    monkeypatch.setattr(hub, "owner_uids", late)
     command = OPENING + SYNC + p.encode(p.SET, b"/pwned", b"by uid 65534")
     script = (
         "peer = socket.socket()\n"
@@ -211,7 +213,7 @@ def test_two_users_with_equal_ports_are_told_apart(closing):
     other = Background(lambda: _as_another_user(script))
     accepted = [closing(listener.accept()[0]) for _ in range(2)]
     seen = [(*far.getpeername(), *far.getsockname()) for far in accepted]
-    owners = {ends[0]: uid for ends, uid in trust.owner_uids(seen).items()}
+    owners = {ends[0]: uid for ends, uid in tcp_table.owner_uids(seen).items()}
     for far in accepted:
         far.shutdown(socket.SHUT_WR)
     assert owners == {"127.0.0.1": 0, "127.0.0.9": 65534}
@@ -245,8 +247,8 @@ def test_a_torch_client_of_our_own_user_is_let_in_on_the_hosts_own_address(
 
 
 def test_addresses_have_one_spelling():
-    assert trust.plain_address("::ffff:10.0.0.1") == "10.0.0.1"
-    assert trust.plain_address("fe80::1%eth0") == "fe80::1"
+    assert tcp_table.plain_address("::ffff:10.0.0.1") == "10.0.0.1"
+    assert tcp_table.plain_address("fe80::1%eth0") == "fe80::1"
     assert trust.is_loopback("::1")
     assert trust.is_loopback("127.8.9.10")
     assert not trust.is_loopback("10.0.0.1")
@@ -262,9 +264,9 @@ def test_the_kernel_knows_whose_connection_it_is(closing):
         far, _ = listener.accept()
         closing(far)
         seen = (*far.getpeername()[:2], *far.getsockname()[:2])
-        assert trust.owner_uids([seen]) == {seen: os.getuid()}
+        assert tcp_table.owner_uids([seen]) == {seen: os.getuid()}
         near.close()
-        assert not trust.owner_uids([seen])
+        assert not tcp_table.owner_uids([seen])
 
 
 def test_empty_and_short_secrets_are_refused():

@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from echelon.host.tcp_table import owner_uids, plain_address
 from echelon.store.server.native import make_executor
 from echelon.store.server.peer import Peer, Standing
 from echelon.store.server.slices import total_bytes
@@ -208,10 +209,10 @@ class Hub:
         ends = connection.address
         if ends is None:
             return
-        address = trust.plain_address(ends[0])
+        address = plain_address(ends[0])
         if address in self.admitted_addresses:
             self.loop.call_soon(connection.settle, True)
-        elif not trust.is_loopback(address) and address != trust.plain_address(ends[2]):
+        elif not trust.is_loopback(address) and address != plain_address(ends[2]):
             self.loop.call_soon(connection.settle, False)
         else:
             self._asked[connection] = ends
@@ -223,7 +224,7 @@ class Hub:
         try:
             while self._asked:
                 asked, self._asked = self._asked, {}
-                uids = await self.loop.run_in_executor(None, trust.owner_uids, list(asked.values()))
+                uids = await self.loop.run_in_executor(None, owner_uids, list(asked.values()))
                 own = trust.own_uid()
                 for connection, ends in asked.items():
                     connection.settle(own is not None and uids.get(ends) == own)

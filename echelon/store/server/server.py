@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from echelon.errors import StoreError, StoreTimeoutError
+from echelon.host.tcp_table import plain_address
 from echelon.store.forks import keep_from_children
 from echelon.store.server.hub import Hub, log
 from echelon.store.server.peer import Peer
@@ -174,7 +175,7 @@ class StoreServer:
         For the addresses of agents that have authenticated. Such a client is trusted by its
         address alone.
         """
-        plain = trust.plain_address(address)
+        plain = plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
     def renew(self) -> None:

@@ -2,8 +2,9 @@
 
 Our clients prove that they know the secret by HMAC-SHA256 over both sides' fresh nonces, and the
 server proves it first; what follows is sealed (see `seal`), so a recorded exchange, a false server
-and a relay all gain nothing. torch's clients cannot do that; `owner_uids` finds whose process is at
-the other end of a loopback connection, so that only processes of the server's own user are let in.
+and a relay all gain nothing. torch's clients cannot do that; the kernel says whose process is at
+the other end of a loopback connection (`host.tcp_table`), so that only processes of the server's
+own user are let in.
 
 The server answers any caller with a proof, and with it anyone can try guesses of the secret
 elsewhere: short secrets are refused. Nothing here encrypts.
@@ -15,9 +16,9 @@ import hmac
 import ipaddress
 import os
 import secrets
-import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from echelon.host.tcp_table import plain_address
 
 NONCE_BYTES = 32
 SESSION_BYTES = 16
@@ -87,79 +88,9 @@ def is_equal(left: bytes, right: bytes) -> bool:
     return hmac.compare_digest(left, right)
 
 
-def plain_address(host: str) -> str:
-    """Return a numeric address in one spelling: no scope, IPv4 in IPv6 as IPv4."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address)
-
-
 def is_loopback(host: str) -> bool:
     """Whether a numeric address is this machine's loopback."""
     return ipaddress.ip_address(plain_address(host)).is_loopback
-
-
-# Far address and port, near address and port, as the near end sees them.
-Ends = tuple[str, int, str, int]
-
-_ESTABLISHED = "01"
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_LOOKS = 3  # the kernel may skip a line of a table that changes while it is read
-
-
-def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
-    """Return the uid at the far end of each local connection that is still established.
-
-    Reads /proc/net/tcp and tcp6 once for all, again for those that were not found. A connection
-    that the far end has closed is left out: its line says uid 0, whoever opened it. So is one that
-    the tables do not have, and every one on a system without them. Takes about 1 us per socket of
-    the machine: not for an event loop.
-    """
-    wanted = {
-        (left, right): ends
-        for ends in connections
-        for left, right in zip(_endpoints(*ends[:2]), _endpoints(*ends[2:]), strict=False)
-    }
-    found: dict[Ends, int] = {}
-    for _ in range(_LOOKS):
-        for table in _TABLES:
-            found.update(_look(table, wanted))
-        if len(found) == len(set(wanted.values())):
-            break
-    return found
-
-
-def _look(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Return the uids of the established connections of one table."""
-    found: dict[Ends, int] = {}
-    try:
-        lines = table.read_text(encoding="ascii").splitlines()[1:]
-    except OSError:
-        return found
-    for line in lines:
-        fields = line.split(None, 10)
-        ends = wanted.get((fields[1], fields[2]))
-        if ends is not None and fields[3] == _ESTABLISHED and fields[9] != "0":
-            found[ends] = int(fields[7])
-    return found
-
-
-def _endpoints(host: str, port: int) -> list[str]:
-    """Return how the kernel's tables write an endpoint: hexadecimal words in machine order.
-
-    An IPv4 address is in the table of IPv6 too, mapped, if its socket is of that family.
-    """
-    address = ipaddress.ip_address(plain_address(host))
-    spellings = [address.packed]
-    if address.version == 4:
-        spellings.append(bytes(10) + b"\xff\xff" + address.packed)
-    return [f"{_words(raw)}:{port:04X}" for raw in spellings]
-
-
-def _words(raw: bytes) -> str:
-    return "".join(
-        f"{int.from_bytes(raw[i : i + 4], sys.byteorder):08X}" for i in range(0, len(raw), 4)
-    )
 
 
 def own_uid() -> int | None:
