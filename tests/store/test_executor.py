@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.store.server import native
+from echelon.store.server.peer import Peer
 from echelon.store.wire import protocol as p
-from tests.store.worlds import World
+from tests.store.peers import OPENING, SYNC, SYNCED
+from tests.store.worlds import Transport, World
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the C core was not built")
 
@@ -219,6 +222,74 @@ def test_replies_leave_in_portions_that_the_peer_can_refuse(loop):
         world.tested.resume_writing()
     assert len(world.seen.written) == 500 * 4008
     world.hub.close()
+
+
+class Wired(Transport):
+    """A transport with a socket, into which it hands nothing by itself."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__()
+        self.end = end
+        self.num_queued = 0
+
+    def get_extra_info(self, name: str) -> socket.socket | None:
+        return self.end if name == "socket" else None
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_queued
+
+
+@pytest.fixture
+def wired(loop):
+    """A world, a torch client's peer in it, its transport and the far end of its socket."""
+    world = World(loop)
+    near, far = socket.socketpair()
+    with near, far:
+        far.settimeout(20.0)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport = Wired(near)
+        peer = Peer(world.hub)
+        peer.connection_made(transport)
+        peer.data_received(OPENING + SYNC + encoded([(p.SET, b"/plain", b"v")]))
+        assert transport.written == SYNCED, "Python's replies leave through the transport"
+        transport.written = b""
+        yield peer, transport, far
+        world.hub.close()
+
+
+def test_replies_are_sent_past_an_empty_transport(wired):
+    peer, transport, far = wired
+    peer.data_received(encoded([(p.GET, b"/plain")]))
+    assert far.recv(100) == p.pack_string(b"v")
+    assert transport.written == b""
+
+
+def test_replies_are_queued_behind_what_the_transport_still_has(wired):
+    peer, transport, far = wired
+    transport.num_queued = 1
+    peer.data_received(encoded([(p.GET, b"/plain")]))
+    assert transport.written == p.pack_string(b"v")
+    far.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        far.recv(1)
+
+
+def test_what_the_kernel_does_not_take_is_left_to_the_transport(wired):
+    peer, transport, far = wired
+    peer.data_received(encoded([(p.SET, b"/plain", b"abcdefg" * 500)]))
+    peer.data_received(encoded([(p.GET, b"/plain")] * 60))
+    assert 0 < len(transport.written) < 60 * 3508
+    sent = b""
+    while len(sent) < 60 * 3508 - len(transport.written):
+        sent += far.recv(1 << 20)
+    assert sent + transport.written == p.pack_string(b"abcdefg" * 500) * 60
+
+
+def test_an_error_of_the_socket_is_left_to_the_transport(wired):
+    peer, transport, far = wired
+    far.close()
+    peer.data_received(encoded([(p.GET, b"/plain")]))
+    assert transport.written == p.pack_string(b"v")
 
 
 def test_bad_calls_are_errors(loop):

@@ -27,11 +27,16 @@ class Receiver(Protocol):
             while it is False everything is handed on.
         is_ours: whether the peer may send tagged queries.
         write: the transport's.
+        num_queued: the transport's `get_write_buffer_size`.
+        descriptor: the socket's. Replies are sent there while the transport has nothing queued;
+            what the kernel does not take, and every error, is left to it. -1: all is.
     """
 
     is_plain: bool
     is_ours: bool
     write: Callable[[bytes], None]
+    num_queued: Callable[[], int]
+    descriptor: int
 
     def __call__(self, data: bytes, /) -> None:
         """Take received bytes."""

@@ -130,6 +130,8 @@ class Peer(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         if self._receiver is not None:
             self._receiver.write = self._transport.write
+            self._receiver.num_queued = self._transport.get_write_buffer_size
+            self._receiver.descriptor = self.descriptor
         far = transport.get_extra_info("peername")
         if far:
             self.peer = f"{far[0]}:{far[1]}"

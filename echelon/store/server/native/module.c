@@ -20,6 +20,11 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/socket.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0 /* Python ignores SIGPIPE in any case */
+#endif
 
 /* As in wire/protocol.py. */
 enum query {
@@ -518,9 +523,51 @@ typedef struct {
     PyObject *promised; /* a dictionary: while it holds anything, Python looks at each command */
     PyObject *receive;  /* the peer's own data_received */
     PyObject *write;    /* the transport's, NULL until there is one */
+    PyObject *num_queued; /* the transport's: bytes that it has not handed to the kernel yet */
+    int descriptor;     /* the socket's, -1 if replies leave through the transport alone */
     char is_plain;      /* whether the peer is a member between two commands, and reads */
     char is_ours;
 } ReceiverObject;
+
+/* Whether nothing lies in the transport's queue: 1, 0, or -1 with an error set. */
+static int may_send(ReceiverObject *self)
+{
+    if (self->descriptor < 0 || !self->num_queued)
+        return 0;
+    PyObject *queued = PyObject_CallNoArgs(self->num_queued);
+    if (!queued)
+        return -1;
+    int is_queued = PyObject_IsTrue(queued);
+    Py_DECREF(queued);
+    return is_queued < 0 ? -1 : !is_queued;
+}
+
+/* Hand bytes to the transport. */
+static int queue(ReceiverObject *self, const unsigned char *data, Py_ssize_t size)
+{
+    PyObject *rest = PyBytes_FromStringAndSize((const char *)data, size);
+    PyObject *written = rest ? PyObject_CallOneArg(self->write, rest) : NULL;
+    Py_XDECREF(rest);
+    Py_XDECREF(written);
+    return written ? 0 : -1;
+}
+
+/* Send the replies, past the transport while it has nothing queued: it was the transport that just
+ * read from this socket, so it is open. What the kernel does not take, and every error, is left to
+ * the transport. */
+static int reply(ReceiverObject *self)
+{
+    const unsigned char *data = self->executor->reply;
+    Py_ssize_t size = self->executor->size, sent = 0;
+    int may = may_send(self);
+    if (may < 0)
+        return -1;
+    if (may)
+        sent = send(self->descriptor, data, (size_t)size, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0)
+        sent = 0;
+    return sent == size ? 0 : queue(self, data + sent, size - sent);
+}
 
 /* Execute the start of `data` and send the replies; return where it stopped, -1 with an error. */
 static Py_ssize_t receive_plain(ReceiverObject *self, PyObject *data)
@@ -531,13 +578,8 @@ static Py_ssize_t receive_plain(ReceiverObject *self, PyObject *data)
         num_replied = self->executor->size;
         if (position < 0 || !num_replied)
             return position;
-        PyObject *replies =
-            PyBytes_FromStringAndSize((const char *)self->executor->reply, num_replied);
-        PyObject *written = replies ? PyObject_CallOneArg(self->write, replies) : NULL;
-        Py_XDECREF(replies);
-        if (!written)
+        if (reply(self) < 0)
             return -1;
-        Py_DECREF(written);
     } while (num_replied >= REPLY_BYTES && self->is_plain); /* the write may have filled the peer */
     return position;
 }
@@ -588,8 +630,10 @@ static int Receiver_init(ReceiverObject *self, PyObject *positional, PyObject *n
 static PyObject *Receiver_new(PyTypeObject *type, PyObject *positional, PyObject *named)
 {
     PyObject *self = PyType_GenericNew(type, positional, named);
-    if (self)
+    if (self) {
         ((ReceiverObject *)self)->call = Receiver_call;
+        ((ReceiverObject *)self)->descriptor = -1;
+    }
     return self;
 }
 
@@ -599,6 +643,7 @@ static int Receiver_traverse(ReceiverObject *self, visitproc visit, void *arg)
     Py_VISIT(self->promised);
     Py_VISIT(self->receive);
     Py_VISIT(self->write);
+    Py_VISIT(self->num_queued);
     return 0;
 }
 
@@ -609,6 +654,7 @@ static void Receiver_dealloc(ReceiverObject *self)
     Py_XDECREF(self->promised);
     Py_XDECREF(self->receive);
     Py_XDECREF(self->write);
+    Py_XDECREF(self->num_queued);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -617,6 +663,10 @@ static PyMemberDef Receiver_members[] = {
      "Whether the peer is a member between two commands, and reads."},
     {"is_ours", T_BOOL, offsetof(ReceiverObject, is_ours), 0, "Whether it may send tagged queries."},
     {"write", T_OBJECT, offsetof(ReceiverObject, write), 0, "The transport's write."},
+    {"num_queued", T_OBJECT, offsetof(ReceiverObject, num_queued), 0,
+     "The transport's get_write_buffer_size."},
+    {"descriptor", T_INT, offsetof(ReceiverObject, descriptor), 0,
+     "The socket's, -1 if replies leave through the transport alone."},
     {NULL, 0, 0, 0, NULL},
 };
 
