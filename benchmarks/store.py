@@ -28,14 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from store_load import (
+    Load,
     Server,
     dial,
-    exchange_rate,
+    exchange,
+    flood_of_sets,
     join_s,
     latencies_us,
     raw_rendezvous_s,
     rendezvous_s,
-    set_flood_rate,
     start_server,
     take,
 )
@@ -52,14 +53,15 @@ class Case:
         unit: of both figures.
         target: the ratio that issue and documentation ask for, None if none.
         higher_is_better: rates are, times are not.
-        measure: (server name, server, round) to a figure.
+        measure: (server name, server, round) to a figure, with the processor time if only a part of
+            what was done counts.
     """
 
     name: str
     unit: str
     target: float | None
     higher_is_better: bool
-    measure: Callable[[str, Server, int], float]
+    measure: Callable[[str, Server, int], float | Load]
 
 
 def cases() -> list[Case]:
@@ -68,13 +70,13 @@ def cases() -> list[Case]:
     get, add = bytes((p.GET,)) + string, p.encode(p.ADD, b"/count", 1)
     return [
         Case("64 connections, get", "1/s", 1.0, True,
-             lambda _, s, __: exchange_rate(s, get, 13, 1)),
+             lambda _, s, __: exchange(s, get, 13, 1)),
         Case("64 connections, add", "1/s", 1.0, True,
-             lambda _, s, __: exchange_rate(s, add, 8, 1)),
+             lambda _, s, __: exchange(s, add, 8, 1)),
         Case("64 connections, 16 gets a packet", "1/s", 6.0, True,
-             lambda _, s, __: exchange_rate(s, get * 16, 13 * 16, 16)),
+             lambda _, s, __: exchange(s, get * 16, 13 * 16, 16)),
         Case("64 connections, sets without reply", "1/s", 0.6, True,
-             lambda _, s, __: set_flood_rate(s)),
+             lambda _, s, __: flood_of_sets(s)),
         Case("join + release, 256 clients", "ms", 1.0, False,
              lambda _, s, n: 1000 * join_s(s, 256, n)),
         Case("join + release, 2000 clients", "ms", 1.0, False,
@@ -125,10 +127,12 @@ def compare(num_rounds: int, only: str) -> list[dict[str, Any]]:
                 if only in case.name:
                     for server in random.sample(servers, k=len(servers)):
                         before = server.cpu_s()
-                        figure = case.measure(server.name, server, number)
+                        load = case.measure(server.name, server, number)
+                        if not isinstance(load, Load):
+                            load = Load(load, server.cpu_s() - before)
                         of_case = samples.setdefault(case.name, {})
-                        of_case.setdefault(server.name, []).append(figure)
-                        of_case.setdefault(f"{server.name} cpu", []).append(server.cpu_s() - before)
+                        of_case.setdefault(server.name, []).append(load.rate)
+                        of_case.setdefault(f"{server.name} cpu", []).append(load.cpu_s)
             if only in "one client: latency":
                 measure_latencies(servers, latencies)
             print(f"round {number + 1} of {num_rounds} done", file=sys.stderr)

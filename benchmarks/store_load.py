@@ -27,6 +27,7 @@ from echelon.store.wire import protocol as p
 
 _FORK = multiprocessing.get_context("fork")
 _NUM_WORKERS = 2
+_NUM_CONNECTIONS = 64
 _TORCH_SERVER = """
 import sys, torch.distributed as dist, datetime
 store = dist.TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=300), False)
@@ -79,9 +80,24 @@ def start_server(name: str) -> Server:
     return Server(name, process, int(process.stdout.readline()))
 
 
-def in_workers(work: Callable[[int], Any], num_workers: int = _NUM_WORKERS) -> list[Any]:
+@dataclass
+class Load:
+    """What a load came to.
+
+    Attributes:
+        rate: commands per second.
+        cpu_s: the server's processor time from the first packet on: connecting is not in it.
+    """
+
+    rate: float
+    cpu_s: float
+
+
+def in_workers(
+    work: Callable[[int], Any], num_workers: int = _NUM_WORKERS, gate: Any = None
+) -> list[Any]:
     """Run `work(index)` in processes that start together; return their results."""
-    gate = _FORK.Barrier(num_workers)
+    gate = gate or _FORK.Barrier(num_workers)
     results: Any = _FORK.SimpleQueue()
 
     def run(index: int) -> None:
@@ -122,15 +138,14 @@ def take(connected: socket.socket, size: int) -> bytes:
 # Raw load.
 
 
-def exchange_rate(server: Server, packet: bytes, reply_bytes: int, num_commands: int) -> float:
-    """Commands per second of 64 connections that each send the packet, wait, and send again."""
-    num_connections, num_packets = 64, max(20, 24000 // num_commands // 64)
+def exchange(server: Server, packet: bytes, reply_bytes: int, num_commands: int) -> Load:
+    """Have 64 connections each send the packet, wait for the reply, and send again."""
 
-    def work(_: int) -> tuple[float, float]:
-        sockets = [dial(server.port) for _ in range(num_connections // _NUM_WORKERS)]
+    num_packets = 375 if num_commands == 1 else 100
+
+    def act(sockets: list[socket.socket]) -> None:
         poller = select.epoll()
         state = {s.fileno(): [s, num_packets, 0] for s in sockets}
-        began = time.perf_counter()
         for connected in sockets:
             poller.register(connected, select.EPOLLIN)
             connected.sendall(packet)
@@ -146,24 +161,16 @@ def exchange_rate(server: Server, packet: bytes, reply_bytes: int, num_commands:
                 else:
                     poller.unregister(descriptor)
                     del state[descriptor]
-        ended = time.perf_counter()
-        for connected in sockets:
-            connected.close()
-        return began, ended
 
-    spans = in_workers(work)
-    total = num_connections * num_packets * num_commands
-    return total / (max(end for _, end in spans) - min(start for start, _ in spans))
+    return drive(server, act, _NUM_CONNECTIONS * num_packets * num_commands)
 
 
-def set_flood_rate(server: Server) -> float:
-    """Sets per second, no replies, in packets of 64 on 64 connections."""
-    num_connections, num_packets = 64, 100
+def flood_of_sets(server: Server) -> Load:
+    """Send sets, which have no replies, in packets of 64 on 64 connections."""
+    num_packets = 100
     packet = b"".join(p.encode(p.SET, b"/key/%d" % i, b"value") for i in range(64))
 
-    def work(_: int) -> tuple[float, float]:
-        sockets = [dial(server.port) for _ in range(num_connections // _NUM_WORKERS)]
-        began = time.perf_counter()
+    def act(sockets: list[socket.socket]) -> None:
         for _ in range(num_packets):
             for connected in sockets:
                 connected.sendall(packet)
@@ -171,14 +178,31 @@ def set_flood_rate(server: Server) -> float:
             connected.sendall(p.encode(p.PING, 1))
         for connected in sockets:
             take(connected, 4)
-        ended = time.perf_counter()
+
+    return drive(server, act, _NUM_CONNECTIONS * num_packets * 64)
+
+
+def drive(server: Server, act: Callable[[list[socket.socket]], None], num_commands: int) -> Load:
+    """Have worker processes act on their share of the connections, once all are connected."""
+    gate = _FORK.Barrier(_NUM_WORKERS)
+
+    def work(_: int) -> tuple[float, float, float, float]:
+        sockets = [dial(server.port) for _ in range(_NUM_CONNECTIONS // _NUM_WORKERS)]
+        gate.wait()
+        cpu_s, began = server.cpu_s(), time.perf_counter()
+        gate.wait()
+        act(sockets)
+        gate.wait()
+        ended, cpu_end_s = time.perf_counter(), server.cpu_s()
+        gate.wait()
         for connected in sockets:
             connected.close()
-        return began, ended
+        return began, ended, cpu_s, cpu_end_s
 
-    spans = in_workers(work)
-    total = num_connections * num_packets * 64
-    return total / (max(end for _, end in spans) - min(start for start, _ in spans))
+    spans = in_workers(work, gate=gate)
+    began, ended = min(span[0] for span in spans), max(span[1] for span in spans)
+    cpu_s = max(span[3] for span in spans) - min(span[2] for span in spans)
+    return Load(num_commands / (ended - began), cpu_s)
 
 
 def join_s(server: Server, num_clients: int, label: int) -> float:
