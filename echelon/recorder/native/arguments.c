@@ -111,19 +111,28 @@ static int read_timeout(PyObject *value, int64_t *timeout_ms)
     return 0;
 }
 
+int bb_read_varying(PyObject **values, struct bb_fixed *fixed)
+{
+    fixed->sequence = fixed->coalesced = -1;
+    fixed->flags = 0;
+    return bb_read_i64(values[SEQUENCE], &fixed->sequence) ||
+                   read_i32(values[COALESCED], &fixed->coalesced) ||
+                   bb_read_u32(values[FLAGS], &fixed->flags)
+               ? -1
+               : 0;
+}
+
 int bb_read_fixed(PyObject *group, PyObject **values, struct bb_fixed *fixed)
 {
-    fixed->sequence = fixed->p2p_sequence = -1;
-    fixed->root = fixed->peer = fixed->tag = fixed->coalesced = -1;
+    fixed->p2p_sequence = -1;
+    fixed->root = fixed->peer = fixed->tag = -1;
     fixed->num_bytes = 0;
-    fixed->group = fixed->flags = 0;
-    return bb_read_u32(group, &fixed->group) || bb_read_i64(values[SEQUENCE], &fixed->sequence) ||
+    fixed->group = 0;
+    return bb_read_u32(group, &fixed->group) || bb_read_varying(values, fixed) ||
                    bb_read_i64(values[P2P_SEQUENCE], &fixed->p2p_sequence) ||
                    bb_read_i64(values[NUM_BYTES], &fixed->num_bytes) ||
                    read_i32(values[ROOT], &fixed->root) || read_i32(values[PEER], &fixed->peer) ||
                    read_i32(values[TAG], &fixed->tag) ||
-                   read_i32(values[COALESCED], &fixed->coalesced) ||
-                   bb_read_u32(values[FLAGS], &fixed->flags) ||
                    read_timeout(values[TIMEOUT_S], &fixed->timeout_ms)
                ? -1
                : 0;

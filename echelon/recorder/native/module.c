@@ -41,8 +41,8 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     bb_crc32_prepare();
-    if (!bb_arguments_prepare() || !bb_operations_prepare() || PyType_Ready(&bb_writer_type) < 0 ||
-        PyType_Ready(&bb_open_span_type) < 0)
+    if (!bb_arguments_prepare() || !bb_operations_prepare() || !bb_prepared_prepare() ||
+        PyType_Ready(&bb_writer_type) < 0 || PyType_Ready(&bb_open_span_type) < 0)
         return NULL;
     PyObject *self = PyModule_Create(&module);
     if (!self)

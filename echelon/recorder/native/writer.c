@@ -273,6 +273,11 @@ static void Writer_dealloc(WriterObject *self)
 static PyMethodDef Writer_methods[] = {
     {"begin", (PyCFunction)(void (*)(void))bb_begin, METH_FASTCALL | METH_KEYWORDS,
      "Record that an operation was called; return its number."},
+    {"prepare", (PyCFunction)(void (*)(void))bb_prepare, METH_FASTCALL,
+     "Read what a call passes each time; return what `begin_prepared` takes, None if it cannot be "
+     "recorded."},
+    {"begin_prepared", (PyCFunction)(void (*)(void))bb_begin_prepared, METH_FASTCALL,
+     "Record that a prepared operation was called; return its number."},
     {"started", (PyCFunction)(void (*)(void))bb_started, METH_FASTCALL,
      "Record that the backend started the operation, now or at a time already past."},
     {"completed", (PyCFunction)(void (*)(void))bb_completed, METH_FASTCALL,

@@ -45,6 +45,8 @@ int bb_read_i64(PyObject *value, int64_t *to);
 int bb_read_u32(PyObject *value, uint32_t *to);
 /* Read the numbers of an operation. */
 int bb_read_fixed(PyObject *group, PyObject **values, struct bb_fixed *fixed);
+/* Read those that differ from one call of a prepared operation to the next. */
+int bb_read_varying(PyObject **values, struct bb_fixed *fixed);
 
 /* ---- signatures.c: what operations are called with -> their entry in `recent` ---- */
 
@@ -144,6 +146,11 @@ PyObject *bb_begin(WriterObject *self, PyObject *const *args, Py_ssize_t num, Py
 PyObject *bb_started(WriterObject *self, PyObject *const *args, Py_ssize_t num);
 PyObject *bb_completed(WriterObject *self, PyObject *const *args, Py_ssize_t num);
 PyObject *bb_failed(WriterObject *self, PyObject *const *args, Py_ssize_t num);
+
+extern PyTypeObject bb_prepared_type;
+bool bb_prepared_prepare(void);
+PyObject *bb_prepare(WriterObject *self, PyObject *const *args, Py_ssize_t num);
+PyObject *bb_begin_prepared(WriterObject *self, PyObject *const *args, Py_ssize_t num);
 
 extern PyTypeObject bb_open_span_type;
 PyObject *bb_open_span(WriterObject *self, PyObject *const *args, Py_ssize_t num);

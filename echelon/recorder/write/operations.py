@@ -98,6 +98,29 @@ class OperationWriter(Protocol):
             is_started: the backend starts it at once.
         """
 
+    def prepare(
+        self,
+        group: int,
+        operation: str,
+        dtype: str,
+        shapes: Shapes,
+        num_bytes: int,
+        reduce_op: str,
+        root: int,
+        timeout_s: float,
+        /,
+    ) -> Any:
+        """Read what a call passes again and again; see `begin`.
+
+        Returns:
+            What `begin_prepared` takes; None if it cannot be recorded.
+        """
+
+    def begin_prepared(
+        self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
+    ) -> int:
+        """Record that a prepared operation was called, as `begin` does."""
+
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record that the backend started the operation, now or at a time already past."""
 
@@ -208,6 +231,46 @@ class Operations:
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
+    def prepare(
+        self,
+        group: int,
+        operation: str,
+        dtype: str,
+        shapes: Shapes,
+        num_bytes: int,
+        reduce_op: str,
+        root: int,
+        timeout_s: float,
+        /,
+    ) -> Any:
+        """Read what a call passes again and again; see `OperationWriter`."""
+        try:
+            int(group), int(num_bytes), int(root), float(timeout_s)
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return None
+        same = {
+            "dtype": dtype,
+            "shapes": shapes,
+            "num_bytes": num_bytes,
+            "reduce_op": reduce_op,
+            "root": root,
+            "timeout_s": timeout_s,
+        }
+        return group, operation, same
+
+    def begin_prepared(
+        self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
+    ) -> int:
+        """Record that a prepared operation was called; see `OperationWriter`."""
+        try:
+            group, operation, same = call
+            return self.begin(
+                group, operation, sequence=sequence, coalesced=coalesced, flags=flags,
+                depth=depth + 1, is_started=is_started, **same,
+            )  # fmt: skip
+        except Exception:  # noqa: BLE001 -- recording never raises into training
+            return NOT_RECORDED
+
     def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
         """Record that the backend started the operation, now or at a time already past."""
         try:
@@ -242,10 +305,12 @@ class Operations:
         Returns:
             The number; NOT_RECORDED without one among the next slots.
         """
-        for _ in range(_MAX_TRIES):
+        for _ in range(_MAX_TRIES - 1):
             if self._is_free(record % self._num_slots, record + 1):
                 return record
             record = self._numbers()
+        if self._is_free(record % self._num_slots, record + 1):
+            return record
         self._live[_KEPT_REFUSED] += 1
         return NOT_RECORDED
 

@@ -86,6 +86,8 @@ class Recorder:
             spans = Spans(ring, self._sites, self._now)
         # No method stands between a record and its writer: a call costs as much as the record.
         self.begin = operations.begin
+        self.prepare = operations.prepare
+        self.begin_prepared = operations.begin_prepared
         self.started = operations.started
         self.completed = operations.completed
         self._failed = operations.failed

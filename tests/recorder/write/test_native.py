@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echelon.recorder.format.schema import NUM_OPEN_SPANS, Identity, Live, State
+from echelon.recorder.format.schema import NUM_KEPT, NUM_OPEN_SPANS, Identity, Live, State
 from echelon.recorder.read import read_ring
 from echelon.recorder.write import native
 from echelon.recorder.write.recorder import Recorder
@@ -58,9 +58,16 @@ CALLS = st.fixed_dictionaries(
         "is_started": st.booleans(),
     },
 )
+SHAPES = st.lists(DIMS, max_size=9).map(tuple)
+PREPARED = st.tuples(
+    NUMBERS, TEXTS, TEXTS, SHAPES, NUMBERS, TEXTS, NUMBERS, st.one_of(TIMEOUTS, st.none())
+)
+VARYING = st.tuples(NUMBERS, NUMBERS, NUMBERS, st.integers(0, 40), st.booleans())
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("begin"), NUMBERS, TEXTS, CALLS),
+        st.tuples(st.just("prepare"), PREPARED),
+        st.tuples(st.just("begin_prepared"), st.integers(0, 9), VARYING),
         st.tuples(st.just("started"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
         st.tuples(st.just("completed"), st.integers(-1, 40), st.one_of(st.none(), NUMBERS)),
         st.tuples(st.just("failed"), st.integers(-1, 40)),
@@ -87,6 +94,7 @@ class Pair:
             self.rings.append(ring)
             self.recorders.append(recorder)
         self.spans: list[list] = [[], []]
+        self.calls: list[list] = [[], []]
 
     def close(self) -> None:
         for ring in self.rings:
@@ -94,8 +102,8 @@ class Pair:
             ring.path.unlink()
 
     def do(self, step: tuple) -> None:
-        both = zip(self.recorders, self.spans, strict=True)
-        answers = [take(recorder, spans, step) for recorder, spans in both]
+        both = zip(self.recorders, self.spans, self.calls, strict=True)
+        answers = [take(recorder, spans, calls, step) for recorder, spans, calls in both]
         assert answers[0] == answers[1], step
 
     def check(self) -> None:
@@ -105,11 +113,16 @@ class Pair:
             pytest.fail(f"byte {at} differs: {python[at - 8 : at + 64]!r} {c[at - 8 : at + 64]!r}")
 
 
-def take(recorder: Recorder, spans: list, step: tuple) -> object:
+def take(recorder: Recorder, spans: list, calls: list, step: tuple) -> object:
     """Make one call; the caller's line is the same for both writers."""
     kind, *rest = step
     if kind == "begin":
         return recorder.begin(rest[0], rest[1], **rest[2])
+    if kind == "prepare":
+        calls.append(recorder.prepare(*rest[0]))
+        return calls[-1] is None
+    if kind == "begin_prepared":
+        return recorder.begin_prepared(calls[rest[0] % len(calls)], *rest[1]) if calls else None
     if kind == "started":
         return recorder.started(*rest)
     if kind == "completed":
@@ -144,10 +157,14 @@ def test_both_writers_forget_signatures_alike(tmp_path):
     """More than the log of recent texts holds, some of it met again and again."""
     choose = random.Random(5)
     pair = Pair(tmp_path)
+    pair.do(("prepare", (0, "all_reduce", "float32", ((2, 3),), 24, "sum", -1, 9.0)))
     try:
         for i in range(2600):
             shapes = ((choose.choice((choose.randrange(64), i)), *range(7)),) * 8
             pair.do(("begin", 0, "all_to_all", {"shapes": shapes, "input_splits": (1,) * (i % 60)}))
+            if i % 50 == 0:
+                pair.do(("begin_prepared", 0, (i, -1, 0, 1, False)))
+                pair.do(("completed", i + i // 50, None))
             pair.do(("completed", i - choose.randrange(3), None))
         assert pair.rings[0].live[Live.RECENT_UNITS] > 2 * (1 << 19) // 16
         pair.check()
@@ -171,11 +188,50 @@ def test_what_cannot_be_recorded_is_not_and_raises_nothing(tmp_path, wrong):
         pair.close()
 
 
+def test_both_writers_number_alike_while_nothing_can_be_recorded(tmp_path):
+    """All slots and all places of their own hold operations that do not end."""
+    pair = Pair(tmp_path)
+    try:
+        for i in range(NUM_OPERATIONS + NUM_KEPT + 3):
+            pair.do(("begin", 0, f"operation {i}", {}))
+        assert pair.rings[0].live[Live.KEPT_REFUSED] == 3
+        pair.do(("completed", NUM_KEPT, None))
+        pair.do(("begin", 0, "last", {}))
+        pair.check()
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("wrong", [None, 7, "call", (1, 2), object()])
+def test_what_was_not_prepared_is_not_recorded(tmp_path, wrong):
+    pair = Pair(tmp_path)
+    try:
+        for recorder in pair.recorders:
+            assert recorder.begin_prepared(wrong, 0, -1, 0, 1, True) == -1
+        assert all(ring.live[Live.NUM_OPERATIONS] == 0 for ring in pair.rings)
+    finally:
+        pair.close()
+
+
+def test_a_call_prepared_for_another_writer_is_not_recorded(tmp_path):
+    pair = Pair(tmp_path)
+    try:
+        other = Recorder(pair.rings[0], in_c=True)
+        call = other.prepare(0, "all_reduce", "float32", ((2,),), 8, "sum", -1, 9.0)
+        assert pair.recorders[1].begin_prepared(call, 0, -1, 0, 1, True) == -1
+        assert other.begin_prepared(call, 0, -1, 0, 1, True) == 0
+    finally:
+        pair.close()
+
+
 def test_a_writer_whose_ring_is_closed_records_nothing(tmp_path):
     pair = Pair(tmp_path)
-    begin, completed = pair.recorders[1].begin, pair.recorders[1].completed
+    c = pair.recorders[1]
+    begin, completed = c.begin, c.completed
+    call = c.prepare(0, "all_reduce", "float32", ((2,),), 8, "sum", -1, 9.0)
     pair.close()
     assert begin(0, "barrier") == -1
+    assert c.begin_prepared(call, 0, -1, 0, 1, True) == -1
     completed(0)
 
 
@@ -215,6 +271,8 @@ def test_the_core_leaks_no_references(ring):
 
     def record() -> None:
         recorder.completed(recorder.begin(0, "all_reduce", dtype="float32", shapes=shapes))
+        call = recorder.prepare(0, "all_reduce", "float32", shapes, 4, "all_reduce", -1, 9.0)
+        recorder.completed(recorder.begin_prepared(call, 0, -1, 0, 1, True))
         recorder.close_span(recorder.open_span("compute", "a detail", 1))
 
     for _ in range(100):
