@@ -32,6 +32,13 @@ _ASYNC = int(Flag.ASYNC)  # looking up a member of an enum costs as much as the 
 _P2P = int(Flag.P2P)
 
 
+class _Coalesced(threading.local):
+    """The block of `coalesce` that a thread is in: its number and the works launched in it."""
+
+    # On the class: looking for an attribute that is not there costs a small collective's tenth.
+    batch: tuple[int, list[Work]] | None = None
+
+
 class Calls:
     """Base of the groups of calls, which check their arguments and pass operations to it."""
 
@@ -43,8 +50,9 @@ class Calls:
         self._timeout_s = timeout_s
         self._state = GroupState(members, engine, evidence)
         self._state.evidence.serve(self._state)
-        self._coalesced = threading.local()
-        self._calls: dict[tuple[Any, ...], bytes] = {}  # of collectives the engine accepts
+        self._coalesced = _Coalesced()
+        # Of collectives that the engine accepts: (what it compares, the prepared record).
+        self._calls: dict[tuple[Any, ...], tuple[bytes, Any]] = {}
         recorder = black_box.current()
         self._reference = 0 if recorder is None else recorder.new_group(members.name, members.ranks)
 
@@ -94,8 +102,10 @@ class Calls:
         if state.is_foreign or state.is_closed:
             self._refuse_use()
         key = (kind, reduce_op, dtype, root, compared, device, splits)
-        call = self._calls.get(key) or self._new_call(key, shown)
+        call, prepared = self._calls.get(key) or self._new_call(key, shown)
         limit_s = self._timeout_s if timeout_s is None else check_timeout(timeout_s)
+        if timeout_s is not None or input_splits or output_splits:
+            prepared = None
         with state.collectives as is_nested:
             # By position: this is the hot path, and 15 keywords cost more than their values.
             operation = Operation(
@@ -104,7 +114,21 @@ class Calls:
                 None if target is None else target.data,
                 input_splits, output_splits, compared or (), limit_s, call,
             )  # fmt: skip
-            return self._dispatch(operation, shown, async_op, is_nested=is_nested)
+            recorder = black_box.current()
+            is_plain = device == "cpu" and not async_op and self._coalesced.batch is None
+            if not is_plain or (prepared is None and recorder is not None):
+                return self._dispatch(operation, shown, async_op, is_nested=is_nested)
+            # What `_dispatch` does, without its frames: the recorder looks at each one.
+            try:
+                state.admit(operation, is_nested=is_nested)
+            except CollectiveError as err:
+                record = self._record(operation, shown, async_op, is_started=False)
+                self._raise_failure(err, record)
+            record = NOT_RECORDED
+            if recorder is not None:
+                record = recorder.begin_prepared(prepared, operation.sequence, -1, 0, 2, True)
+            self._execute(operation, record)
+            return None
 
     def _message(
         self, kind: str, peer: int, data: View, tag: int, *, timeout_s: Timeout, async_op: bool
@@ -228,7 +252,7 @@ class Calls:
                 coalesced=-1 if batch is None else batch[0],
                 timeout_s=operation.timeout_s,
                 flags=_ASYNC if async_op else 0,
-                depth=5,
+                depth=3,
                 is_started=is_started,
             )
         return recorder.begin(
@@ -243,15 +267,14 @@ class Calls:
             coalesced=-1 if batch is None else batch[0],
             timeout_s=operation.timeout_s,
             flags=_P2P | _ASYNC if async_op else _P2P,
-            depth=4,
+            depth=3,
             is_started=is_started,
         )
 
     # ---- checks ----
 
     def _batch(self) -> tuple[int, list[Work]] | None:
-        batch: tuple[int, list[Work]] | None = getattr(self._coalesced, "batch", None)
-        return batch
+        return self._coalesced.batch
 
     def _check_use(self, kind: str, shown: View | None, reduce_op: str) -> None:
         if self._state.is_foreign or self._state.is_closed:
@@ -269,13 +292,21 @@ class Calls:
             )
         raise ValueError(f"group {self.name!r} is shut down")
 
-    def _new_call(self, key: tuple[Any, ...], shown: View | None) -> bytes:
-        """Encode a collective that the engine accepts; kept, up to a limit."""
-        kind, reduce_op = key[:2]
+    def _new_call(self, key: tuple[Any, ...], shown: View | None) -> tuple[bytes, Any]:
+        """Encode and prepare a collective that the engine accepts; kept, up to a limit."""
+        kind, reduce_op, dtype, root = key[:4]
         self._check_use(kind, shown, reduce_op)
         if len(self._calls) >= _MAX_CALLS:
             self._calls.clear()
-        call = self._calls[key] = encode_call(*key)
+        recorder = black_box.current()
+        prepared = None
+        if recorder is not None:
+            shapes, num_bytes = ((), 0) if shown is None else ((shown.shape,), shown.data.nbytes)
+            prepared = recorder.prepare(
+                self._reference, kind, dtype, shapes, num_bytes, reduce_op,
+                -1 if root < 0 else self._members.ranks[root], self._timeout_s,
+            )  # fmt: skip
+        call = self._calls[key] = encode_call(*key), prepared
         return call
 
     def _limit(self, timeout_s: Timeout) -> float:
