@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 
 import numpy as np
@@ -14,6 +13,7 @@ import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.errors import CollectiveTimeoutError
 from echelon.store import StoreServer, TCPStore
+from tests.ports import free_port
 from tests.ranks import run_ranks
 
 _ENGINES = ["native", "python", "gloo", "shm+gloo", "xccl"]
@@ -54,11 +54,8 @@ def test_a_world_and_its_groups_can_be_made_again(engine):
 
 @pytest.mark.ranks
 def test_a_rank_that_hosts_the_store_can_leave_and_join_again():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    found = run_ranks(_rounds, 3, "shm", environ=environ, store_port=port)
+    found = run_ranks(_rounds, 3, "shm", environ=environ, store_port=free_port())
     expected = [[6.0, 4.0, 3.0], [6.0, 3.0], [6.0, 4.0, 3.0]]
     assert found == [[sums] * _ROUNDS for sums in expected]
 

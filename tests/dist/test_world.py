@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import pytest
 
 import echelon.dist as dist
 from echelon.dist.membership.environment import Rendezvous
+from tests.ports import free_port
 from tests.ranks import run_ranks
 
 
@@ -84,16 +84,10 @@ def _sum(rank: int, world_size: int) -> float:
     return float(x[0])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.ranks
 def test_under_plain_torchrun_variables_rank_0_hosts_the_store():
     environ = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert run_ranks(_sum, 2, environ=environ, store_port=_free_port()) == [3.0, 3.0]
+    assert run_ranks(_sum, 2, environ=environ, store_port=free_port()) == [3.0, 3.0]
 
 
 @pytest.mark.ranks

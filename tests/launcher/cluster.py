@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.launcher.background import Node
+from tests.ports import free_port
 
 
 class Cluster:
@@ -101,14 +101,7 @@ def marked(mark: str) -> list[int]:
 
 def left(mark: str) -> list[int]:
     """Return marked processes that live on, once those that are ending have ended."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (pids := marked(mark)) and time.monotonic() < deadline:
         select.select([], [], [], 0.05)
     return pids
-
-
-def free_port() -> int:
-    """Return a port of loopback that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,6 +14,7 @@ from echelon.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from echelon.store import StoreServer, TCPStore
 from echelon.store.client.channel import Channel
 from echelon.store.wire import protocol as p
+from tests.ports import free_port
 from tests.store.peers import Background, Raw, until
 from tests.store.relay import Relay
 
@@ -409,9 +410,3 @@ def test_the_store_imports_neither_server_nor_torch():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "[]\nTrue False\n"
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, for what must know it before it listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
