@@ -17,7 +17,7 @@ from echelon.store.wire import protocol as p
 OPENING = p.encode(p.VALIDATE, p.VALIDATE_MAGIC)
 SYNC = p.encode(p.PING, 7)
 SYNCED = p.pack_u32(7)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Raw:

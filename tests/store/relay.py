@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 
-_JOIN_S = 20.0
+_JOIN_S = 60.0
 _GREETINGS = 2  # packets of a client's handshake with an open server
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
-import threading
+from dataclasses import replace
 
 import pytest
 
@@ -20,8 +20,8 @@ QUICK = Limits(
     num_connections=4,
     num_waiters=10,
     unread_bytes=64 << 10,
-    handshake_s=0.2,
-    command_s=0.2,
+    handshake_s=60.0,
+    command_s=60.0,
 )
 
 
@@ -29,6 +29,24 @@ QUICK = Limits(
 def strict():
     with StoreServer(limits=QUICK) as server:
         yield server
+
+
+@pytest.fixture
+def hasty():
+    """A server that gives its peers next to no time: a machine that stands still takes it all."""
+    with StoreServer(limits=replace(QUICK, handshake_s=0.2, command_s=0.2)) as server:
+        yield server
+
+
+def let_pass(server, seconds: float) -> None:
+    """Let so much time pass for a server's connections, and let it look at the clock."""
+
+    def shift(hub):
+        for connection in hub.connections:
+            connection.since -= seconds
+        hub._sweep()
+
+    server._call(shift)
 
 
 def refusal(caplog):
@@ -73,26 +91,26 @@ def test_replies_earned_before_the_violation_still_come(strict):
 
 
 @pytest.mark.parametrize("opening", [b"", OPENING[:3], OPENING])
-def test_who_never_becomes_a_member_is_closed(strict, caplog, opening):
-    with Raw(strict.port, opening=opening) as peer:
+def test_who_never_becomes_a_member_is_closed(hasty, caplog, opening):
+    with Raw(hasty.port, opening=opening) as peer:
         assert peer.is_closed_by_server()
     assert "no handshake within 0.2 s" in refusal(caplog)[0]
 
 
-def test_who_stops_inside_a_command_is_closed(strict, caplog):
-    with Raw(strict.port) as peer:
+def test_who_stops_inside_a_command_is_closed(hasty, caplog):
+    with Raw(hasty.port) as peer:
         peer.sync()
         peer.send(p.encode(p.SET, b"k", b"value")[:-1])
         assert peer.is_closed_by_server()
     assert "a command is incomplete after" in refusal(caplog)[0]
 
 
-def test_dribbling_bytes_buys_no_time(strict, caplog):
+def test_dribbling_bytes_buys_no_time(hasty, caplog):
     """Slow loris: a byte now and then inside one command."""
     command = p.encode(p.SET, b"k", bytes(4000))
 
     def dribble():
-        with Raw(strict.port) as peer:
+        with Raw(hasty.port) as peer:
             peer.sync()
             for at in range(len(command)):
                 peer.send(command[at : at + 1])
@@ -106,16 +124,14 @@ def test_dribbling_bytes_buys_no_time(strict, caplog):
 
 def test_a_command_that_the_server_does_not_read_has_all_the_time_it_needs(closing):
     """A peer stops in the middle of a command while its replies lie unread."""
-    limits = Limits(command_s=0.3, unread_bytes=1 << 16)
+    limits = Limits(command_s=60.0, unread_bytes=1 << 16)
     with StoreServer(limits=limits) as server, Raw(server.port) as peer:
         peer.send(p.encode(p.SET, b"/k", bytes(8 << 20)))
         peer.sync()
         get = p.encode(p.GET, b"/k")
         peer.send(get * 4, get[:5])
         until(lambda: server._call(lambda hub: any(c.is_deaf for c in hub.connections)), "deaf")
-        for _ in range(4):  # the sweeps go on meanwhile
-            server._call(lambda hub: hub._sweep())
-            threading.Event().wait(0.2)
+        let_pass(server, 600.0)
         peer.send(get[5:])
         for _ in range(5):
             assert len(peer.take_string()) == 8 << 20
@@ -125,7 +141,9 @@ def test_a_command_that_the_server_does_not_read_has_all_the_time_it_needs(closi
 def test_an_idle_member_stays(strict):
     with Raw(strict.port) as member, Raw(strict.port, opening=b"") as idler:
         member.sync()
-        assert idler.is_closed_by_server()  # several sweeps have passed
+        until(lambda: strict.statistics().num_connections == 2, "both are connected")
+        let_pass(strict, 600.0)
+        assert idler.is_closed_by_server()
         member.sync()
 
 
