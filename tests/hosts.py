@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 def _ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=60)
 
 
 def _may_make_hosts() -> bool:
@@ -93,14 +93,14 @@ class Host:
             f"add rule inet lossy input iif eth0 numgen random mod 100 < {percent} counter drop",
         )
         subprocess.run(
-            self.command("nft", "; ".join(rules)), check=True, capture_output=True, timeout=20
+            self.command("nft", "; ".join(rules)), check=True, capture_output=True, timeout=60
         )
 
     def num_dropped(self) -> int:
         """Return how many packets were dropped since `lose`."""
         listed = subprocess.run(
             self.command("nft", "list", "table", "inet", "lossy"),
-            check=True, capture_output=True, text=True, timeout=20,
+            check=True, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         return int(listed.stdout.partition("counter packets ")[2].split()[0])
 
@@ -109,7 +109,7 @@ class Host:
         script = "cat /proc/net/tcp /proc/net/tcp6; tail -n +2 /proc/net/unix"
         listed = subprocess.run(
             self.command("sh", "-c", script),
-            check=False, capture_output=True, text=True, timeout=20,
+            check=False, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         rows = [line.split() for line in listed.stdout.splitlines()]
         return [

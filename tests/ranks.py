@@ -36,7 +36,7 @@ from typing import Any
 from echelon.store import StoreServer
 
 _START_TIMEOUT_S = 120.0
-_STACKS_TIMEOUT_S = 2.0
+_STACKS_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -267,7 +267,7 @@ def _die_with_the_test() -> None:
         server._forkserver_alive_fd = None
 
 
-def run_echelon(*argv: str, timeout_s: float = 60.0, **options: Any) -> Any:
+def run_echelon(*argv: str, timeout_s: float = 180.0, **options: Any) -> Any:
     """Run `python -m echelon ...` to its end; return the completed process with its texts."""
     import subprocess
 

@@ -37,7 +37,7 @@ def test_a_process_that_does_not_catch_it_never_gets_it(program, pidfd, monkeypa
     one.wait_for("ready")
     seen = process.sample(one.process.pid)
     assert not process.send(one.process.pid, seen.start_ticks, NUMBER)
-    out, _ = one.process.communicate("\n", timeout=30)
+    out, _ = one.process.communicate("\n", timeout=60)
     assert (one.process.returncode, out) == (0, "lived\n")
 
 

@@ -178,7 +178,7 @@ def test_a_machine_that_shows_nothing_is_named_and_nothing_is_guessed(pair, prog
     assert sockets.sockets(os.getpid(), names) == ()
     assert names == ["sock_diag", "net/tcp"]
     monkeypatch.undo()
-    out, _ = one.process.communicate("\n", timeout=30)
+    out, _ = one.process.communicate("\n", timeout=60)
     assert out == "lived\n"
 
 

@@ -47,7 +47,7 @@ def start():
 
 def _until(look, fits):
     """Look until what is seen fits: a thread takes a moment from its last line to the kernel."""
-    for _ in range(400):
+    for _ in range(3000):
         seen = look()
         if fits(seen):
             return seen

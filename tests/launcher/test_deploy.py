@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import SMALL_MODEL
-from tests.launcher.cluster import Cluster, free_port
+from tests.launcher.cluster import Cluster
 from tests.machine import needs_machine
+from tests.ports import free_port
 from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 
 _PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
-_LIMIT_S = 90
+_LIMIT_S = 240
 _WORKER = """
 import os, sys
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)

@@ -14,7 +14,7 @@ from echelon.launcher.control.messages import CheckIn
 from echelon.launcher.doctor import doctor
 from echelon.launcher.doctor.checkup import compare_versions
 from tests.hosts import hosts, needs_hosts
-from tests.launcher.cluster import free_port
+from tests.ports import free_port
 from tests.ranks import run_echelon
 
 
@@ -108,7 +108,7 @@ def _doctor(*argv: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 def _told(doctors: Sequence[subprocess.Popen[str]]) -> list[str]:
     try:
-        return [doctor.communicate(timeout=90)[0] for doctor in doctors]
+        return [doctor.communicate(timeout=180)[0] for doctor in doctors]
     finally:
         for doctor in doctors:
             doctor.kill()
@@ -131,7 +131,7 @@ def test_nodes_check_each_other_and_all_are_told():
 @pytest.mark.ranks
 def test_nodes_that_do_not_come_are_counted():
     doctor = _doctor("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank", "0",
-                     "--rdzv-conf", "join_timeout=1")  # fmt: skip
+                     "--rdzv-conf", "join_timeout=3")  # fmt: skip
     (text,) = _told([doctor])
     assert "! nodes           1 of 2 came" in text
     assert doctor.returncode == 1

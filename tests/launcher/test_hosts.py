@@ -75,7 +75,7 @@ def test_a_host_that_is_cut_off_is_lost_and_the_rest_goes_on(start):
     pytest.importorskip("torch")
     with hosts(2) as made:
         nodes = start(
-            made, "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60,lost_after=2", arg="hold"
+            made, "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60,lost_after=4", arg="hold"
         )
         for node in nodes:
             node.wait_for("holding", 2)

@@ -102,7 +102,7 @@ def _culprits(node: Node) -> list[tuple[str, list[int], bool]]:
 
 def test_hosts_are_cut_off_killed_and_frozen_and_training_goes_on(train):
     job = train(80)
-    elastic = ("--nnodes", "1:3", "--rdzv-conf", "last_call_timeout=60,lost_after=2.5")
+    elastic = ("--nnodes", "1:3", "--rdzv-conf", "last_call_timeout=60,lost_after=4")
     nodes = job.start_all(*elastic)
     first = nodes[0]
 

@@ -124,7 +124,7 @@ def test_a_terminal_left_non_blocking_gets_everything(monkeypatch):
         monkeypatch.setattr("sys.stdout", out)
         reader.start()
         Terminal().write_lines(1, b"x" * (1 << 20) + b"\n")
-    reader.join(30)
+    reader.join(60)
     assert got == [b"x" * (1 << 20) + b"\n"]
 
 

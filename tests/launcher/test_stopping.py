@@ -14,16 +14,19 @@ from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 
-# Every rank saves when it is told to stop, for as long as its first argument says.
+# Every rank saves when it is told to stop, for as long as its first argument says; with "gate",
+# rank 1 has saved as soon as the test says so.
 _SCRIPT = """
 import os, pathlib, signal, sys, time
 rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 def save(number, frame):
     print("got", signal.Signals(number).name, flush=True)
     end = time.monotonic() + float(sys.argv[1])
-    while time.monotonic() < end:
+    folder = pathlib.Path(__file__).parent
+    is_gated = sys.argv[2:] == ["gate"] and rank == "1"
+    while time.monotonic() < end and not (is_gated and (folder / "gate").exists()):
         signal.sigtimedwait([], 0.05)
-    (pathlib.Path(__file__).parent / f"saved_{restart}_{rank}").touch()
+    (folder / f"saved_{restart}_{rank}").touch()
     sys.exit(0)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, save)
@@ -114,17 +117,18 @@ def test_the_shutdown_timeout_ends_the_patience(cluster, tmp_path):
 
 
 def test_ctrl_c_twice_is_one_persons_impatience_on_one_node(cluster, tmp_path):
-    job = cluster("1.6")
-    first, second = _started(job, 2, "--nnodes", "2", "--shutdown-timeout", "60")
+    job = cluster("600", "gate")
+    first, second = _started(job, 2, "--nnodes", "2", "--shutdown-timeout", "300")
     first.process.send_signal(signal.SIGINT)
     first.wait_for("got SIGINT")
     second.wait_for("got SIGINT")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while first.process.poll() is None and time.monotonic() < deadline:
         first.process.send_signal(signal.SIGINT)  # counts from one second after the first on
         if first.has("ending this node's workers now"):
             break
         time.sleep(0.2)
+    (tmp_path / "gate").touch()
     assert [first.end(), second.end()] == [130, 130], job.told()
     assert _saved(tmp_path) == ["saved_0_1"], job.told()
 

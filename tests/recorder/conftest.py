@@ -80,7 +80,7 @@ class Program:
             seen.append(text)
         raise AssertionError(f"ended without saying {line!r}: {seen} {self.end()}")
 
-    def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    def end(self, timeout_s: float = 180.0) -> tuple[int, str, str]:
         """Let it end by itself; return its exit code and what it said."""
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
@@ -109,7 +109,7 @@ def span_names(record: Record) -> list[str]:
     return [name for name in names if name != "gc"]
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll until a condition holds; return its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
