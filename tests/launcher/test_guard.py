@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from echelon.errors import LaunchError
 from echelon.launcher.node import guard as guard_module
 from echelon.launcher.node.containment import Containment
 from echelon.launcher.node.guard import Guard, descendants
-from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Workers
+from echelon.launcher.node.workers import (
+    _PR_SET_CHILD_SUBREAPER,
+    Exited,
+    Failed,
+    Started,
+    Swept,
+    Workers,
+)
 
 pytestmark = pytest.mark.ranks
 _WAIT_S = 60.0
 _ENV = {"PATH": os.environ["PATH"]}
+
+
+def _adopt_no_more() -> None:
+    """Have this process adopt no orphans again, which workers had it do."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 
 @pytest.fixture
@@ -30,6 +43,7 @@ def workers() -> Iterator[Workers]:
     made = Workers()
     yield made
     made.close()
+    _adopt_no_more()
 
 
 class _Run:
@@ -137,6 +151,7 @@ def test_what_nohup_ignores_stays_ignored_in_the_workers(ignored):
     finally:
         signal.signal(signal.SIGHUP, before)
         workers.close()
+        _adopt_no_more()
     assert bool(mask >> (signal.SIGHUP - 1) & 1) == ignored
     assert mask & ~(1 << (signal.SIGHUP - 1)) & ~kept == 0, "nothing else is ignored"
 
@@ -255,10 +270,27 @@ def test_a_stray_is_signalled_through_a_pidfd_and_only_while_it_is_below(monkeyp
     assert by_pid == []
 
 
-def test_a_guard_that_dies_with_input_unread_is_one_line(workers):
-    guard = workers._guard.pid
-    os.kill(guard, signal.SIGSTOP)
-    workers.sweep(signal.SIGKILL)
-    os.kill(guard, signal.SIGKILL)
-    with pytest.raises(LaunchError, match="the guard process died"):
-        workers.events()
+_LOSES_ITS_GUARD = """
+import os, signal
+from echelon.errors import LaunchError
+from echelon.launcher.node.workers import Workers
+workers = Workers()
+guard = workers._guard.pid
+os.kill(guard, signal.SIGSTOP)
+workers.sweep(signal.SIGKILL)
+os.kill(guard, signal.SIGKILL)
+try:
+    workers.events()
+except LaunchError as err:
+    print(err)
+workers.close()
+"""
+
+
+def test_a_guard_that_dies_with_input_unread_is_one_line():
+    """In a process of its own: everything below it is killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSES_ITS_GUARD],
+        capture_output=True, text=True, check=True, timeout=180,
+    )  # fmt: skip
+    assert done.stdout == "the guard process died; all workers were killed\n"
