@@ -54,3 +54,19 @@ def test_a_node_of_an_elastic_job_leaves_and_the_world_starts_without_it(tmp_pat
     starts = job.commands(m.Start, job.host)
     assert [(start.world_size, start.restart) for start in starts] == [(2, 0), (1, 1)]
     assert not job.coordinator.is_over
+
+
+def test_a_stop_between_two_attempts_is_not_lost(tmp_path):
+    job = Job(tmp_path, "--nnodes", "2", "--max-restarts", "3")
+    for node, rank in ((job.host, 0), (job.other, 1)):
+        job.take(node, m.WorkerEnded(attempt=0, rank=rank, code=1))
+    for node in (job.host, job.other):
+        job.take(node, m.Harvested(incident=0, exit_codes=[]))
+    assert len(job.commands(m.ClearUp)) == 2, "the attempt has not ended"
+    job.take(job.host, m.StopAsked(number=signal.SIGTERM))
+    for node in (job.host, job.other):
+        job.take(node, m.Idle(attempt=0, exit_codes=[], stopped=[]))
+    job.coordinator.step()
+    job.coordinator.close()
+    assert [start.restart for start in job.commands(m.Start, job.host)] == [0]
+    assert (job.report.ended_by, job.report.exit_code) == (EndedBy.SIGNAL, 143)

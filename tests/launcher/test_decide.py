@@ -138,3 +138,22 @@ def test_codes_are_said_in_words():
     assert describe_code(3) == "exited with code 3"
     assert describe_code(-11) == "was killed by SIGSEGV"
     assert describe_code(-63) == "was killed by signal 63"
+
+
+def test_ranks_that_a_stop_signal_ended_wait_for_the_launchers_own():
+    attempt = _attempt()
+    assert attempt.on(WorkerEnded(0, -signal.SIGTERM), 1.0) == []
+    assert attempt.on(WorkerEnded(1, -signal.SIGTERM), 1.0) == []
+    assert attempt.on(StopRequested(signal.SIGTERM), 1.1) == [
+        EndAttempt(EndedBy.SIGNAL, failed=True)
+    ]
+
+
+def test_ranks_that_a_stop_signal_ended_have_failed_if_the_launcher_gets_none():
+    attempt = _attempt()
+    attempt.on(WorkerEnded(0, -signal.SIGTERM), 1.0)
+    assert attempt.on(WorkerEnded(1, 1), 1.0) == []
+    assert attempt.on(TimePassed(), 1.0 + SETTLE_S) == [
+        CollectIncident("failure", "rank 0 was killed by SIGTERM"),
+        EndAttempt(EndedBy.WORKER, failed=True),
+    ]

@@ -84,6 +84,23 @@ def test_a_parent_that_is_gone_before_it_serves_is_noticed(moment, tmp_path):
     assert (server.returncode, errors) == (0, "")
 
 
+def test_with_parent_only_nothing_but_the_end_of_the_pipe_ends_it(closing):
+    server = start(subprocess.PIPE, "--parent-only")
+    port = int(server.stdout.readline())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        server.send_signal(number)
+    store = closing(TCPStore("127.0.0.1", port, timeout=20.0))
+    assert store.add("n", 2) == 2
+    rest, errors = server.communicate(timeout=PATIENCE_S)
+    assert (server.returncode, rest, errors) == (0, "", "")
+
+
+def test_parent_only_without_a_parent_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("echelon.store.server.cli._is_pipe", lambda _: False)
+    assert main(["--parent-only"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_without_a_pipe_it_goes_on_until_a_signal(number, closing):
     server = start(subprocess.DEVNULL)

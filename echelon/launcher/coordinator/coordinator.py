@@ -526,7 +526,7 @@ class Coordinator:
         """Conclude the job once its incidents are explained, or it is known that they will not."""
         assert self._ending is not None
         world, end = self._ending
-        stopped_by_user = end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
+        stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
         if self._verdicts.num_open and not stopped_by_user and now_s < self._ending_deadline_s:
             return
         self._world = None
@@ -534,7 +534,7 @@ class Coordinator:
 
     def _restart(self, world: World, end: decide.EndAttempt) -> bool:
         """Return whether another attempt follows, and print why."""
-        if world.unkillable:
+        if world.unkillable or self._stop_signal:
             return False
         why = self._restarts.next(
             end,
@@ -563,7 +563,7 @@ class Coordinator:
             self._finish(EndedBy.AGENT, 1)
         elif end.ended_by is EndedBy.STALL:
             self._finish(EndedBy.STALL, EXIT_STALL)
-        elif end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE):
+        elif self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE):
             self._stop_signal = self._stop_signal or next(iter(world.leaving.values()))
             self._finish(EndedBy.SIGNAL, 128 + self._stop_signal)
         else:

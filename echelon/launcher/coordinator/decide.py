@@ -7,7 +7,9 @@
 
 The pause after the first failure lets its victims report how they ended (they notice within 0.1 s),
 so that the black boxes hold both cause and effect. It never grows: the second failure does not
-start it again.
+start it again. It ends early once all workers have ended, except after a stop signal that the
+launcher did not send: a scheduler that signals every process of a node signals the launcher too,
+and then no rank has failed.
 
 The grace between SIGTERM and SIGKILL is measured on each node, from the moment at which its workers
 were signalled. The backstop here only catches a node that does not do so. A second request to stop
@@ -22,6 +24,7 @@ from enum import Enum
 
 SETTLE_S = 0.5
 BACKSTOP_S = 30.0  # beyond the grace: a node may still be reading stacks when it is told to stop
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GIVE_UP_S = 35.0  # after SIGKILL; a node reports its unkillable ranks somewhat earlier
 
 
@@ -170,7 +173,14 @@ class Attempt:
         if event.code != 0 and self.phase is Phase.RUNNING:
             self._first_failure = event
             self._enter(Phase.SETTLING, now_s + SETTLE_S)
-        return [] if self._running else self._over()
+        return [] if self._running or self._may_be_stopped else self._over()
+
+    @property
+    def _may_be_stopped(self) -> bool:
+        """Whether the first failure may be a scheduler's stop that the launcher has yet to get."""
+        first = self._first_failure
+        settles = self.phase is Phase.SETTLING
+        return settles and first is not None and -first.code in _STOP_SIGNALS
 
     def _over(self, *, unkillable: tuple[int, ...] = ()) -> list[Action]:
         settled = self._collect_failure() if self.phase is Phase.SETTLING else []
@@ -194,11 +204,16 @@ class Attempt:
             # Workers are signalled once, and keep their grace; only a node that still reads
             # stacks has to hurry.
             return [StopWorkers(event.number, urgent=True)]
+        if not self._running:
+            self._enter(Phase.STOPPING, None)
+            return self._over()
         return self._stop(event.number, now_s, urgent=True)
 
     def _on_time(self, now_s: float) -> list[Action]:
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
+        if self.phase is Phase.SETTLING and not self._running:
+            return self._over()
         if self.phase is Phase.SETTLING:
             return [*self._collect_failure(), *self._stop(signal.SIGTERM, now_s)]
         if self.phase is Phase.STOPPING:

@@ -2,8 +2,10 @@
 
 It is a process of its own so that neither a flood of output nor an analysis in the agent ever
 delays a rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends,
-however it ends, the pipe closes and the server goes. Through the same pipe the agent tells it whom
-to let in, and when to begin anew: every attempt meets at an empty store.
+however it ends, the pipe closes and the server exits. Nothing else ends it: a scheduler that sends
+SIGTERM to every process of a node leaves the ranks time to save, and they may meet here to do so.
+Through the same pipe the agent reports which addresses to let in, and when to forget all keys:
+every attempt meets at an empty store.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class StoreProcess:
         command = [sys.executable, "-m", "echelon.store", "--host", self._bind, "--port", "0"]
         try:
             process = subprocess.Popen(
-                [*command, "--secret-file", f"/dev/fd/{read_end}"],
+                [*command, "--parent-only", "--secret-file", f"/dev/fd/{read_end}"],
                 pass_fds=[read_end],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -2,7 +2,9 @@
 
 Prints its port number, alone, on the first line, and serves until it is told to stop: by SIGTERM
 or SIGINT, and, only when standard input is a pipe, by its end, so that a parent that dies takes
-its server along while a server started from a terminal or with input closed goes on.
+its server along while a server started from a terminal or with input closed goes on. With
+`--parent-only` only that end counts: a signal to all processes of a node is the parent's to handle,
+and its other children may still need the server.
 
 A parent may say more through that pipe, a line each: `admit ADDRESS` lets torch's clients in from
 an address whose owner the parent knows; `renew` drops all members and keys, and is answered by
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import stat
 import sys
 import threading
@@ -25,11 +28,26 @@ from echelon.store.server.logsink import StderrSink
 from echelon.store.server.server import StoreServer
 from echelon.store.wire.trust import is_loopback
 
+_PARENTS_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code: 0, 1 for a failure to serve, 2 for bad usage."""
     args = _parse(argv)
     has_parent_pipe = sys.stdin is not None and _is_pipe(0)
+    if args.parent_only:
+        if not has_parent_pipe:
+            print("echelon store: --parent-only: standard input is not a pipe", file=sys.stderr)
+            return 2
+        for number in _PARENTS_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     try:
         secret = _read_secret(args.secret_file)
         server = StoreServer(args.host, args.port, secret=secret)
@@ -65,6 +83,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="file that holds the shared secret; without it everyone who can reach the port "
         "is let in",
+    )
+    parser.add_argument(
+        "--parent-only",
+        action="store_true",
+        help="ignore signals: serve until standard input, a pipe, is closed",
     )
     return parser.parse_args(argv)
 

@@ -126,7 +126,10 @@ class StoreServer:
         return self
 
     def serve_forever(self, *, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve on this thread until `close()` from elsewhere, SIGTERM or SIGINT."""
+        """Serve on this thread until `close()` from elsewhere, SIGTERM or SIGINT.
+
+        A signal that is ignored when this is called stays ignored.
+        """
         with self._lock:
             assert self._thread is None, "start() was called before"
             _raise_descriptor_limit()  # the process serves and does nothing else
@@ -135,7 +138,8 @@ class StoreServer:
         assert self._loop is not None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self.stop_soon)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._loop.add_signal_handler(number, self.stop_soon)
         self._run(on_ready or (lambda: None))
 
     def stop_soon(self) -> None:
