@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import json
 import math
 import os
@@ -51,6 +52,7 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by the interpreter, not by the user
+_BLOCK_BYTES = 1 << 16
 _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds the race
 
 
@@ -327,13 +329,24 @@ def _bring_home(rank_dir: str, folder: str) -> None:
         if not away.startswith(folder + "/"):
             return
         with open(away, "rb") as source, open(link + ".part", "wb") as target:
-            target.write(source.read())
+            _copy_sparse(source, target)
         os.chmod(link + ".part", 0o600)
         os.replace(link + ".part", link)
         os.unlink(away)
         os.rmdir(os.path.dirname(away))
     except OSError:
         return  # no link: nothing was recorded, or the agent was here first
+
+
+def _copy_sparse(source: io.BufferedReader, target: io.BufferedWriter) -> None:
+    """Copy a file; blocks of zeros, which are most of a ring, become holes."""
+    zeros = bytes(_BLOCK_BYTES)
+    while block := source.read(_BLOCK_BYTES):
+        if block == zeros[: len(block)]:
+            target.seek(len(block), os.SEEK_CUR)
+        else:
+            target.write(block)
+    target.truncate()
 
 
 def _remove_if_empty(folder: str) -> None:

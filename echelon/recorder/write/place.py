@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ _REMOTE = frozenset(
 # A page whose blocks are reserved is written elsewhere: on a full disk that store ends in SIGBUS.
 _COPY_ON_WRITE = frozenset({"bcachefs", "btrfs", "zfs"})
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ntfs-3g"})
+_BLOCK_BYTES = 1 << 16
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -112,7 +112,7 @@ def bring_home(rank_dir: Path) -> bool:
     away = link.resolve()
     part = rank_dir / ".ring.part"
     try:
-        shutil.copyfile(away, part)
+        _copy_sparse(away, part)
         part.chmod(0o600)
         part.replace(link)
     except OSError:
@@ -122,6 +122,18 @@ def bring_home(rank_dir: Path) -> bool:
     with contextlib.suppress(OSError):
         away.parent.rmdir()
     return True
+
+
+def _copy_sparse(source: Path, target: Path) -> None:
+    """Copy a file; blocks of zeros, which are most of a ring, become holes."""
+    zeros = bytes(_BLOCK_BYTES)
+    with source.open("rb") as read, target.open("wb") as write:
+        while block := read.read(_BLOCK_BYTES):
+            if block == zeros[: len(block)]:
+                write.seek(len(block), os.SEEK_CUR)
+            else:
+                write.write(block)
+        write.truncate()
 
 
 def set_aside(rank_dir: Path) -> None:

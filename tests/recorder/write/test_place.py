@@ -137,3 +137,22 @@ def test_attempts_are_counted_per_rank_and_never_taken_twice(tmp_path):
         (tmp_path / "rank_1" / "attempt_0", 0),
         (tmp_path / "rank_0" / "attempt_2", 2),
     ]
+
+
+def test_the_zeros_of_a_ring_take_no_room_at_home(tmp_path):
+    data = b"head" + bytes(3 << 20) + b"middle" + bytes(2 << 20) + b"x" + bytes(300_001)
+    one = Place(tmp_path / "away" / "ring", tmp_path / "home")
+    one.rank_dir.mkdir()
+    one.make().write_bytes(data)
+    assert bring_home(one.rank_dir)
+    home = one.rank_dir / "ring"
+    assert home.read_bytes() == data
+    assert home.stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_ring_of_zeros_alone_keeps_its_length(tmp_path):
+    one = Place(tmp_path / "away" / "ring", tmp_path / "home")
+    one.rank_dir.mkdir()
+    one.make().write_bytes(bytes(200_000))
+    assert bring_home(one.rank_dir)
+    assert (one.rank_dir / "ring").read_bytes() == bytes(200_000)
