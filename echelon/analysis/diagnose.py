@@ -12,7 +12,7 @@ from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
 from echelon.analysis.evidence.stacks import main_thread
-from echelon.analysis.finding import Finding, Report
+from echelon.analysis.finding import Cause, Finding, Report
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
 from echelon.analysis.rules.calls.sizes import find_misfit
@@ -21,6 +21,7 @@ from echelon.analysis.rules.calls.splits import find_split_mismatch
 from echelon.analysis.rules.endings.ended import find_ended
 from echelon.analysis.rules.endings.missing import find_missing, find_unknown
 from echelon.analysis.rules.endings.watchdog import find_given_up
+from echelon.analysis.rules.logs.judge import advice_in, find_in_logs
 from echelon.analysis.rules.messages.p2p import find_unmatched
 from echelon.analysis.rules.messages.torch_dumps import find_messages
 from echelon.analysis.rules.waits.desync import find_desync
@@ -30,6 +31,7 @@ from echelon.analysis.rules.waits.straggler import find_straggler
 from echelon.analysis.rules.waits.stuck import find_all_busy, find_lost, find_stuck
 from echelon.analysis.rules.waits.transport import find_transport
 from echelon.analysis.sources.load import load
+from echelon.analysis.sources.logs.folder import FOREIGN as LOGS
 
 # The nearer to a cause, the earlier: a slip explains a mismatch, a mismatch explains endings.
 RULES: tuple[Rule, ...] = (
@@ -52,6 +54,7 @@ RULES: tuple[Rule, ...] = (
 # Asked in turn where no hypothesis was proposed.
 FALLBACKS: tuple[Rule, ...] = (find_missing, find_unknown, find_straggler)
 _MAX_NAMED = 16
+_ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, Cause.DEVICE_STUCK})
 
 
 def analyze(path: str | Path) -> Report:
@@ -83,7 +86,7 @@ def diagnose(evidence: Evidence) -> Report:
 def report_of(picture: Picture) -> Report:
     """Ask the rules and put their findings in order, the root first."""
     evidence = picture.evidence
-    findings = tuple(_named(finding) for finding in _findings(picture))
+    findings = tuple(_named(_advised(evidence, finding)) for finding in _findings(picture))
     is_healthy = all(finding.info for finding in findings)
     return Report(
         world_size=evidence.world_size,
@@ -105,6 +108,18 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
     return merge(shown)
 
 
+def _advised(evidence: Evidence, finding: Finding) -> Finding:
+    """Add what a known message at the end of a culprit's output means, and what to do about it."""
+    if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
+        return finding
+    for rank in finding.culprit_ranks[:_MAX_NAMED]:
+        facts = evidence.ranks.get(rank)
+        advice = advice_in(facts.host.stderr_tail) if facts is not None else ""
+        if advice:
+            return finding.changed(evidence=(*finding.evidence, f"rank {rank} wrote: {advice}"))
+    return finding
+
+
 def _named(finding: Finding) -> Finding:
     """Make sure that the evidence names each culprit as `rank R`, also where it speaks of many."""
     text = " ".join(finding.evidence) + " "
@@ -119,6 +134,8 @@ def _named(finding: Finding) -> Finding:
 
 def _findings(picture: Picture) -> list[Finding]:
     """Return the root, the roots beside it, and the endings that came after it."""
+    if picture.evidence.foreign == LOGS:
+        return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))
     if not choice.roots:
         return next((found for rule in FALLBACKS if (found := rule(picture))), [])

@@ -107,10 +107,11 @@ class Evidence:
     tables: Tables
     incident: Incident = field(default_factory=Incident)
     origin: str = ""
-    foreign: str = ""  # "": our own black boxes; else whose, such as "torch nccl"
+    foreign: str = ""  # "": our own black boxes; else whose, such as "torch nccl", "logs"
     vague_groups: frozenset[int] = frozenset()  # members were inferred, not recorded
     unreadable: tuple[int, ...] = ()  # ranks whose file is there and cannot be read
     warnings: tuple[str, ...] = ()
+    job_log: str = ""  # what logs say of no rank in particular: the launcher, the scheduler
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 from echelon.analysis.evidence.model import Evidence, Incident
 from echelon.analysis.sources.builder import EvidenceBuilder
 from echelon.analysis.sources.collector import collector_off
+from echelon.analysis.sources.torch.file import LOG_SUFFIXES
 from echelon.errors import DumpFormatError
 from echelon.recorder.read import read
 
@@ -54,15 +55,22 @@ def load(path: Path) -> Evidence:
     place = find(path)
     if place is not None:
         return load_place(place)
-    from echelon.analysis.sources.torch.folder import load_torch
+    from echelon.analysis.sources.torch.folder import has_dumps, load_torch
 
+    if not has_dumps(path):
+        from echelon.analysis.sources.logs.folder import load_logs
+
+        logs = load_logs(path)
+        if logs is not None:
+            return logs
     return load_torch(path)
 
 
 def find(path: Path) -> Place | None:
     """Choose what to read of our own files; None if the folder holds none of ours."""
     if path.is_file():
-        return None if _looks_foreign(path) else Place(((-1, path),), f"one file, {path}")
+        is_foreign = _looks_foreign(path) or path.suffix in LOG_SUFFIXES
+        return None if is_foreign else Place(((-1, path),), f"one file, {path}")
     if _ended_well_after_a_stall(path):
         rings = find_rings(path)
         if rings is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from echelon.analysis.sources.torch.plain_pickle import MAX_FILE_BYTES, load_plain
 from echelon.errors import DumpFormatError
 
+LOG_SUFFIXES = frozenset({".log", ".out", ".err", ".txt"})  # never a dump's
 _RANK_WORD = re.compile(r"rank[-_.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,7})\Z")
 _EXTENSION = re.compile(r"(?:\.[A-Za-z]\w*)+\Z")

@@ -21,7 +21,7 @@ from echelon.analysis.evidence.calls import Tables
 from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.analysis.sources.collector import collector_off
 from echelon.analysis.sources.torch.counters import Counters, descriptions, join_numbers
-from echelon.analysis.sources.torch.file import rank_in_name, read_torch_file
+from echelon.analysis.sources.torch.file import LOG_SUFFIXES, rank_in_name, read_torch_file
 from echelon.analysis.sources.torch.rows import TorchRows
 from echelon.errors import DumpFormatError
 from echelon.recorder.format.schema import Group, Identity
@@ -50,6 +50,12 @@ def load_torch(path: Path) -> Evidence:
         if not loader.files:
             raise loader.failure or DumpFormatError(f"{path}: no dump can be read", path=path)
         return loader.evidence(path, doubles)
+
+
+def has_dumps(path: Path) -> bool:
+    """Tell whether a folder holds files that begin like dumps and are not logs."""
+    files = _choose(path)[0].values()
+    return any(file.suffix not in LOG_SUFFIXES and file.stat().st_size for file in files)
 
 
 def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:

@@ -1,0 +1,1 @@
+"""What the ranks' logs alone can say."""

@@ -1,0 +1,349 @@
+"""What the ranks' logs alone can say: whose trouble was its own, and who merely followed.
+
+A rank's own trouble is an uncaught exception that no library raised because of a peer, a known
+message that is a root, or an end by a signal of which a launcher tells. Where only consequences are
+written, the rank that wrote none is what the others waited for. A log cannot show that nothing is
+wrong: a job that hangs writes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echelon.analysis.evidence.model import RankEvidence
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.stacks import Frame, last_traceback
+from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.rules.endings.ended import exit_words
+from echelon.analysis.rules.endings.errors import Meaning, meaning_of, watchdog_timeout
+from echelon.analysis.rules.logs.messages import MESSAGES, Message, Role, Said, messages_in
+
+_MEANINGS = {
+    Meaning.OWN: Cause.EXCEPTION,
+    Meaning.MEMORY: Cause.OUT_OF_MEMORY,
+    Meaning.DEVICE: Cause.DEVICE_STUCK,
+}
+# Of two kinds of trouble of one rank, the earlier here is the nearer to the root.
+_DEPTH = (
+    Cause.OP_MISMATCH,
+    Cause.OUT_OF_MEMORY,
+    Cause.DEVICE_STUCK,
+    Cause.NETWORK,
+    Cause.EXCEPTION,
+    Cause.DEAD_PROCESS,
+)
+_BARRIER = re.compile(r"Ranks? (\d{1,7}(?:, \d{1,7})*) failed to pass monitoredBarrier")
+_KILLED_PID = re.compile(r"[Kk]illed process (\d{1,10})")
+_LOST = frozenset({"connection-lost", "nccl-remote", "ib-retries"})
+_MAX_LINES = 6
+_MAX_SHOWN = 200
+_ASK_DUMPS = (
+    "the ranks' own records: run under `echelon run`, or set TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
+)
+_ASK_EXITS = "how each rank ended: the launcher's or the scheduler's own log"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trouble:
+    """A rank's own trouble."""
+
+    rank: int  # -1: the log says of no rank
+    cause: Cause
+    words: str
+    kind: str  # equal for troubles of one kind
+    advice: str = ""
+    frame: Frame | None = None
+
+
+def find_in_logs(picture: Picture) -> list[Finding]:
+    """Name the root, as far as logs show it; one finding."""
+    evidence = picture.evidence
+    said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
+    job = tuple(messages_in(evidence.job_log))
+    troubles = [
+        trouble
+        for rank, facts in evidence.ranks.items()
+        if (trouble := _own_trouble(facts, said[rank])) is not None
+    ]
+    troubles = _with_killed(picture, troubles, job)
+    if troubles:
+        return [_root(picture, troubles, said)]
+    outside = [one for one in job if one.message.role is Role.ROOT]
+    if outside:
+        return [_of_the_job(picture, outside[0], said)]
+    return [_followed(picture, said, job) or _nothing(picture)]
+
+
+def advice_in(text: str) -> str:
+    """Quote the last known message of a log that is a root, and what to do; "" if none is."""
+    found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
+    return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
+
+
+def _own_trouble(facts: RankEvidence, said: Sequence[Said]) -> Trouble | None:
+    roots = [one for one in said if one.message.role is Role.ROOT]
+    found = [_by_message(facts.rank, one) for one in roots]
+    raised = _by_traceback(facts)
+    if raised is not None:
+        found.append(raised)
+    if facts.host.oom_kill:
+        words = f"rank {facts.rank} ended by the kernel's out-of-memory killer"
+        advice = next(one.advice for one in MESSAGES if one.name == "kernel-oom")
+        cause = Cause.OUT_OF_MEMORY
+        found.append(Trouble(rank=facts.rank, cause=cause, words=words, kind="oom", advice=advice))
+    if not found and _died_alone(facts, said):
+        words = f"rank {facts.rank} ended {exit_words(facts.host.exit_code or 0)}"
+        found.append(
+            Trouble(rank=facts.rank, cause=Cause.DEAD_PROCESS, words=words, kind=words[-10:])
+        )
+    return min(found, key=lambda one: _DEPTH.index(one.cause), default=None)
+
+
+def _by_message(rank: int, said: Said) -> Trouble:
+    message = said.message
+    words = f"rank {rank}'s log says: {_shown(said.line)}"
+    return Trouble(
+        rank=rank, cause=message.cause, words=words, kind=message.name, advice=message.advice
+    )
+
+
+def _by_traceback(facts: RankEvidence) -> Trouble | None:
+    """Read the last traceback of a rank, unless libraries raised it because of others."""
+    raised = last_traceback(facts.host.stderr_tail)
+    if raised is None or raised.type in ("SystemExit", "KeyboardInterrupt"):
+        return None
+    files = "\n".join(frame.file for frame in raised.frames)
+    message = f"{raised.message}\n{raised.rest}"
+    meaning = meaning_of(raised.type, message, (), files)
+    if meaning is Meaning.CONSEQUENCE:
+        return None
+    first = raised.message.splitlines()[0] if raised.message else ""
+    name = raised.type.rpartition(".")[2]
+    place = f" ({raised.frame})" if raised.frame else ""
+    said = f"{name}: {_shown(first)}" if first else name
+    return Trouble(
+        rank=facts.rank,
+        cause=_MEANINGS[meaning],
+        words=f"rank {facts.rank} raised {said}{place}",
+        kind=f"{name} {raised.frame}",
+        advice=f"Fix the exception{f' at {raised.frame}' if raised.frame else ''}.",
+        frame=raised.frame,
+    )
+
+
+def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
+    """Tell a death of which a launcher tells, and that no message explains, from a consequence."""
+    code = facts.host.exit_code
+    if not code or code in (-15, 143, -2, 130):
+        return False
+    return not any(one.message.role is Role.CONSEQUENCE for one in said)
+
+
+def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
+    """Find whose process the kernel says that it killed."""
+    pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
+    for one in job:
+        match = _KILLED_PID.search(one.line)
+        rank = pids.get(int(match[1]), -1) if match else -1
+        if rank >= 0 and one.message.name == "kernel-oom":
+            troubles = [other for other in troubles if other.rank != rank]
+            troubles.append(_by_message(rank, one))
+    return troubles
+
+
+def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said, ...]]) -> Finding:
+    """Choose among the ranks with trouble of their own."""
+    ranks = picture.evidence.ranks
+    first = picture.evidence.incident.ended
+    told = [one for one in troubles if one.rank in first]
+    kinds = Counter(one.kind for one in troubles)
+    depth = min(_DEPTH.index(one.cause) for one in troubles)
+    deepest = [one for one in troubles if _DEPTH.index(one.cause) == depth]
+    root = told[0] if told and told[0] in deepest else deepest[0]
+    same = [one for one in troubles if one.kind == root.kind]
+    is_told = bool(told) and told[0] is root and len(deepest) == 1
+    culprits = (root.rank,) if is_told else tuple(one.rank for one in same)
+    sure = len(kinds) == 1 or is_told
+    known = all(ranks[rank].host.exit_code is not None for rank in culprits)
+    confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
+    if sure and known and len(culprits) == 1:
+        confidence = Confidence.CERTAIN
+    others = [one for one in troubles if one not in same]
+    settles = () if known else (_ASK_EXITS,)
+    if not sure:
+        settles = (f"which came first: {rank_list([o.rank for o in others])} had other trouble",)
+    rest = [rank for rank in culprits if rank != root.rank]
+    summary = root.words + (f"; {rank_list(rest)} did alike" if rest else "")
+    return Finding(
+        cause=root.cause,
+        culprit_ranks=culprits,
+        confidence=confidence,
+        summary=summary,
+        evidence=tuple(
+            dict.fromkeys(
+                (
+                    *(one.words for one in (root, *others, *same)[:_MAX_LINES]),
+                    *_exit_lines(picture, culprits),
+                    *_consequences(said, culprits),
+                )
+            )
+        ),
+        fallout_ranks=tuple(rank for rank in ranks if rank not in culprits),
+        would_settle=settles,
+        next_action=root.advice or f"See rank {root.rank}'s log, and the machine's (dmesg).",
+    )
+
+
+def _of_the_job(picture: Picture, one: Said, said: dict[int, tuple[Said, ...]]) -> Finding:
+    """Report what a log says of no rank in particular: the kernel, the driver, the scheduler."""
+    return Finding(
+        cause=one.message.cause,
+        culprit_ranks=(),
+        confidence=Confidence.LIKELY,
+        summary=f"no rank's log explains it; the job's says: {_shown(one.line)}",
+        evidence=(f"in the job's log: {_shown(one.line)}", *_consequences(said, ())),
+        fallout_ranks=tuple(picture.evidence.ranks),
+        would_settle=("which rank ran there: the scheduler's list of nodes and tasks",),
+        next_action=one.message.advice,
+    )
+
+
+def _followed(
+    picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
+) -> Finding | None:
+    """Only consequences were written: name the ranks that wrote none, or fell behind."""
+    spoke = {rank: found for rank, found in said.items() if found}
+    everything = [*job, *(one for found in spoke.values() for one in found)]
+    if not everything:
+        return None
+    ranks = tuple(spoke)
+    message = _commonest(spoke) or job[0].message
+    suspects = (
+        _by_barrier(everything) or _behind(picture) or _silent(picture, ranks, message)
+    ) or _Suspects(
+        (),
+        message.cause,
+        Confidence.POSSIBLE,
+        f"{rank_list(ranks)} report{'s' if len(ranks) == 1 else ''} trouble that came from "
+        "elsewhere, and no log says from where",
+    )
+    who = rank_list(suspects.ranks)
+    look = f"Look at how {who} ended, or at its stack if it still runs."
+    return Finding(
+        cause=suspects.cause,
+        culprit_ranks=suspects.ranks,
+        confidence=suspects.confidence,
+        summary=suspects.words,
+        evidence=(
+            *suspects.lines,
+            *_consequences(said, ()),
+            *(f"in the job's log: {_shown(one.line)}" for one in job[:2]),
+        ),
+        fallout_ranks=tuple(rank for rank in ranks if rank not in suspects.ranks),
+        would_settle=(_ASK_EXITS, _ASK_DUMPS),
+        next_action=look if suspects.ranks else message.advice,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspects:
+    """Whom consequences point to."""
+
+    ranks: tuple[int, ...]
+    cause: Cause
+    confidence: Confidence
+    words: str
+    lines: tuple[str, ...] = ()
+
+
+def _commonest(spoke: dict[int, tuple[Said, ...]]) -> Message | None:
+    counted = Counter(one.message for found in spoke.values() for one in found)
+    return counted.most_common(1)[0][0] if counted else None
+
+
+def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Suspects | None:
+    """Suspect the few ranks that wrote nothing where all others did."""
+    silent = tuple(rank for rank in range(picture.evidence.world_size) if rank not in spoke)
+    if not silent or 2 * len(silent) > len(spoke):
+        return None
+    is_lost = message.name in _LOST
+    return _Suspects(
+        silent,
+        Cause.DEAD_PROCESS if is_lost else Cause.HOST_HANG,
+        Confidence.LIKELY if len(silent) == 1 else Confidence.POSSIBLE,
+        f"{rank_list(spoke)} {'lost a peer' if is_lost else 'waited in vain'}, and "
+        f"{rank_list(silent)} said nothing",
+    )
+
+
+def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
+    """Read the ranks that torch's monitored barrier names."""
+    for one in said:
+        match = _BARRIER.search(one.line)
+        if match is not None:
+            ranks = tuple(sorted({int(rank) for rank in match[1].split(", ")}))
+            words = f"{rank_list(ranks)} did not come to a barrier that the others waited in"
+            return _Suspects(ranks, Cause.HOST_HANG, Confidence.LIKELY, words)
+    return None
+
+
+def _behind(picture: Picture) -> _Suspects | None:
+    """Compare in which operation the watchdogs gave up: a rank that differs is apart."""
+    gave_up = {
+        rank: told
+        for rank, facts in picture.evidence.ranks.items()
+        if (told := watchdog_timeout(facts.host.stderr_tail)) is not None
+    }
+    votes = Counter(gave_up.values()).most_common(2)
+    if len(votes) < 2 or votes[0][1] == votes[1][1]:
+        return None
+    number, kind = most = votes[0][0]
+    apart = tuple(rank for rank, told in gave_up.items() if told != most)
+    lines = tuple(
+        f"rank {rank}'s watchdog gave up in {its_kind} #{its_number}"
+        for rank, (its_number, its_kind) in sorted(
+            gave_up.items(), key=lambda one: (one[1] == most, one[0])
+        )
+    )
+    words = f"{rank_list(apart)} waited in another operation than the others, {kind} #{number}"
+    return _Suspects(apart, Cause.UNKNOWN, Confidence.POSSIBLE, words, lines[:_MAX_LINES])
+
+
+def _nothing(picture: Picture) -> Finding:
+    ranks = tuple(picture.evidence.ranks)
+    return Finding(
+        cause=Cause.UNKNOWN,
+        culprit_ranks=(),
+        confidence=Confidence.POSSIBLE,
+        summary=f"the logs of {rank_list(ranks)} hold no known message of a failure; a job that "
+        "hangs writes none",
+        evidence=(f"read {picture.evidence.origin}",),
+        would_settle=(_ASK_EXITS, _ASK_DUMPS),
+        next_action="If the job runs and stands still, take its ranks' stacks (py-spy dump).",
+    )
+
+
+def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
+    """Quote one message of each kind that merely follows."""
+    lines: dict[str, str] = {}
+    for rank, found in said.items():
+        for one in found if rank not in culprits else ():
+            if one.message.role is Role.CONSEQUENCE:
+                lines.setdefault(one.message.name, f"rank {rank} reports: {_shown(one.line)}")
+    return tuple(lines.values())[:_MAX_LINES]
+
+
+def _exit_lines(picture: Picture, culprits: tuple[int, ...]) -> list[str]:
+    ranks = picture.evidence.ranks
+    return [
+        f"rank {rank} ended {exit_words(code)}"
+        for rank in culprits[:_MAX_LINES]
+        if (code := ranks[rank].host.exit_code) is not None
+    ]
+
+
+def _shown(line: str) -> str:
+    return line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"

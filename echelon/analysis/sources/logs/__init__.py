@@ -1,0 +1,1 @@
+"""The ranks' log files as evidence, where nothing else was left."""

@@ -1,0 +1,181 @@
+"""A folder of logs, or one merged log, as evidence: each rank's text and how it ended.
+
+Layouts: this launcher's (`rank_3/attempt_0/stderr.log`), torchrun's `--log-dir`
+(`attempt_0/3/stderr.log`), a file per rank (`slurm-99-3.out`, `rank3.log`), and one file in which
+a launcher marked the lines. Of several attempts the newest counts. Links are not followed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from echelon.analysis.evidence.calls import Tables
+from echelon.analysis.evidence.model import ROW, Evidence, Incident, RankEvidence
+from echelon.analysis.sources.logs.endings import Ending, endings_in
+from echelon.analysis.sources.logs.lines import by_rank, is_labelled, read_text
+from echelon.recorder.format.schema import HostFacts, Identity
+
+FOREIGN = "logs"
+_DEPTH = 5
+_MAX_FILES = 1 << 16
+_MAX_RANK = 1 << 18
+_MAX_TOTAL_BYTES = 2 << 30
+_ENDINGS = frozenset({".log", ".txt", ".out", ".err", ".stdout", ".stderr", ""})
+_RANK = re.compile(r"(?:^|[^a-z])rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+_ATTEMPT = re.compile(r"attempt_(\d{1,7})\Z")
+_NUMBER = re.compile(r"\d{1,7}\Z")
+_LAST_NUMBER = re.compile(r"(?:^|[._-])(\d{1,7})\Z")
+_OWN_RANK = re.compile(r"^\[rank(\d{1,7})\]:", re.MULTILINE)
+_NCCL = re.compile(r"\bcomm 0x[0-9a-f]{1,16} rank (\d{1,7}) nranks (\d{1,7})\b")
+_NCCL_PID = re.compile(r"^[\w.-]{1,255}:(\d{1,10}):\d{1,10} \[\d{1,3}\] NCCL ", re.MULTILINE)
+
+
+@dataclass(slots=True)
+class _Logs:
+    """What was read so far."""
+
+    texts: dict[int, str] = field(default_factory=dict)  # by rank; -1: of no rank
+    attempts: dict[int, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, rank: int, attempt: int, text: str) -> None:
+        if rank >= _MAX_RANK:
+            rank = -1
+        if attempt > self.attempts.get(rank, attempt):
+            self.texts[rank] = ""
+        if attempt >= self.attempts.get(rank, attempt):
+            self.attempts[rank] = attempt
+            self.texts[rank] = self.texts.get(rank, "") + text
+
+
+def load_logs(path: Path) -> Evidence | None:
+    """Read the logs below a folder, or one log; None if there is none."""
+    logs = _Logs()
+    for file in _files(path):
+        if logs.num_bytes > _MAX_TOTAL_BYTES:
+            logs.warnings.append(f"{path}: more than {_MAX_TOTAL_BYTES >> 30} GiB of logs")
+            break
+        try:
+            text = read_text(file)
+        except OSError as err:
+            logs.warnings.append(f"{file}: {err.strerror or err}, left out")
+            continue
+        if text is not None:
+            logs.num_bytes += len(text)
+            _take(logs, path, file, text)
+    return _evidence(path, logs) if any(logs.texts.values()) else None
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    level, seen = [path], 0
+    for _ in range(_DEPTH + 1):
+        below: list[Path] = []
+        for folder in level:
+            try:
+                entries = sorted(folder.iterdir())
+            except OSError:
+                continue
+            for entry in entries:
+                seen += 1
+                if seen > _MAX_FILES or entry.name.startswith(".") or entry.is_symlink():
+                    continue
+                if entry.is_dir():
+                    below.append(entry)
+                elif entry.is_file() and entry.suffix.lower() in _ENDINGS:
+                    yield entry
+        level = below
+
+
+def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
+    parts = file.relative_to(top).parts if file != top else (file.name,)
+    attempt = max((int(m[1]) for part in parts if (m := _ATTEMPT.match(part))), default=0)
+    labelled = is_labelled(text)
+    shares = by_rank(text, labelled=labelled)
+    named = [rank for rank in shares if rank >= 0]
+    rank = _rank_of(parts, text)
+    if len(named) > 1 or labelled:
+        for one, share in shares.items():
+            logs.add(one, attempt, share)
+    else:
+        logs.add(rank, attempt, "".join(shares.values()) if rank >= 0 else shares.get(-1, ""))
+        if rank < 0 and named:
+            logs.add(named[0], attempt, shares[named[0]])
+
+
+def _rank_of(parts: tuple[str, ...], text: str) -> int:
+    """Return whose log a file is, -1 if no rank's.
+
+    What the text says counts first: folders of torchrun's are numbered by local rank.
+    """
+    said = {int(rank) for rank in _OWN_RANK.findall(text)}
+    if len(said) == 1:
+        return said.pop()
+    for part in reversed(parts):
+        if match := _RANK.search(part):
+            return int(match[1])
+    if len(parts) > 1 and _NUMBER.match(parts[-2]):
+        return int(parts[-2])
+    stem = parts[-1].split(".")[0] if parts[-1].count(".") == 1 else Path(parts[-1]).stem
+    match = _LAST_NUMBER.search(stem)
+    is_numbered = match is not None and not re.fullmatch(r"slurm-\d+", stem)
+    return int(match[1]) if match is not None and is_numbered else -1
+
+
+def _evidence(path: Path, logs: _Logs) -> Evidence:
+    everything = "\n".join(logs.texts.values())
+    told, first = endings_in(everything)
+    by_rank_told = {ending.rank: ending for ending in told if ending.rank < _MAX_RANK}
+    named = {rank for rank in logs.texts if rank >= 0} | set(by_rank_told)
+    sizes = [int(size) for _, size in _NCCL.findall(everything) if int(size) <= _MAX_RANK]
+    world_size = max([0, *(rank + 1 for rank in named), *sizes])
+    order = [first] if first >= 0 else []
+    ranks = {
+        rank: _rank(rank, world_size, logs, by_rank_told.get(rank), is_first=rank == first)
+        for rank in sorted(named)
+    }
+    return Evidence(
+        world_size=world_size,
+        ranks=ranks,
+        groups=(),
+        tables=Tables(),
+        incident=Incident(world_size=world_size, ended=tuple(order)),
+        origin=f"the logs in {path}: of {len(ranks)} rank{'s' * (len(ranks) != 1)}"
+        + (", and of the job" if logs.texts.get(-1) else ""),
+        foreign=FOREIGN,
+        job_log=logs.texts.get(-1, ""),
+        warnings=tuple(logs.warnings),
+    )
+
+
+def _rank(
+    rank: int, world_size: int, logs: _Logs, ending: Ending | None, *, is_first: bool
+) -> RankEvidence:
+    text = logs.texts.get(rank, "")
+    pid = _NCCL_PID.search(text)
+    host = HostFacts(
+        exit_code=None if ending is None else ending.code,
+        exit_order=0 if is_first else -1,
+        oom_kill=True if ending is not None and ending.is_memory else None,
+        stderr_tail=text,
+    )
+    return RankEvidence(
+        rank=rank,
+        rows=np.zeros(0, ROW),
+        identity=Identity(
+            rank=rank,
+            world_size=world_size,
+            attempt=logs.attempts.get(rank, 0),
+            pid=ending.pid if ending is not None and ending.pid else int(pid[1]) if pid else 0,
+        ),
+        host=host,
+        has_ring=False,
+    )

@@ -1,0 +1,82 @@
+"""Lines of logs: read within bounds, stripped of what launchers put before them.
+
+A launcher that merges the output of its ranks marks each line: torchrun `[default3]:`, srun with
+`--label` `3: `, this one `3| `; torch itself puts `[rank3]:` before tracebacks and warnings.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FIRST_BYTES = 256 << 10  # the first trouble of a rank that then floods its log
+LAST_BYTES = 1 << 20
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,16}[ -/]{0,4}[@-~]")
+_TEXT_SHARE = 0.7
+_PROBE_BYTES = 4096
+_TORCHRUN = re.compile(r"^\[[A-Za-z_][\w-]{0,40}?(\d{1,7})\]:\s?")
+_TORCH = re.compile(r"^\[rank(\d{1,7})\]:\s?")
+_TORCH_WORDS = re.compile(r"^\[rank(\d{1,7})\]:(?=\[)")
+_LABEL = re.compile(r"^(?:[\w.-]{1,64} )?(\d{1,7})(?:: |\| )")
+
+
+def read_text(path: Path) -> str | None:
+    """Read the first and the last part of a log; None if it is no text.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        first = file.read(FIRST_BYTES)
+        if not _is_text(first[:_PROBE_BYTES]):
+            return None
+        size = file.seek(0, 2)
+        rest = b""
+        if size > FIRST_BYTES:
+            file.seek(max(FIRST_BYTES, size - LAST_BYTES))
+            rest = file.read(LAST_BYTES)
+            if size > FIRST_BYTES + LAST_BYTES:
+                first, rest = first.rpartition(b"\n")[0] + b"\n", rest.partition(b"\n")[2]
+    text = (first + rest).decode("utf-8", "replace").replace("\r\n", "\n")
+    return _ESCAPES.sub("", text)
+
+
+def _is_text(head: bytes) -> bool:
+    if b"\0" in head:
+        return False
+    plain = sum(byte >= 32 or byte in b"\t\n\r\x1b\f" for byte in head)
+    return plain >= _TEXT_SHARE * len(head)
+
+
+def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
+    """Divide a merged log by the ranks that its lines name; -1: lines that name none.
+
+    Args:
+        labelled: whether a number and a colon, or a bar, before a line may be a rank.
+    """
+    parts: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        rank, rest = _split(line, labelled=labelled)
+        parts.setdefault(rank, []).append(rest)
+    return {rank: "\n".join(lines) + "\n" for rank, lines in parts.items()}
+
+
+def is_labelled(text: str) -> bool:
+    """Tell whether most lines of a log begin with a label, as srun's and ours do."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    labels = {match[1] for line in lines if (match := _LABEL.match(line))}
+    return len(labels) > 1 and 2 * sum(bool(_LABEL.match(line)) for line in lines) > len(lines)
+
+
+def _split(line: str, *, labelled: bool) -> tuple[int, str]:
+    rank = -1
+    for pattern in (_TORCHRUN, _TORCH, _TORCH_WORDS):
+        match = pattern.match(line)
+        if match is not None:
+            rank, line = int(match[1]), line[match.end() :]
+    if rank < 0 and labelled:
+        match = _LABEL.match(line)
+        if match is not None:
+            rank, line = int(match[1]), line[match.end() :]
+            _, line = _split(line, labelled=False)
+    return rank, line
