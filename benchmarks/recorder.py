@@ -349,9 +349,9 @@ def ring_costs_ms(recorder: Recorder, rounds: int) -> tuple[float, float, int]:
 def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
     """Train with the recorder on and off in turn; return processor times of a step."""
     sys.path.insert(0, str(EXAMPLES))
-    from gpt.data import load_dataset
-    from gpt.loop import Trainer, TrainingSettings
-    from gpt.model import GPTConfig
+    from gpt.model.transformer import GPTConfig
+    from gpt.text.data import load_dataset
+    from gpt.training.loop import Trainer, TrainingSettings
 
     import echelon.dist as dist
 

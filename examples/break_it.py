@@ -4,8 +4,8 @@
         examples/break_it.py --fault slow-data --rank 2
 
 A minute later you have a verdict to read: which rank, why, and at which line. Each fault is one
-short class that overrides one method of the training loop (`gpt/loop.py`), and the line that goes
-wrong is a line of its own, so that the verdict can name it. Without --fault training ends well.
+short class that overrides one method of the training loop (`gpt/training/loop.py`), and the line
+that goes wrong is a line of its own, so that the verdict can name it. Without --fault it succeeds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import threading
 
 import torch
 from gpt.arguments import OneLineParser, whole_number
-from gpt.data import LIMIT_BYTES, load_dataset
-from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import limit_threads, load_optimizers
-from gpt.model import GPTConfig
-from gpt.progress import Scale
-from gpt.report import Report, SilentReport
+from gpt.model.transformer import GPTConfig
+from gpt.output.progress import Scale
+from gpt.output.report import Report, SilentReport
+from gpt.text.data import LIMIT_BYTES, load_dataset
+from gpt.training.loop import Trainer, TrainingSettings
+from gpt.training.machine import limit_threads, load_optimizers
 from torch import Tensor
 
 import echelon.dist as dist

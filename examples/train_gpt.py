@@ -11,7 +11,7 @@ nothing to download. It ends with the validation loss, the loss of a bigram mode
 (which a model that does not attend cannot beat), and a sample of what it has learnt to write.
 A checkpoint of any number of ranks is resumed by any other, sharded or not.
 
-The parts are in `gpt/`, one noun a file; start with `gpt/loop.py`.
+The parts are in `gpt/`, one noun per file; start with `gpt/training/loop.py`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from gpt.arguments import OneLineParser, positive_number, whole_number
-from gpt.bigram import bigram_loss
-from gpt.data import Dataset, load_dataset, validation_windows
-from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import choose_device, describe, limit_threads, load_optimizers
-from gpt.model import GPT, GPTConfig
-from gpt.peak import find_peak
-from gpt.pipeline import PipelineTrainer
-from gpt.presets import PRESETS
-from gpt.progress import Scale, with_unit
-from gpt.report import Report, SilentReport
-from gpt.sample import generate
+from gpt.model.presets import PRESETS
+from gpt.model.sample import generate
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.output.peak import find_peak
+from gpt.output.progress import Scale, with_unit
+from gpt.output.report import Report, SilentReport
+from gpt.text.bigram import bigram_loss
+from gpt.text.data import Dataset, load_dataset, validation_windows
+from gpt.training.loop import Trainer, TrainingSettings
+from gpt.training.machine import choose_device, describe, limit_threads, load_optimizers
+from gpt.training.pipeline import PipelineTrainer
 
 import echelon.dist as dist
 from echelon.dist.checkpoint import peek

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch", reason="the examples train with PyTorch")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from gpt.data import Dataset, split  # noqa: E402 -- needs the path
-from gpt.loop import Trainer, TrainingSettings  # noqa: E402
-from gpt.model import GPTConfig  # noqa: E402
+from gpt.model.transformer import GPTConfig  # noqa: E402
+from gpt.text.data import Dataset, split  # noqa: E402 -- needs the path
+from gpt.training.loop import Trainer, TrainingSettings  # noqa: E402
 
 TEXT = b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(2000))
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from gpt.bigram import bigram_loss, count_pairs, sparse_bigram_loss
+from gpt.text.bigram import bigram_loss, count_pairs, sparse_bigram_loss
 
 
 def blocks_of(*texts: bytes) -> np.ndarray:

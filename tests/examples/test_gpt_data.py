@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpt.data import (
+from gpt.text.data import (
     BLOCK_TOKENS,
     NOT_COUNTED,
     VALIDATION_EVERY,

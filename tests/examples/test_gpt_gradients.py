@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt.gradients import GradientBuckets, fill_buckets
+from gpt.training.gradients import GradientBuckets, fill_buckets
 from torch.nn import Parameter
 
 

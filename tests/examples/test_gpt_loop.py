@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt.data import validation_windows
-from gpt.sample import generate, printable
-from gpt.tokens import BYTES
+from gpt.model.sample import generate, printable
+from gpt.text.data import validation_windows
+from gpt.text.tokens import BYTES
 
 IDENTITY = {"seed": 0}
 

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from gpt import machine
-from gpt.machine import choose_device, describe
+from gpt.training import machine
+from gpt.training.machine import choose_device, describe
 
 
 @pytest.fixture

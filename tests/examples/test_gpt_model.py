@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt.model import GPT, GPTConfig, rotary_table, rotate
-from gpt.presets import PRESETS
+from gpt.model.presets import PRESETS
+from gpt.model.transformer import GPT, GPTConfig, rotary_table, rotate
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt.loop import Trainer, TrainingSettings
+from gpt.training.loop import Trainer, TrainingSettings
 
 import echelon.dist as dist
 

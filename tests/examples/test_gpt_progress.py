@@ -9,9 +9,9 @@ import re
 
 import pytest
 import torch
-from gpt.peak import Peak, find_peak
-from gpt.progress import ERASE_LINE, Progress, Scale, live_columns, with_unit
-from gpt.report import Report
+from gpt.output.peak import Peak, find_peak
+from gpt.output.progress import ERASE_LINE, Progress, Scale, live_columns, with_unit
+from gpt.output.report import Report
 
 SCALE = Scale(num_steps=200, tokens_per_step=1000, flops_per_token=2_000_000)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[mK]")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpt.schedule import FLOOR, learning_rate
+from gpt.training.schedule import FLOOR, learning_rate
 
 
 def rates(num_warmup: int, num_steps: int) -> list[float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpt.data import load_dataset
-from gpt.tokens import BYTES, make_vocabulary
+from gpt.text.data import load_dataset
+from gpt.text.tokens import BYTES, make_vocabulary
 
 TEXT = b"def f(x):\n    return x  # \xc3\xa4\n" * 20
 

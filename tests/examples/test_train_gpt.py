@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import train_gpt
-from gpt.loop import TrainingSettings
+from gpt.training.loop import TrainingSettings
 
 from tests.examples import runs
 from tests.examples.runs import EXAMPLES, SMALL_MODEL, read_log, run

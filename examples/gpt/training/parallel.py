@@ -17,8 +17,8 @@ from echelon.dist.fsdp import (
     full_state_dict,
     fully_shard,
 )
-from gpt.gradients import GradientBuckets
-from gpt.model import GPT
+from gpt.model.transformer import GPT
+from gpt.training.gradients import GradientBuckets
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup

@@ -25,7 +25,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpt.tokens import BYTES, Vocabulary, make_vocabulary
+from gpt.text.tokens import BYTES, Vocabulary, make_vocabulary
 
 Tokens = NDArray[np.uint8] | NDArray[np.uint16]
 

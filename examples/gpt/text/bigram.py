@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt.data import Tokens
+from gpt.text.data import Tokens
 
 MAX_DENSE = 1 << 16  # pairs of bytes are counted in a table, pairs of words are sorted
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpt.model import GPT
-from gpt.tokens import Vocabulary
+from gpt.model.transformer import GPT
+from gpt.text.tokens import Vocabulary
 
 TEMPERATURE = 0.7  # below 1: fewer surprises, more words
 

@@ -19,15 +19,15 @@ import echelon.dist as dist
 from echelon.dist.fsdp import clip_grad_norm_, full_state_dict, fully_shard
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage
-from gpt.data import BatchSource, share
-from gpt.loop import Trainer, TrainingSettings
-from gpt.machine import choose_device
-from gpt.model import GPT, GPTConfig
-from gpt.parallel import make_policy, make_scaler
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.text.data import BatchSource, share
+from gpt.training.loop import Trainer, TrainingSettings
+from gpt.training.machine import choose_device
+from gpt.training.parallel import make_policy, make_scaler
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
-    from gpt.data import Tokens
+    from gpt.text.data import Tokens
 
 EMBEDDING = "token.weight"
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from gpt.peak import Peak
+from gpt.output.peak import Peak
 
 REDRAW_S = 0.2  # five times a second reads as live
 SMOOTHING = 0.1  # weight of the newest step in the speed that is shown

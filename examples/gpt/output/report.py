@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from gpt.progress import Progress, Scale, live_columns
+from gpt.output.progress import Progress, Scale, live_columns
 
 
 class Report:

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from echelon import recorder
 from echelon.dist.checkpoint import PendingSave, RandomState, load, peek, save
-from gpt.data import BatchSource, evaluation_batches
-from gpt.gradients import FOUR_MIB
-from gpt.machine import choose_device, move
-from gpt.model import GPT, GPTConfig
-from gpt.parallel import Replicas, Shards
-from gpt.schedule import learning_rate
+from gpt.model.transformer import GPT, GPTConfig
+from gpt.text.data import BatchSource, evaluation_batches
+from gpt.training.gradients import FOUR_MIB
+from gpt.training.machine import choose_device, move
+from gpt.training.parallel import Replicas, Shards
+from gpt.training.schedule import learning_rate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from echelon.dist.group import ProcessGroup
-    from gpt.data import Tokens
-    from gpt.pipeline import Stages
+    from gpt.text.data import Tokens
+    from gpt.training.pipeline import Stages
 
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
 WEIGHT_DECAY = 0.1

@@ -1,0 +1,1 @@
+"""The model, its sizes, and what it writes."""

@@ -1,0 +1,1 @@
+"""A training step: alone, over replicas, shards or pipeline stages."""
