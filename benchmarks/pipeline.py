@@ -1,7 +1,9 @@
 """Pipelines: a step's time beside torch's pipelining over gloo, and beside its own simulation.
 
-    python benchmarks/pipeline.py                       # about 6 minutes on 2 quiet cores
-    python benchmarks/pipeline.py --preset thin --rounds 30
+    python benchmarks/pipeline.py                       # about 3 minutes on 2 quiet cores
+    python benchmarks/pipeline.py --preset thin --rounds 30 --only zbv
+
+Each row is printed as soon as it is measured.
 
 Two ranks hold the same stages: in our pipeline (over shm, and over gloo), and in torch's, whose
 ranks are processes of their own that sleep meanwhile, since ours change the heap's settings
@@ -279,14 +281,14 @@ class Rank:
         x = self.inputs[:size] if stage.is_first else torch.randn(
             size, self.preset.tokens, self.preset.width)  # fmt: skip
         samples: list[list[float]] = [[], [], [], []]
-        for _ in range(2 + max(3, self.rounds)):
+        for _ in range(1 + max(3, self.rounds)):
             forward, whole = self.once(stage, x, is_split=False)
             forward_again, inputs, weights = self.once(stage, x, is_split=True)
             for sample, value in zip(
                 samples, ((forward + forward_again) / 2, inputs, weights, whole), strict=True
             ):
                 sample.append(value)
-        return [statistics.median(sample[2:]) for sample in samples]
+        return [statistics.median(sample[1:]) for sample in samples]
 
     def once(self, stage: Any, x: Any, *, is_split: bool) -> list[float]:
         import torch
@@ -337,6 +339,7 @@ def gloo_group(world: Any) -> Any:
     """Make a gloo group of ours beside the shm one; a program has one backend, a benchmark two."""
     from echelon.dist.backends import registry
     from echelon.dist.backends.interface import Members
+    from echelon.dist.backends.router import Router
     from echelon.dist.channel import ChannelTags
     from echelon.dist.group import ProcessGroup
     from echelon.dist.membership.environment import Rendezvous
@@ -346,7 +349,7 @@ def gloo_group(world: Any) -> Any:
     where = Rendezvous.from_environment()
     client = TCPStore(where.master_addr, where.master_port, is_master=False, wait_for_workers=False)
     store = PrefixStore("benchmark/gloo", client)
-    backend = registry.create("gloo", members, store, 60.0)
+    backend = Router(members, store, registry.create("gloo", members, store, 60.0))
     channels = ChannelTags(PrefixStore("benchmark/channels", client), members.rank)
     return ProcessGroup(members, backend, 600.0, lambda *_: None, channels=channels)
 
@@ -364,8 +367,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, action="append")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--only", choices=CASES, action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=CASES, action="append", help="schedules; 1f1b and "
+                        "interleaved_1f1b if none is given")  # fmt: skip
     parser.add_argument("--json", type=Path, help="also write all samples here")
     parser.add_argument("--serve-torch", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
@@ -375,7 +379,7 @@ def main() -> None:
         serve_torch(arguments)
         return
     presets = arguments.preset or ["gpt", "thin"]
-    names = arguments.only or list(CASES)
+    names = arguments.only or list(CASES)[:2]
     if arguments.rank_output:
         arguments.preset = presets[0]
         rank = Rank(arguments)
@@ -384,9 +388,14 @@ def main() -> None:
             arguments.rank_output.write_text(json.dumps(results))
         rank.torch.close()
         return
-    everything = {preset: launch(arguments, preset, names) for preset in presets}
-    for preset, results in everything.items():
-        show(preset, arguments, results)
+    everything: dict[str, dict[str, Any]] = {}
+    for preset in presets:
+        show_head(preset, arguments)
+        for name in names:
+            everything.setdefault(preset, {}).update(launch(arguments, preset, [name]))
+            show_row(name, everything[preset][name])
+    load_1, load_5, _ = os.getloadavg()
+    print(f"\nload at the end: {load_1:.1f} (1 min), {load_5:.1f} (5 min)")
     if arguments.json:
         arguments.json.write_text(json.dumps(everything, indent=1))
 
@@ -418,30 +427,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def show(preset: str, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+def show_head(preset: str, arguments: argparse.Namespace) -> None:
     print(f"\n{preset}: {PRESETS[preset]}, {arguments.microbatches} micro-batches, "
           f"{arguments.rounds} rounds, medians")  # fmt: skip
     print("| schedule | torch, gloo (ms) | ours, shm | x torch | ours, gloo | x torch "
           "| simulated | shm / simulated | processor, shm x torch | gloo x torch |")  # fmt: skip
-    print("|---|" + "---|" * 9)
-    for name, result in results.items():
-        times = result["times"]
-        ms = {way: 1000 * statistics.median(samples) for way, samples in times.items()}
-        cells = [name, f"{ms['torch']:.0f}" if "torch" in ms else "-"]
-        for way in ("shm", "gloo"):
-            cells.append(f"{ms[way]:.0f}")
-            if "torch" not in ms:
-                cells.append("-")
-                continue
-            ratios = [a / b for a, b in zip(times[way], times["torch"], strict=True)]
-            cells.append(f"{statistics.median(ratios):.2f}")
-        simulated = 1000 * result["simulated"]
-        cells += [f"{simulated:.0f}", f"{ms['shm'] / simulated:.2f}"]
-        for way in ("shm", "gloo"):
-            pairs = zip(result["cpu"][way], result["cpu"].get("torch", []), strict=False)
-            shares = [a / b for a, b in pairs]
-            cells.append(f"{statistics.median(shares):.2f}" if shares else "-")
-        print("| " + " | ".join(cells) + " |")
+    print("|---|" + "---|" * 9, flush=True)
+
+
+def show_row(name: str, result: dict[str, Any]) -> None:
+    times, cpu = result["times"], result["cpu"]
+    ms = {way: 1000 * statistics.median(samples) for way, samples in times.items()}
+    cells = [name, f"{ms['torch']:.0f}"]
+    for way in ("shm", "gloo"):
+        cells += [f"{ms[way]:.0f}", f"{median_ratio(times[way], times['torch']):.2f}"]
+    simulated = 1000 * result["simulated"]
+    cells += [f"{simulated:.0f}", f"{ms['shm'] / simulated:.2f}"]
+    cells += [f"{median_ratio(cpu[way], cpu['torch']):.2f}" for way in ("shm", "gloo")]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":
