@@ -120,6 +120,47 @@ def _no_rows(group, name):
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5), (name, stage.index)
 
 
+class Twice(nn.Module):
+    """Returns one tensor twice; the next stage uses both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, y
+
+
+class Product(Twice):
+    def forward(self, x, y):
+        return (self.layer(x) * y).sum()
+
+
+def _one_tensor_twice(group):
+    torch.manual_seed(6)
+    model, x = [Twice(), Product()], torch.rand(8, 4)
+    whole = copy.deepcopy(model)
+    own = model[group.rank]
+    pipe = Pipeline([Stage(own, index=group.rank, num_stages=2)], group=group, num_microbatches=4)
+    pipe.step(x)
+    (sum(whole[1](*whole[0](part)) for part in x.tensor_split(4)) / 4).backward()
+    for mine, theirs in zip(own.parameters(), whole[group.rank].parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5)
+
+
+def _stages_on_two_kinds_of_devices(group):
+    """Their messages would never meet. A stage without tensors of its own counts as on the CPU."""
+    module = nn.Linear(4, 4, device="meta") if group.rank == 0 else nn.Tanh()
+    with pytest.raises(
+        ValueError, match=r"are on (meta|cpu), this rank's on (meta|cpu); .* buffer"
+    ):
+        Pipeline(
+            [Stage(module, index=group.rank, num_stages=2)], group=group, num_microbatches=2,
+            loss_fn=loss_fn,
+        )  # fmt: skip
+
+
 def _a_loss_without_a_graph(group):
     """Plain torch raises there, too; here the step would have trained nothing."""
     module = nn.Linear(4, 4)
@@ -146,6 +187,8 @@ def _cases(rank, world_size):
     for name in ("1f1b", "zbv"):
         _computed_inputs(group, name)
         _no_rows(group, name)
+    _one_tensor_twice(group)
+    _stages_on_two_kinds_of_devices(group)
     _a_loss_without_a_graph(group)
 
 

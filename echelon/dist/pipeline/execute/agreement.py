@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
+import torch
+
 from echelon.dist.group import ProcessGroup
 from echelon.dist.pipeline.execute.partition import shared_with
 from echelon.dist.pipeline.execute.stage import Stage
@@ -82,26 +84,39 @@ def check_shared(stages: Sequence[Stage], plan: Plan, ties: Sequence[Sequence[st
                 )
 
 
-def agree(group: ProcessGroup, plan: Plan, ties: Sequence[Sequence[str]], mine: Ties) -> str:
+def agree(
+    group: ProcessGroup,
+    plan: Plan,
+    ties: Sequence[Sequence[str]],
+    mine: Ties,
+    device: torch.device,
+) -> str:
     """Check that all ranks run one plan with the same ties; return a name for the pipeline.
 
     Collective. The name is random, so that no message of an earlier pipeline of the group that
     failed can be taken for one of this pipeline.
 
     Raises:
-        ValueError: plans or ties differ, or a tied parameter is frozen in some stages only.
+        ValueError: plans or ties differ, stages are on devices of different kinds, or a tied
+            parameter is frozen in some stages only.
     """
     text = plan.to_csv() + repr([sorted(tie) for tie in ties])
     facts = [plan.name, plan.num_microbatches, crc32(text.encode())]
-    every = group.all_gather_object([facts, mine.trained(), uuid.uuid4().hex[:12]])
-    for rank, (theirs, _, _) in enumerate(every):
+    every = group.all_gather_object([facts, mine.trained(), uuid.uuid4().hex[:12], device.type])
+    for rank, (theirs, _, _, kind) in enumerate(every):
         if theirs != facts:
             raise ValueError(
                 f"rank {group.ranks[rank]} has schedule {theirs[0]!r} with {theirs[1]} micro-"
                 f"batches, this rank {facts[0]!r} with {facts[1]}, or their plans or ties differ"
             )
+        if kind != device.type:
+            raise ValueError(
+                f"the stages of rank {group.ranks[rank]} are on {kind}, this rank's on "
+                f"{device.type}; a rank whose stages have neither parameters nor buffers counts "
+                "as cpu: give one of them a buffer"
+            )
     for number, tie in enumerate(ties):
-        trained = {name: flag for _, flags, _ in every for name, flag in flags[number]}
+        trained = {name: flag for _, flags, *_ in every for name, flag in flags[number]}
         if len(set(trained.values())) > 1:
             frozen = ", ".join(sorted(name for name, flag in trained.items() if not flag))
             raise ValueError(

@@ -94,12 +94,13 @@ class Pipeline:
         check_stages(self.stages, self.plan, self.group.rank)
         check_shared(self.stages, self.plan, ties)
         self._ties = Ties(ties, self.stages, self.plan.rank_of_stage)
-        name = agree(self.group, self.plan, ties, self._ties)
+        devices = (stage.device for stage in self.stages)
+        self._device = next((one for one in devices if one is not None), torch.device("cpu"))
+        name = agree(self.group, self.plan, ties, self._ties, self._device)
         self._replicas = replicas
         self._failed = False
         self._num_calls = 0
         self._by_index = {stage.index: stage for stage in self.stages}
-        self._device = self.stages[0].device
         if all(p.device.type == "cpu" for stage in self.stages for p in stage.module.parameters()):
             heap.keep()
         if self._device.type not in ("cpu", "meta"):  # a group's first operation on a device is

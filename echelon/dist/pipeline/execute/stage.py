@@ -7,6 +7,7 @@ gradients are what the stage before gets back.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,10 +74,10 @@ class Stage:
         return self.index == self.num_stages - 1
 
     @property
-    def device(self) -> torch.device:
-        """Where its parameters are; of a module without any, the CPU."""
-        first = next(self.module.parameters(), None)
-        return torch.device("cpu") if first is None else first.device
+    def device(self) -> torch.device | None:
+        """Where its parameters are, or its buffers; None if it has neither."""
+        first = next(itertools.chain(self.module.parameters(), self.module.buffers()), None)
+        return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
         """Keep what the backward of `outputs` (a loss, or all that goes on) needs."""
