@@ -64,6 +64,7 @@ def shards(module: nn.Module) -> dict[str, Shard]:
 
 def _shard(member: Member, names: list[str]) -> Shard:
     flat, part = member.flat, member.part
+    member.adopt()
     group, replicas = flat.group, flat.replicas
     mine = (group.ranks[group.rank],)
     return Shard(
@@ -124,6 +125,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
 def _gather(flat: Flat, rank0_only: bool) -> dict[Member, torch.Tensor]:
     group = flat.group
+    flat.adopt()
     chunk = flat.chunk.to(flat.device)
     wanted = group.rank == 0 or not rank0_only
     buffer = make_whole(flat) if wanted else None
@@ -158,6 +160,7 @@ def install(unit: Unit) -> None:
 def _show_shards(unit: Unit) -> None:
     if unit.entry.held:
         raise ValueError(f"{unit} is unsharded: call reshard() before taking its state")
+    unit.adopt()
     driver_of(unit).release([unit])
 
 

@@ -373,6 +373,62 @@ def test_a_module_of_a_unit_of_several_may_be_called_twice():
     run_ranks(_twice, 2)
 
 
+# ---- outputs that are inputs or parameters, graphs that are used twice ----
+
+
+class Dropped(nn.Module):
+    """A layer that some steps leave out, and that hands its weight to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.is_dropped = False
+
+    def forward(self, x):
+        return (x if self.is_dropped else torch.tanh(self.linear(x))), self.linear.weight
+
+
+class Penalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Dropped() for _ in range(4))
+
+    def forward(self, x, step):
+        penalty = 0.0
+        for index, layer in enumerate(self.layers):
+            layer.is_dropped = (index + step) % 3 == 0
+            x, weight = layer(x)
+            penalty = penalty + (weight @ weight).square().sum()
+        return x, penalty
+
+
+def _penalized(model, step):
+    y, penalty = model(some(4, 16) + step, step)
+    return y.square().mean() + 0.1 * penalty
+
+
+def _gradient_penalty(model, step):
+    x = (some(4, 16) + step).requires_grad_()
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y.square().mean() + gradient.square().mean()
+
+
+def _layers(num):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(num)))
+
+
+def _passed_on(rank, size):
+    models.join()
+    assert_same_training(Penalized, lambda model: list(model.layers), _penalized)
+    assert_same_training(lambda: _layers(4), list, _gradient_penalty)
+    dist.shutdown()
+
+
+def test_a_unit_may_return_an_input_or_a_weight_and_be_used_by_a_gradient_penalty():
+    run_ranks(_passed_on, 2)
+
+
 # ---- activation checkpointing ----
 
 

@@ -115,6 +115,15 @@ class Entry:
         self.calls.discard(call)
         self._ended_calls.add(call)
 
+    def keep_calls(self) -> None:
+        """Expect calls of which the backward is complete once more, if their graph is used again.
+
+        After a run of autograd that yielded gradients of inputs only: with `create_graph` the next
+        run goes through the same calls.
+        """
+        self._kept_calls |= self._ended_calls
+        self._ended_calls = set()
+
     def forget_backward(self) -> None:
         """Prepare for the next backward."""
         self.missing = None

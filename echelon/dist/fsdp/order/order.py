@@ -162,6 +162,8 @@ class Order:
             self._ended = ended + [entry for entry in self._ended if entry not in ended]
             self._begun = dict.fromkeys([*begun, *self._begun])
             self._run = None
+            for entry in self.entries:
+                entry.keep_calls()
         else:
             run.finish()
         return self._residency.take()
@@ -182,7 +184,7 @@ class Order:
     def gather(self, entries: Iterable[Entry]) -> Actions:
         """The program wants units whole: begin to gather them."""
         for entry in entries:
-            if entry.state is State.WHOLE and entry.facts.is_stale():
+            if entry.state is not State.SHARDED and entry.facts.is_stale():
                 self._residency.release(entry)
             self._residency.gather(entry)
         return self._residency.take()
@@ -232,7 +234,7 @@ class Order:
     # ---- recording ----
 
     def _ask(self, entry: Entry) -> None:
-        if entry.state is State.WHOLE and entry.facts.is_stale():
+        if entry.state is not State.SHARDED and entry.facts.is_stale():
             self._residency.release(entry)
         self._residency.gather(entry)
         if self._last is not None and self._last is not entry:

@@ -44,7 +44,9 @@ Slot = tuple[nn.Module, str]
 # [Note: no released memory is read] Added to a leaf's version while its memory is released.
 # Autograd compares versions when it takes out what it saved in forward, so a backward that reaches
 # a parameter which is not there raises ("modified by an inplace operation ... is at version
-# 1000000000") instead of computing with zeros. When the unit is gathered, the version is as before.
+# 1000000000") instead of computing with zeros. When the unit is gathered, the version is as before,
+# or one more if the shard changed since: a backward through weights that were changed after their
+# forward raises too, as it does for a plain parameter.
 _RELEASED = 1_000_000_000
 
 
@@ -70,17 +72,107 @@ class Member:
         self.leaf = self._make_leaf()
         self.aside: torch.Tensor | None = None
         self._become_shard()
+        self._gathered_version = self.shard._version
+        self._has_moved = False  # changed between the last two gathers
+        self._leaf_trains = self.leaf.requires_grad  # when it was shown
 
     def __repr__(self) -> str:
         return repr(self.name)
 
-    def show(self, parameter: nn.Parameter) -> None:
-        """Put the leaf or the shard where the modules look for the parameter."""
+    def show_leaf(self) -> None:
+        """Put the leaf where the modules look for the parameter.
+
+        Raises:
+            ValueError: the program put something else there.
+        """
+        if self.leaf.requires_grad != self.shard.requires_grad:
+            self.leaf.requires_grad_(self.shard.requires_grad)
+        self._leaf_trains = self.leaf.requires_grad
         for module, name in self.slots:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = parameter
-            else:  # RNNs keep a list of their own beside it
-                setattr(module, name, parameter)
+            found = module._parameters.get(name)
+            if found is not self.leaf and found is not self.shard:
+                raise ValueError(
+                    f"parameter {name!r} of a {type(module).__name__} was replaced after "
+                    "fully_shard, which gathers the parameter that it was given. Do that before, "
+                    "or set the values by load_state_dict()"
+                )
+            _put(module, name, self.leaf)
+
+    def show_shard(self) -> None:
+        """Put the shard there. What the program put there in the meantime stays."""
+        if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf was there
+            self._leaf_trains = self.leaf.requires_grad
+            self.shard.requires_grad_(self._leaf_trains)
+        for module, name in self.slots:
+            if module._parameters.get(name) is self.leaf:
+                _put(module, name, self.shard)
+
+    def adopt(self) -> None:
+        """Take over values that the program gave the shard by `shard.data = values`.
+
+        Raises:
+            ValueError: they have another dtype, device or shape, as after `model.double()`.
+        """
+        if self.shard_is_ours():
+            return
+        place, data = self.of(self.flat.chunk), self.shard.data
+        self._check_kind(data, place)
+        if data.data_ptr() != place.data_ptr():  # else the chunk itself moved: share_memory()
+            place.copy_(data)
+            self.shard.data = place
+            self._has_moved = True
+        self._shard_address = self.shard.data_ptr()
+
+    def shard_is_ours(self) -> bool:
+        """Return whether the shard still views the chunk."""
+        shard = self.shard
+        return shard.data_ptr() == self._shard_address and shard.dtype == self.flat.dtype
+
+    def note_gather(self) -> None:
+        """Note whether the shard changed since the last gather."""
+        self.adopt()
+        version = self.shard._version
+        self._has_moved |= version != self._gathered_version
+        self._gathered_version = version
+
+    def take_move(self) -> int:
+        """Return 1 if the shard changed between the last two gathers, else 0; then forget it."""
+        moved, self._has_moved = self._has_moved, False
+        return int(moved)
+
+    def check_leaf(self, *, was_written: bool) -> None:
+        """Before the leaf is released: take over what the program wrote into it, or assigned.
+
+        Raises:
+            ValueError: it was given another dtype, device or shape.
+        """
+        full = self.flat.full.tensor
+        is_ours = self.leaf.data_ptr() == full.data_ptr() + self.piece.start * full.itemsize
+        if is_ours or not self.piece.numel:
+            if was_written:
+                self._write_back()
+            return
+        data, place = self.leaf.data, self.within(full).data
+        self.leaf.data = place
+        self._check_kind(data, place)
+        place.copy_(data)
+        self._write_back()
+
+    def _check_kind(self, data: torch.Tensor, place: torch.Tensor) -> None:
+        if (data.shape, data.dtype, data.device) != (place.shape, place.dtype, place.device):
+            raise ValueError(
+                f"{self.name!r} was {_described(place)} and was changed to {_described(data)} "
+                "after fully_shard: convert or move the model before it"
+            )
+
+    def _write_back(self) -> None:
+        part = self.part
+        mine = self.leaf.detach().reshape(-1)[part.start : part.start + part.length]
+        values = self.of(self.flat.chunk)
+        changed = mine.view(values.shape).to(values.device)
+        # In a shorter dtype of the computation, what was not written keeps the shard's precision.
+        is_same = changed == values.to(changed.dtype)
+        values.copy_(torch.where(is_same, values, changed.to(values.dtype)))
 
     @property
     def has_gradient(self) -> bool:
@@ -125,7 +217,19 @@ class Member:
     def _become_shard(self) -> None:
         self.shard.grad = None
         self.shard.data = self.of(self.flat.chunk)
+        self._shard_address = self.shard.data_ptr()
         attach(self.shard, self)
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:  # RNNs keep a list of their own beside it
+        setattr(module, name, parameter)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 def member_of(parameter: Any) -> Member | None:
@@ -195,6 +299,7 @@ class Flat:
         self.number = number
         self._works: list[Work] = []
         self._versions: tuple[int, ...] | None = None  # of the leaves, while they are released
+        self._shown: tuple[int, ...] | None = None  # of the leaves, when they were shown
         self._kept: torch.Tensor | None = None  # what a device keeps for the near ranks
         self.release()
 
@@ -216,7 +321,13 @@ class Flat:
     # ---- parameters ----
 
     def start_gather(self) -> None:
-        """Begin to fill `full` from everybody's chunks."""
+        """Begin to fill `full` from all ranks' chunks.
+
+        Raises:
+            ValueError: a shard was converted or moved.
+        """
+        for member in self.members:
+            member.note_gather()
         self.full.take()
         mine = self.chunk
         if not self._alike:
@@ -247,31 +358,60 @@ class Flat:
             self._works.pop(0).wait()
 
     def show_leaves(self) -> None:
-        """Let the modules see whole parameters; `requires_grad` is taken from the shards."""
+        """Let the modules see whole parameters; `requires_grad` is taken from the shards.
+
+        Raises:
+            ValueError: the program put another parameter in the place of one.
+        """
         if self._versions is not None:
-            _set_versions(self.members, self._versions)
+            moves = [member.take_move() for member in self.members]
+            self._shown = tuple(map(sum, zip(self._versions, moves, strict=True)))
+            _set_versions(self.members, self._shown)
             self._versions = None
         for member in self.members:
-            if member.leaf.requires_grad != member.shard.requires_grad:
-                member.leaf.requires_grad_(member.shard.requires_grad)
-            member.show(member.leaf)
+            member.show_leaf()
 
     def show_shards(self) -> None:
-        """Let the modules see the shards."""
+        """Let the modules see the shards; a `requires_grad` set on a leaf is passed on to them."""
         for member in self.members:
-            member.show(member.shard)
+            member.show_shard()
+
+    def adopt(self) -> None:
+        """Take over values that the program gave shards by `shard.data = values`.
+
+        Raises:
+            ValueError: a shard was converted or moved.
+        """
+        for member in self.members:
+            member.adopt()
 
     def release(self, near: ProcessGroup | None = None) -> None:
-        """Give the memory of `full` back, but for what is mine among `near`."""
+        """Release the memory of `full`, but for this rank's part among `near`.
+
+        What the program wrote into whole parameters in place goes into the shards first.
+        """
         if self._versions is None:
             self._versions = tuple(member.leaf._version for member in self.members)
+            shown = self._shown or self._versions
             _set_versions(self.members, [version + _RELEASED for version in self._versions])
+            for member, was, now in zip(self.members, shown, self._versions, strict=True):
+                member.check_leaf(was_written=was != now)
         keep = []
         if near is not None:
             keep.append(self._range(near.rank, near.size))
             if self.device.type != "cpu":
                 self._kept = self._part_of_full(near.rank, near.size).clone()
         self.full.release(keep)
+
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor views the gathered parameters."""
+        if tensor.device != self.device or not tensor.numel():
+            return False
+        first = self.full.tensor.data_ptr()
+        try:
+            return first <= tensor.data_ptr() < first + self.full_bytes
+        except RuntimeError:  # a wrapper without memory of its own
+            return False
 
     # ---- making ----
 

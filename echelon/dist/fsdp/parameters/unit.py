@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from echelon.dist.fsdp.order.entry import Entry, State
@@ -115,34 +116,56 @@ class Unit:
     # ---- parameters ----
 
     def start_gather(self, near: ProcessGroup | None = None) -> None:
-        """Begin to gather, among the `near` ranks if these kept a part."""
+        """Begin to gather, among the `near` ranks if these kept a part.
+
+        Raises:
+            ValueError: a shard was converted or moved.
+        """
         for flat in self.flats:
             if near is None:
                 flat.start_gather()
             else:
                 flat.start_regather(near)
+        if near is None:
+            self._version = self._versions()
 
-    def wait(self) -> None:
-        """Block until all parameters are in memory, and let the modules see them.
+    def finish_gather(self) -> None:
+        """Block until a gather that is under way is complete.
 
         Raises:
             CollectiveError: a rank is lost or did not join, or gathers another unit.
         """
         for flat in self.flats:
             flat.wait()
+
+    def wait(self) -> None:
+        """Block until all parameters are in memory, and let the modules see them.
+
+        Raises:
+            CollectiveError: a rank is lost or did not join, or gathers another unit.
+            ValueError: the program put another parameter in the place of one.
+        """
+        self.finish_gather()
         for flat in self.flats:
             flat.show_leaves()
-        self._version = self._versions()
 
     def is_stale(self) -> bool:
         """Return whether shards were changed since they were gathered."""
-        return self._version != self._versions()
+        return self._version != self._versions() or not all(
+            member.shard_is_ours() for member in self.members
+        )
 
     def release(self, near: ProcessGroup | None = None) -> None:
         """Release the gathered parameters' memory, except for this rank's part among `near`."""
         for flat in self.flats:
             flat.release(near)
             flat.show_shards()
+
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor views parameters that this unit gathers."""
+        return any(
+            flat.has_memory_of(tensor) for unit in (self, *self.borrowed) for flat in unit.flats
+        )
 
     def has_tag(self, tag: int) -> bool:
         """Whether a collective's shape with this tag is of one of the flats."""
@@ -156,7 +179,8 @@ class Unit:
         """Check that an optimizer may change the shards.
 
         Raises:
-            ValueError: gradients were not reduced, or the parameters are held.
+            ValueError: gradients were not reduced, the parameters are held, or a shard was
+                converted or moved.
         """
         if self.has_gradients():
             raise ValueError(
@@ -165,6 +189,16 @@ class Unit:
             )
         if self.entry.held:
             raise ValueError(f"{self} is unsharded: call reshard() before the optimizer's step")
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Take over values that the program gave shards by `shard.data = values`.
+
+        Raises:
+            ValueError: a shard was converted or moved.
+        """
+        for flat in self.flats:
+            flat.adopt()
 
     def _versions(self) -> int:
         return sum(member.shard._version for member in self.members)

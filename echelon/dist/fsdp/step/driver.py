@@ -244,7 +244,7 @@ class Driver:
 
     def _abandon(self, unit: Unit) -> None:
         with contextlib.suppress(CollectiveError):  # the next gather reports it
-            unit.wait()
+            unit.finish_gather()
             unit.release()
         for member in unit.members:
             member.drop_gradient()

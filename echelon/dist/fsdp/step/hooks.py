@@ -104,6 +104,7 @@ class _ModuleHooks:
         self._driver = driver
         self._ran: set[nn.Module] = set()
         self._call: int | None = None  # of the forward that runs; None: not followed
+        self._inputs: list[weakref.ref[torch.Tensor]] = []  # those that are watched
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         driver = self._driver
@@ -120,11 +121,33 @@ class _ModuleHooks:
         unit, driver, call = self._unit, self._driver, self._call
         if unit.precision.output_dtype is not None:
             output = _cast(output, unit.precision.output_dtype)
+        output = self._detached_from_unit(output)
         has_graph = _watch(output, lambda: driver.outputs_have_gradients(unit, call))
         if len(self._ran) == len(unit.modules):
             self._ran.clear()
+            self._inputs = []
             driver.after_forward(unit, has_graph=has_graph)
         return output
+
+    def _detached_from_unit(self, output: Any) -> Any:
+        """Return outputs that are neither inputs nor in the memory of parameters.
+
+        A unit may pass an input on as it is (a layer that is dropped). The gradient of the output
+        tells that the unit's backward begins and that of the input that it is over, so they must
+        be two tensors. And what views a parameter would be read after its memory is released.
+        """
+        inputs = {id(tensor) for ref in self._inputs if (tensor := ref()) is not None}
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            if self._unit.has_memory_of(tensor):
+                return tensor.clone()
+            return tensor.view_as(tensor) if id(tensor) in inputs else tensor
+
+        if not any(
+            id(one) in inputs or self._unit.has_memory_of(one) for one in tensors_in(output)
+        ):
+            return output
+        return map_tensors(change, output)
 
     def _prepare(self, inputs: Any, *, watched: bool) -> Any:
         unit, driver, precision = self._unit, self._driver, self._unit.precision
@@ -132,7 +155,7 @@ class _ModuleHooks:
             inputs = _cast(inputs, precision.param_dtype)
         if not watched:
             return inputs
-        self._call = None
+        self._call, self._inputs = None, []
         if not torch.is_grad_enabled():
             return inputs
         # A forward that is computed again was watched when it ran with gradients. Within a
@@ -140,6 +163,7 @@ class _ModuleHooks:
         if driver.in_backward and (unit.entry.calls or unit.entry.is_unwatched):
             return inputs
         inputs = map_tensors(_inner, inputs)
+        self._inputs = [weakref.ref(one) for one in tensors_in(inputs) if one.requires_grad]
         call = next(_numbers)
         is_watched = _watch(inputs, lambda: driver.inputs_have_gradients(unit, call))
         self._call = call if is_watched else UNWATCHED
