@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from echelon.recorder.format.schema import Live
+from echelon.recorder.format.schema import Live, State
 from echelon.recorder.read import read_ring
 from echelon.recorder.write import native
 from tests.recorder.conftest import span_names
@@ -156,3 +156,85 @@ def test_the_fatal_signals_are_not_faulthandlers_if_the_user_says_so(program):
     code = RECORD + "import faulthandler; current(); print(faulthandler.is_enabled())"
     assert program(code).end()[1] == "True\n"
     assert program(code, ECHELON_FAULTHANDLER="0").end()[1] == "False\n"
+
+
+LIMITS = {
+    "files of no size": "resource.RLIMIT_FSIZE",
+    "no descriptors": "resource.RLIMIT_NOFILE",
+}
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("what", LIMITS)
+def test_limits_of_the_process_cost_the_record_at_most(program, what, is_open):
+    """A ring that cannot be made, as on a full disk; one whose files cannot be touched again."""
+    one = program(
+        "import resource"
+        + RECORD
+        + f"is_open = {is_open}\n"
+        + f"if is_open: current()\nresource.setrlimit({LIMITS[what]}, (0, 0))\n"
+        + USE
+    )
+    code, out, err = one.end()
+    assert (code, out) == (0, "trained\n"), err
+    assert "Traceback" not in err
+    if is_open:
+        assert len(read_ring(one.ring).operations) == 100
+    else:
+        assert err.count("not recording") == 1
+        assert not one.ring.exists()
+
+
+HANDLE = """
+import signal, sys
+from pathlib import Path
+from echelon.recorder.format.schema import Identity
+from echelon.recorder.write.recorder import Recorder
+from echelon.recorder.write.ring import Ring
+
+ring = Ring(Path(sys.argv[0]).with_name("ring"), Identity(rank=0), num_operations=8192, num_spans=8)
+recorder = Recorder(ring, in_c={in_c})
+num_handled = 0
+
+def handle(*_):
+    global num_handled
+    num_handled += 1
+    record(f"handler {{num_handled}}", num_handled % 50)
+    signal.setitimer(signal.ITIMER_REAL, 0.0001)
+
+def record(detail, size):
+    span = recorder.open_span("span", detail, 1)
+    number = recorder.begin(0, "all_reduce", dtype="float32", shapes=((size, num_handled),))
+    recorder.started(number)
+    recorder.completed(number)
+    recorder.close_span(span)
+
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.0001)
+num_own = 0
+while num_handled < 300 or num_own < 300:
+    record(f"main {{num_own}}", num_own)
+    num_own += 1
+    if num_own > 7000:
+        break
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(num_own, num_handled, flush=True)
+"""
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["c", "python"])
+def test_a_signal_handler_may_record_inside_a_record(program, in_c):
+    if in_c and not native.available():
+        pytest.skip("the C core was not built")
+    one = program(HANDLE.format(in_c=in_c))
+    code, out, err = one.end()
+    assert code == 0, err
+    assert err == ""
+    num_own, num_handled = (int(number) for number in out.split())
+    assert num_handled > 0
+    record = read_ring(one.rank_dir.with_name("ring"))
+    # A handler inside the storing of a signature cannot store its own: its operation has none.
+    assert set(record.warnings) <= {"a signature is damaged"}
+    assert set(record.operations["state"].tolist()) == {State.COMPLETED}
+    assert num_own < len(record.operations) <= num_own + num_handled
+    assert len(record.open_spans) == 0
