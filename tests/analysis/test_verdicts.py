@@ -55,3 +55,28 @@ def test_who_was_asked_to_end_is_at_no_fault() -> None:
     job[2].raised("builtins.KeyboardInterrupt", "", bases=("builtins.BaseException",), order=2)
     assert job.report("signal").healthy
     assert not job.report("failure").healthy
+
+
+_GLOOS = """terminate called after throwing an instance of 'gloo::IoException'
+  what():  [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9281"""
+
+
+@pytest.mark.parametrize(
+    ("said", "is_gloos"),
+    [
+        ("terminate called without an active exception", True),
+        (_GLOOS, True),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", False),
+        ("Aborted", False),
+    ],
+)
+def test_an_abort_by_gloos_threads_at_exit_has_its_answer(said: str, is_gloos: bool) -> None:
+    job = Job(2)
+    job[0].has_ring = job[1].has_ring = False
+    job[0].exited(0)
+    job[1].exited(-6, order=1, stderr_tail=f"step 100 done\n{said}\n")
+    verdict = job.report("failure").verdict
+    assert verdict is not None
+    assert (verdict.cause, verdict.culprit_ranks) == (Cause.DEAD_PROCESS, (1,))
+    assert ("destroy_process_group()" in verdict.next_action) == is_gloos
+    assert ("terminate called" in verdict.summary) == ("terminate called" in said)

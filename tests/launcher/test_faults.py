@@ -125,3 +125,24 @@ def test_a_rank_killed_for_memory_is_named_so(tmp_path):
     verdict = read_json(run_dir / "dump/latest/verdict.json")["verdict"]
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("out_of_memory", [1])
     assert len(read(run_dir / "dump/latest/rank_1").operations) == 7
+
+
+def test_a_program_that_aborts_at_its_exit_is_told_what_gloo_needs(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atexit, os, sys\n"
+        "def abort():\n"
+        "    os.write(2, b'terminate called without an active exception\\n')\n"
+        "    os.abort()\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(abort)\n"
+    )
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), str(script)
+    )
+    assert done.returncode == 134, done.stderr
+    assert "terminate called without an active exception" in done.stderr
+    assert "destroy_process_group()" in done.stderr
+    (incident,) = read_json(tmp_path / "run" / "report.json")["incidents"]
+    assert incident["verdict"]["cause"] == "dead_process"
+    assert incident["verdict"]["culprit_ranks"] == [1]

@@ -22,12 +22,19 @@ from echelon.analysis.evidence.stacks import (
     site_frame,
 )
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
-from echelon.analysis.rules.endings.errors import Meaning, died_by_watchdog, meaning_of
+from echelon.analysis.rules.endings.errors import (
+    Meaning,
+    cpp_abort,
+    died_by_watchdog,
+    is_gloos_exit,
+    meaning_of,
+)
 from echelon.analysis.rules.one_rank.signals import fault_lines
 from echelon.recorder.format.schema import State
 
 _ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 _ABORTS = frozenset({-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGABRT})
+_SIGABRT = frozenset({-signal.SIGABRT, 128 + signal.SIGABRT})
 LONG_WAIT_S = 30.0  # who aborts after waiting this long for a living rank is its victim
 _ORIGINAL = "Original Traceback (most recent call last):"
 _LOADER_DEATH = re.compile(
@@ -298,6 +305,8 @@ def _by_death(facts: RankEvidence) -> Ending:
     words = f"rank {facts.rank} ended {exit_words(code)}"
     if where:
         words += f" inside its span '{facts.open_spans[-1].name}' ({where})"
+    elif code in _SIGABRT and (said := cpp_abort(host.stderr_tail)):
+        words += f" ({said})"
     return Ending(
         rank=facts.rank,
         cause=cause,
@@ -412,5 +421,10 @@ def _next_action(facts: RankEvidence, ending: Ending) -> str:
         return (
             f"Take rank {facts.rank}'s device out of the job; read its error counters and the "
             "machine's log (dmesg)."
+        )
+    if facts.host.exit_code in _SIGABRT and is_gloos_exit(facts.host.stderr_tail):
+        return (
+            "Call torch.distributed.destroy_process_group() before the program ends: without it "
+            f"torch's Gloo threads may abort the process at its exit. Else see {stderr}."
         )
     return f"See {stderr} and the machine's log (dmesg) for what killed rank {facts.rank}."

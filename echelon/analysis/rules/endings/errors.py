@@ -63,6 +63,8 @@ _WATCHDOG = re.compile(
 )
 _GLOO_TIMEOUT = re.compile(r"gloo/transport/[^\n]{1,200}Timed out waiting (\d{1,12})ms for ")
 _MAX_ERROR_CHARS = 2000
+_CPP_ABORT = re.compile(r"^terminate called [^\n]{1,200}", re.MULTILINE)
+_JOINABLE = "terminate called without an active exception"
 _DIED_BY_WATCHDOG = re.compile(
     r"watchdog (?:caught|thread terminated|got stuck)|collective operation timeout"
     r"|taking the entire process down|heartbeatmonitor|remote process exited",
@@ -141,6 +143,18 @@ def gloo_timeout_s(stderr: str) -> float:
 def was_cut_by_gloo(stderr: str) -> bool:
     """Tell whether a rank's stderr ends with an error of Gloo's transport."""
     return "gloo/transport/" in stderr[-_MAX_ERROR_CHARS:]
+
+
+def cpp_abort(stderr: str) -> str:
+    """Return the line with which the C++ runtime aborted a process, "" if it did not."""
+    found = _CPP_ABORT.findall(stderr)
+    return found[-1] if found else ""
+
+
+def is_gloos_exit(stderr: str) -> bool:
+    """Whether a process may have been aborted at its exit by threads that Gloo had left running."""
+    line = cpp_abort(stderr)
+    return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 
 
 def died_by_watchdog(stderr: str) -> bool:
