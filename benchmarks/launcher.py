@@ -17,6 +17,8 @@ import importlib.util
 import itertools
 import json
 import math
+import os
+import platform
 import re
 import shutil
 import signal
@@ -27,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import rendezvous
@@ -36,6 +39,7 @@ from torch_agents import hostile_bytes
 LIMIT_S = 45.0  # how long a probe waits for a reaction
 GONE_LIMIT_S = 5.0
 CLOCK_OFF_S = 900  # a quarter of an hour
+LOST_AFTER_S = 2.5
 NEVER = float("inf")
 EXECUTED = -1.0
 # We hold the meeting open until both nodes are there, however slow the machine is at the moment.
@@ -77,7 +81,9 @@ def node_silent(made: Job) -> float:
 
 
 def _seconds_to_smaller_world(made: Job, number: int) -> float:
-    options = WAIT_FOR_BOTH if made.is_ours else ()
+    # As short as it was by default when the bar was set; a node is lost after 15 s otherwise.
+    conf = f"{WAIT_FOR_BOTH[1]},lost_after={LOST_AFTER_S}"
+    options = (WAIT_FOR_BOTH[0], conf) if made.is_ours else ()
     made.start("hold", nproc=1, nodes="1:2", options=options)
     second = made.start("hold", nproc=1, nodes="1:2")
     _wait_for_both(made)
@@ -342,7 +348,8 @@ PROBES = (
         run=node_killed, bar="5 s", tell=seconds(LIMIT_S), is_met=within(5.0), peer_rounds=1,
     ),
     Probe(
-        name="node_silent", title="a node falls silent (all of it SIGSTOPped): until the new world",
+        name="node_silent",
+        title="a node is stopped by SIGSTOP, ours with `lost_after=2.5`: until the new world",
         run=node_silent, bar="5 s", tell=seconds(LIMIT_S), is_met=within(5.0), peer_rounds=1,
     ),
     Probe(
@@ -433,6 +440,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no such row: {', '.join(sorted(unknown))}; see --list")
     launchers = ["ours"] + (["torchrun"] if importlib.util.find_spec("torch") else [])
+    before = os.getloadavg()[0]
     rows = ["| probe | torchrun | ours | bar | met |", "|---|---|---|---|---|"]
     for probe in PROBES:
         if wanted and probe.name not in wanted:
@@ -443,7 +451,17 @@ def main() -> None:
             if missing
             else measure(probe, options.rounds, launchers)
         )
-    print("\n".join(rows))
+    print(conditions(before), "", *rows, sep="\n")
+
+
+def conditions(load_before: float) -> str:
+    """Return when and where the table was measured, and beside how much other work."""
+    torch = "torch " + version("torch") if importlib.util.find_spec("torch") else "no torch"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {torch}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} processors; load {load_before:.1f} before, "
+        f"{os.getloadavg()[0]:.1f} after."
+    )
 
 
 if __name__ == "__main__":

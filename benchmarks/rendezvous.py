@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import resource
 import select
+import signal
 import socket
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 SECRET = b"a-secret-of-the-benchmark"
 NUM_PROCESSES = 2
 STALL_S = 20.0  # `--stall-timeout`
+_LIMIT_S = 400.0  # beside the steady state
 _DUMP_BYTES = 24_000  # of one rank, as packed
 
 
@@ -386,14 +388,20 @@ def _rss_mib() -> float:
 def in_fresh_process(num_agents: int, ranks: int = 8, steady_s: float = 0.0) -> Measured:
     """Measure in a process of its own: gRPC's event loop belongs to the first of a process."""
     code = f"from rendezvous import measure; print(*measure({num_agents}, {ranks}, {steady_s}))"
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-c", code],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
-        timeout=400 + steady_s,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        start_new_session=True,
     )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return Measured(*map(float, done.stdout.split()))
+    try:
+        out, err = process.communicate(timeout=_LIMIT_S + steady_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the simulated agents too
+        process.communicate()
+        raise
+    if process.returncode:
+        raise RuntimeError(err)
+    return Measured(*map(float, out.split()))
 
 
 def main() -> None:
