@@ -19,7 +19,7 @@ from echelon.analysis.rules.calls.sizes import find_misfit
 from echelon.analysis.rules.calls.skipped import find_skipped
 from echelon.analysis.rules.calls.splits import find_split_mismatch
 from echelon.analysis.rules.endings.ended import find_ended
-from echelon.analysis.rules.endings.missing import find_missing, find_unknown
+from echelon.analysis.rules.endings.missing import find_missing, find_unknown, find_unproven
 from echelon.analysis.rules.endings.watchdog import find_given_up
 from echelon.analysis.rules.logs.judge import advice_in, find_in_logs
 from echelon.analysis.rules.messages.p2p import find_unmatched
@@ -138,7 +138,8 @@ def _findings(picture: Picture) -> list[Finding]:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))
     if not choice.roots:
-        return next((found for rule in FALLBACKS if (found := rule(picture))), [])
+        found = next((found for rule in FALLBACKS if (found := rule(picture))), [])
+        return found if any(not one.info for one in found) else find_unproven(picture) + found
     findings = list(choice.roots)
     first = choice.roots[0]
     for other in choice.rest:

@@ -153,6 +153,11 @@ class Report:
         return self.verdict is None
 
     @property
+    def undecided(self) -> bool:
+        """Whether nothing points to a fault while ranks are inside operations that may be stuck."""
+        return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
+
+    @property
     def ranks_missing(self) -> tuple[int, ...]:
         """Ranks of the world that left no readable record."""
         present = set(self.ranks_present)
@@ -169,6 +174,7 @@ class Report:
         return {
             "format": REPORT_FORMAT,
             "healthy": self.healthy,
+            "undecided": self.undecided,
             "world_size": self.world_size,
             "ranks_present": list(self.ranks_present),
             "ranks_missing": list(self.ranks_missing),

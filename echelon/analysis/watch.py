@@ -46,7 +46,8 @@ class Watch:
         self.exit_code = report.exit_code
         if verdict is None:
             ranks = len(report.ranks_present)
-            text = f"{ranks} ranks, nothing is wrong ({report.origin})"
+            said = "nothing points to a fault" if report.undecided else "nothing is wrong"
+            text = f"{ranks} ranks, {said} ({report.origin})"
             self._news(text, lambda: self._say(text))
             return
         key = f"{report.origin} {verdict.cause} {verdict.culprit_ranks} {verdict.sequence}"

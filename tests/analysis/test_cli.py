@@ -16,6 +16,7 @@ from echelon.analysis.cli import main
 KEYS = [
     "format",
     "healthy",
+    "undecided",
     "world_size",
     "ranks_present",
     "ranks_missing",

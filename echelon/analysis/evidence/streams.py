@@ -237,7 +237,12 @@ class Streams:
         return any(self._moves(number) for number in range(len(self.evidence.groups)))
 
     def _moves(self, group: int) -> bool:
-        there = [rank for rank in self.evidence.groups[group].ranks if rank in self.evidence.ranks]
+        # A rank without a counter there may have one that could not be joined to the group.
+        there = [
+            rank
+            for rank in self.evidence.groups[group].ranks
+            if group in self._entered.get(rank, {})
+        ]
         if len(there) < 2:
             return False
         slowest = min(self.entered(rank, group) for rank in there)

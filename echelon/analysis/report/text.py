@@ -88,8 +88,9 @@ def _headline(report: Report, verdict: Finding | None) -> Text:
 
     line = Text()
     if verdict is None:
-        line.append(" HEALTHY ", style="bold white on dark_green")
-        line.append(f" nothing is wrong in {len(report.ranks_present)} ranks", style="bold")
+        style, word, said = _clear_words(report)
+        line.append(f" {word} ", style=f"bold white on {style}")
+        line.append(f" {said} in {len(report.ranks_present)} ranks", style="bold")
         return line
     line.append(" VERDICT ", style="bold white on dark_red")
     line.append(f" {verdict.cause.value}", style="bold")
@@ -97,6 +98,12 @@ def _headline(report: Report, verdict: Finding | None) -> Text:
         line.append(f" · {rank_list(verdict.culprit_ranks)}", style="bold")
     line.append(f" · {verdict.confidence.value}", style="dim")
     return line
+
+
+def _clear_words(report: Report) -> tuple[str, str, str]:
+    if report.undecided:
+        return "dark_goldenrod", "UNDECIDED", "nothing points to a fault"
+    return "dark_green", "HEALTHY", "nothing is wrong"
 
 
 def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:

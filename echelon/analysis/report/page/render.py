@@ -49,7 +49,8 @@ def render_html(picture: Picture, report: Report) -> str:
     verdict = report.verdict
     culprits = list(verdict.culprit_ranks) if verdict else []
     data = {"timeline": timeline(picture), "culprits": culprits}
-    title = f"{verdict.cause.value}: {rank_list(verdict.culprit_ranks)}" if verdict else "healthy"
+    clear = "undecided" if report.undecided else "healthy"
+    title = f"{verdict.cause.value}: {rank_list(verdict.culprit_ranks)}" if verdict else clear
     return fill(
         {
             "title": safe(title),
@@ -77,8 +78,10 @@ def _json(value: Any) -> str:
 def _verdict(report: Report) -> str:
     verdict = report.verdict
     if verdict is None:
-        head = '<div class="tags"><span class="tag cause">healthy</span></div>'
-        body = f"<h1>Nothing is wrong in {len(report.ranks_present)} ranks</h1>"
+        clear = "undecided" if report.undecided else "healthy"
+        said = "Nothing points to a fault" if report.undecided else "Nothing is wrong"
+        head = f'<div class="tags"><span class="tag cause">{clear}</span></div>'
+        body = f"<h1>{said} in {len(report.ranks_present)} ranks</h1>"
         return f'<section class="verdict well">{head}{body}{_warnings(report)}</section>'
     tags = [f'<span class="tag cause">{safe(verdict.cause.value)}</span>']
     if verdict.culprit_ranks:

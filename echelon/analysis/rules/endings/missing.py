@@ -60,6 +60,31 @@ def find_unknown(picture: Picture) -> list[Finding]:
     ]
 
 
+def find_unproven(picture: Picture) -> list[Finding]:
+    """Note that ranks are inside operations: no fault explains it, and nothing proves health.
+
+    One set of torch's dumps cannot tell an operation in flight from one that will never end.
+    """
+    waiting = tuple(sorted(picture.graph.waiting))
+    if picture.streams is None or not waiting:
+        return []
+    return [
+        Finding(
+            cause=Cause.UNKNOWN,
+            culprit_ranks=(),
+            confidence=Confidence.POSSIBLE,
+            summary=f"{rank_list(waiting)} inside operations that may be in flight or stuck: "
+            "nothing points to a fault, and nothing proves that the job moves: a second set of "
+            "dumps, some seconds later, would",
+            evidence=tuple(str(wait) for wait in picture.graph.waits[:4]),
+            fallout_ranks=waiting,
+            would_settle=("a second set of dumps some seconds later",),
+            next_action="Dump once more, some seconds later, and compare.",
+            info=True,
+        )
+    ]
+
+
 def _latest_arrival(picture: Picture) -> Finding | None:
     """Look for a stall that was over before the snapshot: who came far later than all others?"""
     worst: tuple[int, int, str, int, str] | None = None

@@ -21,6 +21,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.evidence.streams import Message, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
+from echelon.analysis.rules.messages.counted import find_miscounted
 from echelon.recorder.format.schema import Flag, State
 
 
@@ -45,7 +46,7 @@ def find_messages(picture: Picture) -> list[Finding]:
     if streams is None or not picture.graph.waits:
         return []
     idle = [rank for rank in picture.graph.sinks if rank not in streams.heads]
-    rules = (_unequal,) if idle else (_unequal, _wrong_peer, _left_out)
+    rules = (_unequal,) if idle else (_unequal, _wrong_peer, _left_out, find_miscounted)
     return next((found for rule in rules if (found := rule(picture, streams))), [])
 
 
@@ -143,12 +144,26 @@ def _wrong_peer(picture: Picture, streams: Streams) -> list[Finding]:
     for message in lonely:
         if _is_strange(streams, message):
             return [_describe_wrong(picture, streams, message, None)]
-        if message.peer not in streams.heads or not _is_novel(streams, message):
+        if message.peer not in streams.heads or not _is_unusual(streams, message):
             continue
         for other in wanted.get((message.rank, not message.is_send), []):
             if other.rank != message.peer and _has_exchanged(streams, other, or_nothing=True):
                 return [_describe_wrong(picture, streams, message, other)]
     return []
+
+
+def _is_unusual(streams: Streams, message: Message) -> bool:
+    return _is_novel(streams, message) or _is_novel_here(streams, message)
+
+
+def _is_novel_here(streams: Streams, message: Message) -> bool:
+    """Tell whether a line of the program had other peers, more than once, and never this one."""
+    rows = streams.evidence.ranks[message.rank].rows
+    site = int(rows[message.row]["site"])
+    alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
+    alike &= (rows["site"] == site) & (streams.are_sends(rows) == message.is_send)
+    peers = rows["peer"][alike]
+    return site != 0 and len(peers) > 1 and not bool((peers == message.peer).any())
 
 
 def _is_head(streams: Streams, message: Message) -> bool:
@@ -171,14 +186,18 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
-    """Tell whether a rank never exchanged this with this peer, as far as its record can show."""
+    """Tell whether a rank never exchanged this with this peer, as far as its record can show.
+
+    Where that record has wrapped, the peer's must not show this direction either.
+    """
     if _has_exchanged(streams, message):
         return False
     theirs = streams.evidence.ranks[message.peer].rows
     group = message.way[0]
-    return streams.is_whole(message.rank, group) or not bool(
-        _with_peer(theirs, group, message.rank).any()
-    )
+    if streams.is_whole(message.rank, group):
+        return True
+    facing = theirs[_with_peer(theirs, group, message.rank)]
+    return not bool((streams.are_sends(facing) != message.is_send).any())
 
 
 def _messages(rows: Any, group: int) -> Any:
@@ -208,10 +227,11 @@ def _describe_wrong(
 ) -> Finding:
     one = _side(streams, message)
     beside = () if other is None else (str(_side(streams, other)),)
+    is_shown = streams.is_whole(message.rank, message.way[0]) or _is_novel_here(streams, message)
     return Finding(
         cause=Cause.P2P_UNMATCHED,
         culprit_ranks=(message.rank,),
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if is_shown or other is None else Confidence.POSSIBLE,
         group=picture.evidence.groups[message.way[0]].name,
         operation=one.call.operation,
         summary=f"{one}, as never before, and rank {message.peer} has posted nothing for it"
@@ -219,6 +239,7 @@ def _describe_wrong(
         evidence=(f"{one}: rank {message.peer} has posted no counterpart", *beside),
         scope=Scope.SHARED,
         fallout_ranks=picture.fallout((message.rank,)),
+        would_settle=() if is_shown else ("a longer ring, with the messages of earlier steps",),
         next_action=f"Look at how rank {message.rank} computes its peer for this exchange.",
     )
 

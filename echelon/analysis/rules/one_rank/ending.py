@@ -123,15 +123,20 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 
 
 def read_absence(picture: Picture, rank: int) -> Reading:
-    """The rank left no record that can be read."""
+    """The rank left no record that can be read.
+
+    Without a launcher that watched the job, a file that is not there proves little: it may have
+    been lost on its way here.
+    """
     if picture.evidence.incident.absent.get(rank):
         return read_loss(picture, rank)
     unreadable = rank in picture.evidence.unreadable
+    is_watched = bool(picture.evidence.incident.kind)
     left = "its record cannot be read" if unreadable else "it left no record"
     return Reading(
         cause=Cause.DEAD_PROCESS,
-        confidence=Confidence.POSSIBLE if unreadable else Confidence.LIKELY,
+        confidence=Confidence.LIKELY if is_watched and not unreadable else Confidence.POSSIBLE,
         words=f"is missing: {left}",
         evidence=(f"rank {rank}: {left}",),
-        would_settle=(f"rank {rank}'s exit status, or its record",),
+        would_settle=(f"rank {rank}'s exit status, or its record: it may only be lost",),
     )

@@ -3,7 +3,8 @@
 `pg_status` is keyed by local group numbers, which rise in the order in which the rank made its
 groups. Entries join the number to a name. Where a group left no entry (its ring has wrapped, or
 only active entries were dumped), the numeric names in `pg_config`, sorted, are in that same order;
-names that are hashes are joined by the description that other ranks use under that number.
+names that are hashes are joined by the description that other ranks use under that number, and the
+last one by elimination.
 
 Each entry carries both counters of its group, collectives and messages. `pg_status` holds whichever
 of the two came last, so it counts collectives only in a group that has no messages.
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Pair = int  # index of a (name, description)
+WORLD = "default_pg"  # what torch calls the group of all ranks
 
 
 @dataclass(slots=True)
@@ -57,6 +59,24 @@ def join_numbers(
         alike = [one for one in names if one[1] in described.get(number, frozenset())]
         if len(alike) == 1:
             found[number] = alike[0]
+    return _by_elimination(found, counters)
+
+
+def _by_elimination(
+    found: dict[int, tuple[str, str]], counters: Counters
+) -> dict[int, tuple[str, str]]:
+    """Join what is left: the world's group is made first, and one number has one name."""
+    if len(counters.status) != len(counters.names):
+        return found
+    taken = set(found.values())
+    left = [number for number in sorted(counters.status) if number not in found]
+    names = [one for one in counters.names if one not in taken]
+    world = [one for one in names if one[1] == WORLD]
+    if len(world) == 1 and left[:1] == [min(counters.status)]:
+        found[left.pop(0)] = world[0]
+        names.remove(world[0])
+    if len(left) == 1 and len(names) == 1:
+        found[left[0]] = names[0]
     return found
 
 

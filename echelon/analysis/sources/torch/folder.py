@@ -20,7 +20,7 @@ import numpy.typing as npt
 from echelon.analysis.evidence.calls import Tables
 from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.analysis.sources.collector import collector_off
-from echelon.analysis.sources.torch.counters import Counters, descriptions, join_numbers
+from echelon.analysis.sources.torch.counters import WORLD, Counters, descriptions, join_numbers
 from echelon.analysis.sources.torch.file import LOG_SUFFIXES, rank_in_name, read_torch_file
 from echelon.analysis.sources.torch.rows import TorchRows
 from echelon.errors import DumpFormatError
@@ -29,7 +29,6 @@ from echelon.recorder.format.schema import Group, Identity
 _DEPTH = 2  # a folder per host, and one more
 _MAX_FILES = 1 << 20
 _IGNORED = re.compile(r"(?:truth|incident|verdict|report|job)\.(?:json|txt)\Z")
-_DEFAULT = "default_pg"
 _NAMELESS = frozenset({"", "undefined"})
 
 
@@ -235,7 +234,7 @@ class TorchGroups:
                 continue  # Gloo's: its counter moves with messages too, which it does not record
             mine = self.entered.setdefault(read.rank, {})
             for local, (name, desc) in join_numbers(read.counters, described, pairs).items():
-                found = self._index.get((name, desc, read.members.get(name, ())))
+                found = self._counted(read, name, desc, with_messages)
                 if found is None or found in with_messages or local not in read.counters.status:
                     continue
                 last, completed = read.counters.status[local]
@@ -245,13 +244,31 @@ class TorchGroups:
     def _number(self, read: TorchRank, pair: int) -> int:
         name, desc = self._pairs[pair]
         members, vague = self._members(read, pair)
+        is_new = (name, desc, members) not in self._index
+        known = self._known(name, desc, members)
+        if is_new and vague:
+            self.vague.add(known)
+        return known
+
+    def _counted(
+        self, read: TorchRank, name: str, desc: str, with_messages: set[int]
+    ) -> int | None:
+        """Return the group of a counter. One without entries may count messages, so that only the
+        world's is added, and only in a job that is seen to exchange its messages elsewhere.
+        """
+        members = read.members.get(name, ())
+        found = self._index.get((name, desc, members))
+        if found is None and desc == WORLD and members and with_messages:
+            return self._known(name, desc, members)
+        return found
+
+    def _known(self, name: str, desc: str, members: tuple[int, ...]) -> int:
+        """Return the number of a group; one that left no entry is added."""
         key = (name, desc, members)
         known = self._index.get(key)
         if known is None:
             known = self._index[key] = len(self.groups)
             self.groups.append(Group(self._label(name, desc, members), members))
-            if vague:
-                self.vague.add(known)
         return known
 
     def _members(self, read: TorchRank, pair: int) -> tuple[tuple[int, ...], bool]:
@@ -262,7 +279,7 @@ class TorchGroups:
         for ranks in self._configs.get(name, []):
             if read.rank in ranks:
                 return ranks, False
-        if desc == _DEFAULT:
+        if desc == WORLD:
             return tuple(range(self.world_size)), False
         return tuple(self._recorded.get(pair, ())), True
 

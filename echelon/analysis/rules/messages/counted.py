@@ -1,0 +1,116 @@
+"""Messages counted against ranks that run the same program.
+
+A ring that has wrapped no longer shows where a message was left out, and both sides of the pair may
+be inside batches that seem to fit. The number of launches survives: ranks that share a collective
+and never exchange messages (the ranks of one stage) have launched equally many when they reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from echelon.analysis.evidence.picture import Picture
+from echelon.analysis.evidence.streams import Place, Streams
+from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
+from echelon.recorder.format.schema import Flag
+
+_Counts = Mapping[Place, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Two ranks that had launched differently many messages at one collective."""
+
+    short: int
+    other: int
+    place: Place
+    counts: tuple[int, int]
+
+
+def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
+    """Report the rank that has launched fewer messages, or more, than all that run as it does."""
+    counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
+    pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
+    found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]
+    if not found:
+        return []
+    odd = set.intersection(*({one.short, one.other} for one in found))
+    if len(odd) > 1:  # one pair alone: others wait for the one whose program slipped
+        odd = odd & set(picture.graph.sinks) or odd
+    if not odd:
+        return []
+    rank = found[0].short if found[0].short in odd else min(odd)
+    return [_describe(picture, streams, found[0], rank, len(odd) == 1)]
+
+
+def _stages(streams: Streams) -> Iterator[list[int]]:
+    """Yield the recorded members of each group in which no two ranks exchange messages."""
+    talks: dict[int, set[int]] = {}
+    for rank, facts in streams.evidence.ranks.items():
+        is_message = (facts.rows["flags"] & Flag.P2P) > 0
+        talks[rank] = set(facts.rows["peer"][is_message].tolist())
+    for group in streams.evidence.groups:
+        members = [rank for rank in group.ranks if talks.get(rank)]
+        if len(members) > 1 and all(talks[rank].isdisjoint(members) for rank in members):
+            yield members
+
+
+def _launches(streams: Streams, rank: int) -> _Counts:
+    """Return how many messages a rank had launched at each collective that it lists."""
+    rows = streams.evidence.ranks[rank].rows
+    is_message = (rows["flags"] & Flag.P2P) > 0
+    if len(np.unique(rows["group"][is_message])) != 1:
+        return {}
+    first = int(rows["p2p_sequence"][is_message][0]) - 1
+    latest = np.maximum.accumulate(np.where(is_message, rows["p2p_sequence"], first))
+    listed = np.flatnonzero(rows["sequence"] >= 0)
+    places = zip(rows["group"][listed].tolist(), rows["sequence"][listed].tolist(), strict=True)
+    return dict(zip(places, latest[listed].tolist(), strict=True))
+
+
+def _compare(counts: Mapping[int, _Counts], one: int, other: int) -> _Difference | None:
+    """Compare two ranks where they have met last."""
+    common = counts[one].keys() & counts[other].keys()
+    if not common:
+        return None
+    place = max(common)
+    fewer, more = sorted((one, other), key=lambda rank: counts[rank][place])
+    if counts[fewer][place] == counts[more][place]:
+        return None
+    return _Difference(fewer, more, place, (counts[fewer][place], counts[more][place]))
+
+
+def _describe(
+    picture: Picture, streams: Streams, seen: _Difference, rank: int, is_alone: bool
+) -> Finding:
+    evidence = streams.evidence
+    name = evidence.groups[seen.place[0]].name
+    at = f"#{seen.place[1]} of group '{name}'"
+    fewer, more = seen.counts
+    words = "fewer" if rank == seen.short else "more"
+    against = seen.other if rank == seen.short else seen.short
+    culprits = (rank,)
+    return Finding(
+        cause=Cause.P2P_UNMATCHED,
+        culprit_ranks=culprits,
+        confidence=Confidence.LIKELY if is_alone else Confidence.POSSIBLE,
+        group=name,
+        summary=f"rank {rank} launched {words} sends and receives than rank {against}, which runs "
+        f"the same program: {fewer} and {more} when both called {at}; its peers wait for one that "
+        "never comes",
+        evidence=(
+            f"rank {seen.short}: {fewer} launches of messages before {at}",
+            f"rank {seen.other}: {more} launches of messages before {at}",
+        ),
+        scope=Scope.SHARED,
+        fallout_ranks=picture.fallout(culprits),
+        would_settle=()
+        if is_alone
+        else (f"how many messages {rank_list((seen.short, seen.other))} launch in a step",),
+        next_action=f"Compare the sends and receives of rank {rank} with those of rank {against}, "
+        "step by step.",
+    )
