@@ -19,11 +19,11 @@ _NAMESPACES = [
 ]  # fmt: skip
 
 # This script is process 1, so whatever the command left behind has become its child. What is found
-# goes to the file named first. What is about to end has a moment.
+# goes to the file named first. What is about to end has so many tenths of a second.
 _SCRIPT = """
 mount -t tmpfs tmpfs /dev/shm && ip link set lo up || exit 99
-found=$1
-shift
+found=$1 patience=$2
+shift 2
 "$@"
 code=$?
 processes() {
@@ -33,7 +33,10 @@ processes() {
             echo "process $(tr '\\0' ' ' 2>/dev/null < "$folder/cmdline")" ;; esac
     done
 }
-for try in 1 2 3 4 5 6 7 8 9 10; do [ -z "$(processes)" ] || sleep 0.1; done
+while [ "$patience" -gt 0 ] && [ -n "$(processes)" ]; do
+    patience=$((patience - 1))
+    sleep 0.1
+done
 {
     processes
     for file in /dev/shm/* /dev/shm/.[!.]*; do [ -e "$file" ] && echo "segment $file"; done
@@ -57,12 +60,20 @@ needs_machine = pytest.mark.skipif(
 
 
 def run_there(
-    argv: Sequence[str], *, timeout_s: float, environ: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    patience_s: float = 5.0,
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run a command to its end; return it, and a line for everything that it left behind."""
+    """Run a command to its end; return it, and a line for everything that it left behind.
+
+    Args:
+        patience_s: how long a process that is about to end may still take.
+    """
     with tempfile.NamedTemporaryFile("r") as found:
         done = subprocess.run(
-            [*_NAMESPACES, "sh", "-c", _SCRIPT, "sh", found.name, *argv],
+            [*_NAMESPACES, "sh", "-c", _SCRIPT, "sh", found.name, str(int(10 * patience_s)), *argv],
             capture_output=True,
             text=True,
             check=False,
