@@ -192,8 +192,8 @@ def run_on(
         texts = [rank.communicate(timeout=timeout_s) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.wait()
+            with rank:  # closes its pipes, and waits
+                rank.kill()
     return [
         subprocess.CompletedProcess(argv, rank.returncode, *said)
         for rank, said in zip(ranks, texts, strict=True)
