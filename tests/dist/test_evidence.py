@@ -28,6 +28,7 @@ from echelon.errors import (
 )
 from echelon.store import PrefixStore, StoreServer, TCPStore
 from tests.dist.test_group_state import Engine
+from tests.moments import lived_s
 
 SUM = Operation("all_reduce", 7, timeout_s=1.0)
 BROKEN = ConnectionBroken("connection reset by peer")
@@ -149,11 +150,11 @@ def test_the_first_verdict_reaches_every_rank_with_its_text(make):
     members = Members(name="world", rank=1, ranks=range(3))
     failure = build.local_failure(members, SUM, RuntimeError("ncclUnhandledCudaError: no memory"))
     world.ranks[1].publish(failure)
-    assert world.said.wait(10)
+    assert world.said.wait(30)
     error = world.ranks[0].find(SUM, BROKEN, None)
     assert error.ranks == (1,)
     assert "rank 1 failed: RuntimeError: ncclUnhandledCudaError: no memory" in str(error)
-    limit_s = time.monotonic() + 10
+    limit_s = time.monotonic() + 30
     while 2 not in world.ended and time.monotonic() < limit_s:
         time.sleep(0.01)
     assert "ncclUnhandledCudaError" in str(world.ended[2])
@@ -162,16 +163,16 @@ def test_the_first_verdict_reaches_every_rank_with_its_text(make):
 def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
     with StoreServer("127.0.0.1", 0) as server:
         world = World(server.port, {0: 8})
-    began = time.monotonic()
+    began_s = lived_s()
     error = world.ranks[0].find(SUM, None, None)
-    assert time.monotonic() - began < 3.0
+    assert lived_s() - began_s < 3.0
     assert isinstance(error, CollectiveTimeoutError)
     assert error.ranks == ()
     assert "store does not answer" in str(error)
-    began = time.monotonic()
+    began_s = lived_s()
     world.ranks[0].publish(error)
     world.close()
-    assert time.monotonic() - began < 3.0
+    assert lived_s() - began_s < 3.0
 
 
 _FROZEN_SERVER = """
@@ -206,10 +207,10 @@ def test_closing_failed_groups_takes_a_second_in_all_where_the_store_is_frozen(f
     freeze()
     for state in states:
         state.fail(build.local_failure(members, SUM, RuntimeError("out of memory")))
-    began_s = time.monotonic()
+    began_s = lived_s()
     for state in states:
         state.close()
-    took_s = time.monotonic() - began_s
+    took_s = lived_s() - began_s
     client.close()
     assert took_s < 3.0, took_s  # 1 s is meant, not 0.5 s for each; the rest is for a busy machine
 

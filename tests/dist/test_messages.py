@@ -15,6 +15,7 @@ import pytest
 
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from tests.moments import lived_s
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -356,15 +357,15 @@ def _use_many_tags(rank: int, world_size: int, backend: str) -> None:
     world.barrier()
     if rank == 1:
         _store().get("closed", timeout=30)  # a rank that leaves ends what others need it for
-    begun = time.monotonic()
+    begun_s = lived_s()
     world.close()
-    assert time.monotonic() - begun < 3, "close is bounded, whatever is under way"
+    assert lived_s() - begun_s < 3, "close is bounded, whatever is under way"
     if rank == 0:
         _store().set("closed", "1")
     dist.shutdown()
     for work in never:
         with pytest.raises(CollectiveError):
-            work.wait(timeout_s=5)
+            work.wait(timeout_s=30)
 
 
 @pytest.mark.parametrize(("backend", "engine"), ENGINES)
@@ -381,11 +382,11 @@ def _wait_behind(rank: int, world_size: int, backend: str) -> None:
         dist.shutdown()
         return
     first = world.all_reduce(np.ones(3), async_op=True)
-    begun = time.monotonic()
+    begun_s = lived_s()
     second = world.all_reduce(np.ones(3), async_op=True, timeout_s=0.5)
     with pytest.raises(CollectiveTimeoutError):
         second.wait(timeout_s=20)
-    assert time.monotonic() - begun < 10
+    assert lived_s() - begun_s < 10
     _store().set("timed out", "1")
     with pytest.raises(CollectiveError):
         first.wait(timeout_s=20)
@@ -405,10 +406,10 @@ def _receive_with_two_limits(rank: int, world_size: int, backend: str) -> None:
         dist.shutdown()
         return
     world.recv(np.ones(3), 1, tag=1, async_op=True)
-    begun = time.monotonic()
+    begun_s = lived_s()
     with pytest.raises(CollectiveTimeoutError) as caught:
         world.recv(np.ones(3), 1, tag=2, timeout_s=0.5)
-    assert time.monotonic() - begun < 10
+    assert lived_s() - begun_s < 10
     assert caught.value.ranks == (1,)
     _store().set("timed out", "1")
     dist.shutdown()
@@ -438,10 +439,11 @@ def _close_under(rank: int, world_size: int, backend: str, call: str) -> None:
     thread.start()
     while not world._state._inside:
         time.sleep(0.001)
-    begun = time.monotonic()
+    begun_s = lived_s()
     world.close()
-    thread.join(10)
-    assert time.monotonic() - begun < 3
+    thread.join(30)
+    assert not thread.is_alive()
+    assert lived_s() - begun_s < 3
     assert [type(err) for err in seen] == [CollectiveError], seen
     assert "closed" in str(seen[0])
     _store().set("closed", "1")
@@ -459,9 +461,9 @@ def test_closing_from_another_thread_ends_a_call_with_an_error_of_ours(backend, 
 
 def _exchange_without_end(world, rank: int, world_size: int) -> None:
     others = [r for r in range(world_size) if r != rank]
-    big = np.zeros(4_000_000)
+    big = np.zeros(1_000_000)
     while True:
-        works = [world.recv(np.zeros(4_000_000), r, tag=1, async_op=True) for r in others]
+        works = [world.recv(np.zeros(1_000_000), r, tag=1, async_op=True) for r in others]
         works += [world.send(big, r, tag=1, async_op=True) for r in others]
         for work in works:
             work.wait(timeout_s=60)
@@ -476,11 +478,13 @@ def _flood_without_end(world, other: int) -> None:
 
 
 def _fault_in_messages(rank: int, world_size: int, backend: str, fault: str) -> None:
-    world = dist.init(backend, timeout_s=2.0 if fault == "stop" else 60)
+    world = dist.init(backend, timeout_s=60)
     store = _store()
     store.set(f"pid-{rank}", str(os.getpid()))
     pid = int(store.get("pid-1"))
     world.barrier()
+    if fault == "stop":
+        world.timeout_s = 4.0  # far above what one exchange takes
     if rank == 1:
         if fault == "kill":
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
@@ -490,12 +494,12 @@ def _fault_in_messages(rank: int, world_size: int, backend: str, fault: str) -> 
         return
     if rank == 0 and fault == "stop":
         threading.Timer(0.2, lambda: os.kill(pid, signal.SIGSTOP)).start()
-    begun = time.monotonic()
+    begun_s = lived_s()
     expected = PeerLostError if fault == "kill" else CollectiveTimeoutError
     try:
         with pytest.raises(expected) as caught:
             _exchange_without_end(world, rank, world_size)
-        assert time.monotonic() - begun < 25
+        assert lived_s() - begun_s < 25
         assert caught.value.ranks == (1,), str(caught.value)
         store.set(f"saw-{rank}", "1")
         store.wait([f"saw-{r}" for r in range(world_size) if r != 1], timeout=20)
@@ -517,14 +521,14 @@ def _abort_in_flood(rank: int, world_size: int, backend: str) -> None:
     world.barrier()
     if rank == 0:
         threading.Timer(0.3, world.abort).start()
-    begun = time.monotonic()
+    begun_s = lived_s()
     with pytest.raises(CollectiveError) as caught:
         _flood_without_end(world, 1 - rank)
     assert caught.value.ranks == (0,), str(caught.value)
-    assert time.monotonic() - begun < 10
-    begun = time.monotonic()
+    assert lived_s() - begun_s < 10
+    begun_s = lived_s()
     dist.shutdown()
-    assert time.monotonic() - begun < 3
+    assert lived_s() - begun_s < 3
 
 
 @pytest.mark.parametrize(("backend", "engine"), OURS)

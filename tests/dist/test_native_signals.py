@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import subprocess
@@ -26,12 +27,32 @@ def ranks():
     group.close()
 
 
+def _once_asleep(engine, number: int) -> threading.Thread:
+    """Send this process a signal once its main thread, which is to call `run`, sleeps in there."""
+    main = threading.main_thread().ident
+    before = engine.statistics()["sleeps"]
+
+    def is_asleep() -> bool:  # an engine's own thread sleeps too
+        frame = sys._current_frames()[main]
+        is_inside = ".run(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return is_inside and engine.statistics()["sleeps"] > before
+
+    def send_it() -> None:
+        wait_until(is_asleep)
+        time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send_it)
+    thread.start()
+    return thread
+
+
 @pytest.fixture
-def on_signal():
-    """Install a handler and deliver its signal once, while the main thread waits."""
+def on_signal(ranks):
+    """Install a handler and deliver its signal once, while the main thread waits on rank 0."""
     kept = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
     runs: list[float] = []
-    timers: list[threading.Timer] = []
+    senders: list[threading.Thread] = []
 
     def install(handler) -> list[float]:
         def noted(*_: object) -> None:
@@ -39,13 +60,12 @@ def on_signal():
             handler()
 
         signal.signal(signal.SIGUSR1, noted)
-        timers.append(threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)))
-        timers[-1].start()
+        senders.append(_once_asleep(ranks[0], signal.SIGUSR1))
         return runs
 
     yield install
-    for timer in timers:
-        timer.join()
+    for sender in senders:
+        sender.join()
     for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), kept, strict=True):
         signal.signal(number, handler)
 
@@ -179,7 +199,7 @@ def test_an_exception_of_a_nested_handler_ends_both_calls(ranks, on_signal):
 
     def nest() -> None:
         signal.signal(signal.SIGUSR2, interrupt)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        _once_asleep(ranks[0], signal.SIGUSR2)
         ranks[0].run(*all_reduce(np.ones(70_000, np.float32), 1, FOREVER_S))
 
     def interrupt(*_: object) -> None:

@@ -30,7 +30,7 @@ def _line() -> int:
 def _work(rank: int, world_size: int, folder: str) -> list[int]:
     os.environ["ECHELON_RANK_DIR"] = f"{folder}/rank_{rank}"
     importlib.import_module("echelon.recorder.current")._opened = False  # the server's, not ours
-    world = dist.init(timeout_s=5)
+    world = dist.init(timeout_s=30)
     lines = []
     world.all_reduce(np.ones((2, 3), np.float32), "max")
     lines.append(_line() - 1)

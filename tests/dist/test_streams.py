@@ -15,6 +15,7 @@ import pytest
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from tests.dist import made_up
+from tests.moments import lived_s
 from tests.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -137,11 +138,12 @@ def test_without_an_array_the_device_is_the_programs_choice_or_of_local_rank(cho
 
 def _wait_for_first_contact(rank: int, world_size: int) -> None:
     """The library blocks in the first call of a kind until all ranks make it."""
-    world, array = made_up.init("made-up", timeout_s=1.5)
+    world, array = made_up.init("made-up", timeout_s=20)
+    world.timeout_s = 1.5
     if rank == 0:
-        began_s = time.monotonic()
+        began_s = lived_s()
         work = world.all_reduce(array(torch.ones(2)), async_op=True)
-        assert time.monotonic() - began_s < 1, "async_op=True blocked the host"
+        assert lived_s() - began_s < 1, "async_op=True blocked the host"
         made_up.wait_until(lambda: work.done)
         with pytest.raises(CollectiveTimeoutError, match=r"all_reduce #0 .* after 1.5 s"):
             work.wait()
@@ -173,9 +175,10 @@ def test_two_groups_may_be_called_in_different_orders():
 
 
 def _wait_for_missing(rank: int, world_size: int) -> None:
-    world, array = made_up.init("made-up", timeout_s=1.5)
+    world, array = made_up.init("made-up", timeout_s=20)
     x = array(torch.ones(2))
     world.all_reduce(x)
+    world.timeout_s = 1.5
     if rank == 0:
         work = world.all_reduce(x, async_op=True)
         work.wait()  # in order behind the caller's stream, which does not say that it is done
@@ -301,17 +304,17 @@ def _abort_inside(rank: int, world_size: int, can_revoke: bool) -> None:
     if rank == 0:
         work = world.all_reduce(array(torch.ones(2)), async_op=True)
         made_up.wait_until(lambda: made_up.num_inside() == 1)
-        began_s = time.monotonic()
+        began_s = lived_s()
         world.abort()
-        assert time.monotonic() - began_s < 1.5
+        assert lived_s() - began_s < 1.5
         with pytest.raises(CollectiveError, match="aborted on rank 0"):
-            work.wait(timeout_s=10)
+            work.wait(timeout_s=30)
         made_up.store().set("aborted", "1")
     else:
         made_up.store().get("aborted", timeout=20)
-    began_s = time.monotonic()
+    began_s = lived_s()
     made_up.shutdown()
-    assert time.monotonic() - began_s < 3
+    assert lived_s() - began_s < 3
 
 
 @pytest.mark.parametrize("can_revoke", [True, False])
@@ -505,7 +508,7 @@ def test_a_barrier_waits_for_the_devices_of_all_ranks(backend):
 
 def _capture(rank: int, world_size: int) -> None:
     """Operations of a graph have no event; nothing is asked while a capture runs."""
-    world, array = made_up.init("made-up", timeout_s=1.0)
+    world, array = made_up.init("made-up", timeout_s=20)
     x, y = array(torch.ones(2)), array(torch.zeros(2))
     send, receive = (world.send, world.recv) if rank == 0 else (world.recv, world.send)
     world.all_reduce(x)
@@ -515,6 +518,7 @@ def _capture(rank: int, world_size: int) -> None:
     x.read(), y.read()
     running = world.all_reduce(x, async_op=True)
     graph = made_up.Graph()
+    world.timeout_s = 1.0
     with made_up.accelerator.graph(graph):
         x.compute(lambda t: t.add_(1))
         world.all_reduce(x)
