@@ -213,8 +213,8 @@ def _wait_for_stopped(rank: int, world_size: int) -> None:
             _sum_for_ever(world, np.ones(3))
         return
     world.barrier()
+    world.timeout_s = 1.5
     if rank == 0:
-        world.timeout_s = 1.5  # the other's would begin before this rank has called
         os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(CollectiveTimeoutError, match=r"missing: 1\b") as caught:
