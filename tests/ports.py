@@ -21,9 +21,10 @@ def free_port() -> int:
 
     It stays reserved while this process runs.
     """
-    ports = list(_ports())
-    random.SystemRandom().shuffle(ports)  # tests seed the module's own generator
-    return next(port for port in ports if _reserve(port) and _is_free(port))
+    ports = sorted(_ports())
+    dice = random.SystemRandom()  # tests seed the module's own generator
+    drawn = (dice.choice(ports) for _ in ports)
+    return next(port for port in drawn if _reserve(port) and _is_free(port))
 
 
 def _ports() -> set[int]:
