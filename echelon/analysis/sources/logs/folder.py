@@ -16,6 +16,7 @@ import numpy as np
 
 from echelon.analysis.evidence.calls import Tables
 from echelon.analysis.evidence.model import ROW, Evidence, Incident, RankEvidence
+from echelon.analysis.rules.logs.messages import messages_in
 from echelon.analysis.sources.logs.endings import Ending, endings_in
 from echelon.analysis.sources.logs.lines import by_rank, is_labelled, read_text
 from echelon.recorder.format.schema import HostFacts, Identity
@@ -25,6 +26,7 @@ _DEPTH = 5
 _MAX_FILES = 1 << 16
 _MAX_RANK = 1 << 18
 _MAX_TOTAL_BYTES = 2 << 30
+_TRACEBACK = "Traceback (most recent call last)"
 _ENDINGS = frozenset({".log", ".txt", ".out", ".err", ".stdout", ".stderr", ""})
 _RANK = re.compile(r"(?:^|[^a-z])rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _ATTEMPT = re.compile(r"attempt_(\d{1,7})\Z")
@@ -55,7 +57,10 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Read the logs below a folder, or one log; None if there is none."""
+    """Read the logs below a folder, or one log; None if there is none.
+
+    A folder of texts that name no rank and hold no known message is not a job's: it may be notes.
+    """
     logs = _Logs()
     for file in _files(path):
         if logs.num_bytes > _MAX_TOTAL_BYTES:
@@ -69,7 +74,11 @@ def load_logs(path: Path) -> Evidence | None:
         if text is not None:
             logs.num_bytes += len(text)
             _take(logs, path, file, text)
-    return _evidence(path, logs) if any(logs.texts.values()) else None
+    if not any(logs.texts.values()):
+        return None
+    evidence = _evidence(path, logs)
+    is_job = bool(evidence.ranks) or path.is_file() or _TRACEBACK in evidence.job_log
+    return evidence if is_job or any(True for _ in messages_in(evidence.job_log)) else None
 
 
 def _files(path: Path) -> Iterator[Path]:
