@@ -29,6 +29,7 @@ from echelon.errors import (
 from echelon.store import PrefixStore, StoreServer, TCPStore
 from tests.dist.test_group_state import Engine
 from tests.moments import lived_s
+from tests.store.relay import Relay
 
 SUM = Operation("all_reduce", 7, timeout_s=1.0)
 BROKEN = ConnectionBroken("connection reset by peer")
@@ -40,13 +41,13 @@ FACTS: list[dict[str, Any]] = [{"boot": f"host {rank}", "net": 1, "pids": 1} for
 class World:
     """Three ranks of three hosts in this process; those in `calls` answer with that number."""
 
-    def __init__(self, port: int, calls: dict[int, int]) -> None:
+    def __init__(self, port: int, calls: dict[int, int], port_of: dict[int, int]) -> None:
         self.ended: dict[int, CollectiveError] = {}
         self.said = threading.Event()
         self.ranks: dict[int, Liveness] = {}
         self._clients: list[TCPStore] = []
         for rank, count in calls.items():
-            client = TCPStore("127.0.0.1", port, timeout=20)
+            client = TCPStore("127.0.0.1", port_of.get(rank, port), timeout=20)
             self._clients.append(client)
             members = Members(name="world", rank=rank, ranks=range(3))
             store = PrefixStore("group", client)
@@ -76,8 +77,13 @@ class World:
 def make():
     with StoreServer("127.0.0.1", 0) as server, contextlib.ExitStack() as worlds:
 
-        def make(calls: dict[int, int]) -> World:
-            return worlds.enter_context(contextlib.closing(World(server.port, calls)))
+        def make(calls: dict[int, int], relayed: int | None = None) -> World:
+            """Make a world, one rank of which reaches the store through `relay` only."""
+            port_of = {}
+            if relayed is not None:
+                make.relay = worlds.enter_context(contextlib.closing(Relay(server.port)))
+                port_of[relayed] = make.relay.port
+            return worlds.enter_context(contextlib.closing(World(server.port, calls, port_of)))
 
         yield make
 
@@ -95,6 +101,28 @@ def test_a_broken_connection_blames_no_rank_that_answers(make):
     assert type(error) is CollectiveError
     assert error.ranks == ()
     assert "connection reset by peer" in str(error)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_connections_broke_just_now_answers_over_new_ones(make):
+    """The end of a connection to the store is not the end of a rank."""
+    world = make({0: 8, 1: 3, 2: 8}, relayed=1)
+    make.relay.cut()
+    error = world.ranks[0].find(SUM, None, None)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (1,)
+    assert "not heard from" not in str(error)
+    assert make.relay.num_accepted > 1, "nothing was cut"
+
+
+@pytest.mark.slow
+def test_a_connection_that_stays_open_does_not_make_a_rank_alive(make):
+    """Rank 1 has stopped: its connection is open and its lease has not run out."""
+    world = make({0: 8, 2: 8})
+    with world.client().presence("rank/1", b"here", lease=60.0):
+        error = world.ranks[0].find(SUM, BROKEN, None)
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == (1,)
 
 
 def test_a_timeout_names_the_ranks_that_have_not_called(make):
@@ -162,7 +190,7 @@ def test_the_first_verdict_reaches_every_rank_with_its_text(make):
 
 def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
     with StoreServer("127.0.0.1", 0) as server:
-        world = World(server.port, {0: 8})
+        world = World(server.port, {0: 8}, {})
     began_s = lived_s()
     error = world.ranks[0].find(SUM, None, None)
     assert lived_s() - began_s < 3.0

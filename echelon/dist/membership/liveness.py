@@ -8,6 +8,10 @@ Evidence, strongest first:
 4. a rank that does not answer the liveness check. Every rank's process answers on a thread of its
    own, with the number of collectives it has called: a rank that computes is late, never dead.
 
+Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
+living one may lose it, and a lease shows what was true up to its length ago (the store's default is
+10 s). The liveness check asks now, and a rank answers over whichever connection it has.
+
 A rank that is merely not heard from is named as such, and is blamed only where no rank is proven to
 be gone. When the store does not answer, the error says so and blames no rank. Every store call here
 has a limit of its own (`board.QUICK_S`).
