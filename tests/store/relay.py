@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+from collections.abc import Callable
 
 _JOIN_S = 60.0
 _GREETINGS = 2  # packets of a client's handshake with an open server
@@ -17,6 +18,8 @@ class Relay:
     Attributes:
         port: where clients connect.
         num_accepted: connections so far.
+        on_request: called with the number of a client's packet before and after it is forwarded;
+            True breaks the connection there.
     """
 
     def __init__(self, target: int) -> None:
@@ -24,6 +27,7 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.num_accepted = 0
+        self.on_request: Callable[[int, bool], bool] | None = None
         self._num_cuts = 0
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -57,7 +61,14 @@ class Relay:
                     if source is near and self._num_cuts and num_asked > _GREETINGS:
                         self._num_cuts -= 1
                         return
+                    if source is near and self._breaks(num_asked, is_forwarded=False):
+                        return
                     (far if source is near else near).sendall(data)
+                    if source is near and self._breaks(num_asked, is_forwarded=True):
+                        return
+
+    def _breaks(self, num_asked: int, *, is_forwarded: bool) -> bool:
+        return self.on_request is not None and self.on_request(num_asked, is_forwarded)
 
     def cut_at_next(self, times: int = 1) -> None:
         """Break a connection when its client next sends something, which is not forwarded."""

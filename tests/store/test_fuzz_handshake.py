@@ -37,9 +37,9 @@ sys.exit(cli.main(["--secret-file", sys.argv[1]]))
 """
 
 
-@pytest.fixture
-def guarded(tmp_path) -> Iterator[tuple[int, int]]:
-    """A server in a process of its own; yields its port and pid."""
+@contextlib.contextmanager
+def serving(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Run a server in a process of its own; yield its port and pid."""
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     process = subprocess.Popen(
@@ -57,6 +57,12 @@ def guarded(tmp_path) -> Iterator[tuple[int, int]]:
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
         process.stdout.close()
+
+
+@pytest.fixture
+def guarded(tmp_path) -> Iterator[tuple[int, int]]:
+    with serving(tmp_path) as found:
+        yield found
 
 
 def hello(rng: random.Random) -> bytes:
@@ -108,10 +114,20 @@ def relay_attack(rng: random.Random, port: int) -> None:
     relay.close()
 
 
-def campaign(port: int, pid: int, seed: int, is_over) -> tuple[int, list[float]]:
-    """Attack until `is_over(number)`; return how often and a member's times per call."""
+def campaign(
+    port: int, pid: int, seed: int, is_over, beside: TCPStore | None = None
+) -> tuple[int, list[float], list[float]]:
+    """Attack until `is_over(number)`.
+
+    Args:
+        beside: a client of a server that nobody attacks.
+
+    Returns:
+        How many attacks, and what a member's call after each took, here and `beside`.
+    """
     rng = random.Random(seed)
-    times = []
+    times: list[float] = []
+    times_beside: list[float] = []
     with TCPStore("127.0.0.1", port, timeout=PATIENCE_S, secret=SECRET) as member:
         member.set_confirmed("guarded", b"untouched")
         number, at_first = 0, 0
@@ -121,6 +137,10 @@ def campaign(port: int, pid: int, seed: int, is_over) -> tuple[int, list[float]]
             began = time.perf_counter()
             assert member.add("count", 1) == number
             times.append(time.perf_counter() - began)
+            if beside is not None:
+                began = time.perf_counter()
+                assert beside.add("count", 1) == number
+                times_beside.append(time.perf_counter() - began)
             if number % 50 == 0:
                 statistics = member.statistics()
                 assert statistics.num_keys == 2, (seed, number)
@@ -130,7 +150,7 @@ def campaign(port: int, pid: int, seed: int, is_over) -> tuple[int, list[float]]
         assert sorted(member.list_keys()) == ["count", "guarded"]
         until(lambda: member.statistics().num_connections == 1, "all strangers are closed")
         assert resident_mib(pid) - at_first < 64
-    return number, times
+    return number, times, times_beside
 
 
 def resident_mib(pid: int) -> int:
@@ -143,10 +163,23 @@ def test_nothing_without_the_secret_is_executed(guarded):
 
 
 @pytest.mark.slow
-def test_ten_minutes_of_it(guarded):
+def test_ten_minutes_of_it(guarded, tmp_path):
     ends = time.monotonic() + float(os.environ.get("ECHELON_FUZZ_S", "600"))
     seed = int(os.environ.get("ECHELON_FUZZ_SEED", time.time_ns() % 1_000_000))
-    number, times = campaign(*guarded, seed=seed, is_over=lambda _: time.monotonic() > ends)
-    times.sort()
-    shown = [f"{1000 * times[int(share * (len(times) - 1))]:.1f}" for share in (0.5, 0.99, 1)]
-    print(f"\nseed {seed}: {number} attacks; a member's call p50/p99/max {'/'.join(shown)} ms")
+    with (
+        serving(tmp_path) as (idle_port, _),
+        TCPStore("127.0.0.1", idle_port, timeout=PATIENCE_S, secret=SECRET) as beside,
+    ):
+        number, times, idle = campaign(
+            *guarded, seed=seed, is_over=lambda _: time.monotonic() > ends, beside=beside
+        )
+    print(
+        f"\nseed {seed}: {number} attacks; a member's call, p50/p99/max: {shown(times)} ms; "
+        f"at the same moments on a server that is not attacked: {shown(idle)} ms"
+    )
+
+
+def shown(times: list[float]) -> str:
+    times = sorted(times)
+    found = (1000 * times[int(share * (len(times) - 1))] for share in (0.5, 0.99, 1))
+    return "/".join(f"{one:.1f}" for one in found)

@@ -16,7 +16,7 @@ from tests.store.relay import Relay
 
 _NUM_CLIENTS = 3
 _NUM_CALLS = 10
-_KINDS = {
+KINDS = {
     "register": ["set", "get", "get", "delete", "compare_set"],
     "counter": ["add", "add", "get"],
 }
@@ -47,8 +47,8 @@ def live(port: int, seed: int, history: dict[str, list[Operation]]) -> None:
     relay = Relay(port)
     store = TCPStore("127.0.0.1", relay.port, timeout=PATIENCE_S)
     for _ in range(_NUM_CALLS):
-        key = rng.choice(list(_KINDS))
-        kind = rng.choice(_KINDS[key])
+        key = rng.choice(list(KINDS))
+        kind = rng.choice(KINDS[key])
         operands = operands_of(rng, kind)
         fate = rng.random()
         cutter = None
@@ -72,7 +72,7 @@ def live(port: int, seed: int, history: dict[str, list[Operation]]) -> None:
 
 def check_history(seed: int) -> int:
     """Run one history; return how many calls broke."""
-    history: dict[str, list[Operation]] = {key: [] for key in _KINDS}
+    history: dict[str, list[Operation]] = {key: [] for key in KINDS}
     with StoreServer() as server:
         clients = [
             Background(lambda n=n: live(server.port, 100 * seed + n, history))
