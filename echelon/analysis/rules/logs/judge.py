@@ -19,7 +19,7 @@ from echelon.analysis.evidence.stacks import Frame, last_traceback
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
 from echelon.analysis.rules.endings.ended import exit_words
 from echelon.analysis.rules.endings.errors import Meaning, meaning_of, watchdog_timeout
-from echelon.analysis.rules.logs.messages import MESSAGES, Message, Role, Said, messages_in
+from echelon.analysis.sources.logs.messages import MESSAGES, Message, Role, Said, messages_in
 
 _MEANINGS = {
     Meaning.OWN: Cause.EXCEPTION,

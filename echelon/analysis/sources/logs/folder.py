@@ -16,9 +16,9 @@ import numpy as np
 
 from echelon.analysis.evidence.calls import Tables
 from echelon.analysis.evidence.model import ROW, Evidence, Incident, RankEvidence
-from echelon.analysis.rules.logs.messages import messages_in
 from echelon.analysis.sources.logs.endings import Ending, endings_in
 from echelon.analysis.sources.logs.lines import by_rank, is_labelled, read_text
+from echelon.analysis.sources.logs.messages import messages_in
 from echelon.recorder.format.schema import HostFacts, Identity
 
 FOREIGN = "logs"
@@ -27,7 +27,8 @@ _MAX_FILES = 1 << 16
 _MAX_RANK = 1 << 18
 _MAX_TOTAL_BYTES = 2 << 30
 _TRACEBACK = "Traceback (most recent call last)"
-_ENDINGS = frozenset({".log", ".txt", ".out", ".err", ".stdout", ".stderr", ""})
+_SUFFIXES = frozenset({".log", ".txt", ".out", ".err", ".stdout", ".stderr"})
+_NAMES = frozenset({"stdout", "stderr"})
 _RANK = re.compile(r"(?:^|[^a-z])rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _ATTEMPT = re.compile(r"attempt_(\d{1,7})\Z")
 _NUMBER = re.compile(r"\d{1,7}\Z")
@@ -76,9 +77,9 @@ def load_logs(path: Path) -> Evidence | None:
             _take(logs, path, file, text)
     if not any(logs.texts.values()):
         return None
-    evidence = _evidence(path, logs)
-    is_job = bool(evidence.ranks) or path.is_file() or _TRACEBACK in evidence.job_log
-    return evidence if is_job or any(True for _ in messages_in(evidence.job_log)) else None
+    job = logs.texts.get(-1, "")
+    is_job = any(rank >= 0 and text for rank, text in logs.texts.items()) or _TRACEBACK in job
+    return _evidence(path, logs) if is_job or any(True for _ in messages_in(job)) else None
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -99,7 +100,9 @@ def _files(path: Path) -> Iterator[Path]:
                     continue
                 if entry.is_dir():
                     below.append(entry)
-                elif entry.is_file() and entry.suffix.lower() in _ENDINGS:
+                elif entry.is_file() and (
+                    entry.suffix.lower() in _SUFFIXES or entry.name in _NAMES
+                ):
                     yield entry
         level = below
 
