@@ -183,8 +183,11 @@ def _wait_until_ended(
 
 def _ask_for_stacks(tmp: str, rank: int, pid: int) -> None:
     path = Path(tmp, f"{rank}.stacks")
-    os.kill(pid, signal.SIGCONT)
-    os.kill(pid, signal.SIGUSR1)
+    try:
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return  # it ended just now, and its log says how
     deadline = time.monotonic() + _STACKS_TIMEOUT_S
     while time.monotonic() < deadline and "most recent call first" not in _text(path):
         multiprocessing.connection.wait([], 0.02)

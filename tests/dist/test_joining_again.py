@@ -78,6 +78,8 @@ def _die_while_joining(rank: int, world_size: int, port: int) -> None:
 
 
 def _missing(rank: int, world_size: int) -> list[int]:
+    with TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=60) as store:
+        store.barrier("about to join", 2)  # else the first to come might miss the second
     with pytest.raises(CollectiveTimeoutError, match="missing: 2") as caught:
         dist.init("gloo", timeout_s=1)
     dist.shutdown()
