@@ -414,6 +414,30 @@ def _gradient_penalty(model, step):
     return y.square().mean() + gradient.square().mean()
 
 
+class Skipping(nn.Module):
+    """A layer with three inputs: the gradient of the second is there before the layer's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, skip, unused):
+        return torch.tanh(self.linear(x)) + skip
+
+
+class Connected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.condition = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(Skipping() for _ in range(4))
+
+    def forward(self, x):
+        condition = self.condition(x)
+        for layer in self.layers:
+            x = layer(x, condition, x)
+        return x
+
+
 def _layers(num):
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(num)))
 
@@ -422,10 +446,15 @@ def _passed_on(rank, size):
     models.join()
     assert_same_training(Penalized, lambda model: list(model.layers), _penalized)
     assert_same_training(lambda: _layers(4), list, _gradient_penalty)
+    assert_same_training(
+        Connected,
+        lambda model: list(model.layers),
+        lambda model, step: model(some(4, 16) + step).square().mean(),
+    )
     dist.shutdown()
 
 
-def test_a_unit_may_return_an_input_or_a_weight_and_be_used_by_a_gradient_penalty():
+def test_units_may_return_inputs_or_weights_have_skips_and_gradient_penalties():
     run_ranks(_passed_on, 2)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ class _ModuleHooks:
         inputs = map_tensors(_inner, inputs)
         self._inputs = [weakref.ref(one) for one in tensors_in(inputs) if one.requires_grad]
         call = next(_numbers)
-        is_watched = _watch(inputs, lambda: driver.inputs_have_gradients(unit, call))
+        is_watched = _watch_all(inputs, lambda: driver.inputs_have_gradients(unit, call))
         self._call = call if is_watched else UNWATCHED
         unit.entry.begin_call(self._call)
         return inputs
@@ -192,13 +192,29 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
     return watched
 
 
-def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which the gradient is computed after everything that was made of it.
+def _watch_all(value: Any, told: Callable[[], None]) -> bool:
+    """Call `told` when all tensors in a value have their gradients; return whether any will.
 
-    Autograd goes through what it has in the reverse order of its making, but a leaf's gradient is
-    taken as soon as it is ready.
+    One of them may have it long before the others: a skip connection's is there at once. A tensor
+    that the unit does not use is not waited for.
     """
-    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+    watched = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+    def hook(gradients: Sequence[torch.Tensor | None]) -> None:  # noqa: ARG001
+        told()
+
+    if watched:
+        torch.autograd.graph.register_multi_grad_hook(watched, _uncompiled(hook))
+    return bool(watched)
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which the gradient is what this unit adds to the original's.
+
+    It is complete when the unit's backward is. The original's has parts of other units too, and a
+    leaf's is taken as soon as it is ready.
+    """
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
