@@ -438,6 +438,43 @@ class Connected(nn.Module):
         return x
 
 
+def _in_place(num):
+    """Units that begin by changing their input, as residual networks before activation do."""
+    layers = (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16)) for _ in range(num))
+    return nn.Sequential(nn.Linear(16, 16), *layers)
+
+
+def _reduced_before_the_end(model):
+    """Count the units that are done before the backward is."""
+    from echelon.dist.fsdp import fully_shard
+    from echelon.dist.fsdp.step.driver import Driver
+
+    for unit in model:
+        fully_shard(unit)
+    fully_shard(model)
+    done, ends = [], []
+    noted, ended = Driver.inputs_have_gradients, Driver._end_backward
+
+    def note(self, unit, call):
+        done.append(unit) if not ends else None
+        noted(self, unit, call)
+
+    def end(self):
+        ends.append(self)
+        ended(self)
+
+    Driver.inputs_have_gradients, Driver._end_backward = note, end
+    try:
+        _gradient_of_sum(model, 0).backward()
+    finally:
+        Driver.inputs_have_gradients, Driver._end_backward = noted, ended
+    return len(set(map(id, done)))
+
+
+def _gradient_of_sum(model, step):
+    return model(some(4, 16) + step).square().mean()
+
+
 def _layers(num):
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(num)))
 
@@ -446,11 +483,9 @@ def _passed_on(rank, size):
     models.join()
     assert_same_training(Penalized, lambda model: list(model.layers), _penalized)
     assert_same_training(lambda: _layers(4), list, _gradient_penalty)
-    assert_same_training(
-        Connected,
-        lambda model: list(model.layers),
-        lambda model, step: model(some(4, 16) + step).square().mean(),
-    )
+    assert_same_training(lambda: _in_place(4), list, _gradient_of_sum)
+    assert _reduced_before_the_end(_in_place(4)) == 4
+    assert_same_training(Connected, lambda model: list(model.layers), _gradient_of_sum)
     dist.shutdown()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -162,10 +162,14 @@ class _ModuleHooks:
         # reentrant checkpoint it ran without.
         if driver.in_backward and (unit.entry.calls or unit.entry.is_unwatched):
             return inputs
+        call = next(_numbers)
+
+        # What a unit changes in place has no gradient of its own: its original's is complete later.
+        told = _Told(lambda: driver.inputs_have_gradients(unit, call))
+        _watch_all([one for one in tensors_in(inputs) if not one.is_leaf], told.by_originals)
         inputs = map_tensors(_inner, inputs)
         self._inputs = [weakref.ref(one) for one in tensors_in(inputs) if one.requires_grad]
-        call = next(_numbers)
-        is_watched = _watch_all(inputs, lambda: driver.inputs_have_gradients(unit, call))
+        is_watched = _watch_all(tensors_in(inputs), told.by_inputs)
         self._call = call if is_watched else UNWATCHED
         unit.entry.begin_call(self._call)
         return inputs
@@ -192,13 +196,30 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
     return watched
 
 
-def _watch_all(value: Any, told: Callable[[], None]) -> bool:
-    """Call `told` when all tensors in a value have their gradients; return whether any will.
+class _Told:
+    """Tells once a backward that a call's inputs have their gradients."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._num_by_inputs = self._num_by_originals = 0
+
+    def by_inputs(self) -> None:
+        self._num_by_inputs += 1
+        self._tell()
+
+    def by_originals(self) -> None:
+        self._num_by_originals += 1
+        if self._num_by_originals > self._num_by_inputs:
+            self._tell()
+
+
+def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> bool:
+    """Call `told` when all of some tensors have their gradients; return whether any will.
 
     One of them may have it long before the others: a skip connection's is there at once. A tensor
     that the unit does not use is not waited for.
     """
-    watched = [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+    watched = [tensor for tensor in tensors if tensor.requires_grad]
 
     def hook(gradients: Sequence[torch.Tensor | None]) -> None:  # noqa: ARG001
         told()
