@@ -33,9 +33,8 @@ from echelon.errors import CollectiveError
 from echelon.recorder.write.recorder import NOT_RECORDED
 
 _CLOSE_S = 1.0  # in all, for other threads to leave the engine and for verdicts to be published
-_GRACE_S = (
-    0.5  # for a collective that all ranks took part in, once a later one has failed elsewhere
-)
+# For a collective that all ranks took part in, once a later one has failed elsewhere.
+_GRACE_S = 0.5
 _LOOK_S = 0.001
 
 

@@ -35,7 +35,8 @@ class Watcher:
     def __init__(self) -> None:
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._running: set[int] = set()  # empty while no job runs
+        # Threads that run jobs: one that is to end may still look while the next one has begun.
+        self._running: set[int] = set()
         self._is_behind = False  # jobs have outlasted a flush and still have not all run
         self._wake = threading.Event()
         self._starting = threading.RLock()
@@ -115,14 +116,15 @@ class Watcher:
                 self._watched.add(watched)
 
     def _run_jobs(self) -> None:
-        self._running.add(1)
+        me = threading.get_ident()
+        self._running.add(me)
         try:
             while self._jobs:
                 with contextlib.suppress(Exception):  # a job reports its own failures
                     self._jobs.popleft()()
             self._is_behind = False
         finally:
-            self._running.clear()
+            self._running.discard(me)
 
 
 _watcher = (os.getpid(), Watcher())
