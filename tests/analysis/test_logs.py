@@ -404,3 +404,27 @@ def test_a_known_message_is_explained_beside_a_verdict_from_records():
 def test_the_docs_name_every_message():
     text = (Path(__file__).parents[2] / "docs" / "logs.md").read_text("utf-8")
     assert [one.name for one in MESSAGES if f"`{one.name}`" not in text] == []
+
+
+def test_what_a_library_merely_warns_of_is_no_root(tmp_path):
+    warning = (
+        "[W1122 10:11:12.5 socket.cpp:460] [c10d] The server socket has failed to bind to "
+        "[::]:29500 (errno: 98 - Address already in use).\n"
+    )
+    write(tmp_path, {0: warning + "step 1\n", 1: "UserWarning: no CUDA GPUs are available\n"})
+    assert verdict(tmp_path).cause is Cause.UNKNOWN
+
+
+def test_trouble_after_which_a_rank_went_on_for_long_is_possible_at_most(tmp_path):
+    survived = "RuntimeError: CUDA error: invalid device ordinal\n"
+    write(tmp_path, {0: survived + "step\n" * 500, 1: "step\n" * 500})
+    found = verdict(tmp_path)
+    assert (found.culprit_ranks, found.confidence) == ((0,), Confidence.POSSIBLE)
+    write(tmp_path, {1: "step\n" * 500 + OWN})
+    found = verdict(tmp_path)
+    assert (found.cause, found.culprit_ranks) == (Cause.EXCEPTION, (1,))
+
+
+def test_an_exception_that_was_logged_and_survived_is_possible_at_most(tmp_path):
+    write(tmp_path, {0: OWN + "step\n" * 500, 1: "step\n" * 500})
+    assert verdict(tmp_path).confidence is Confidence.POSSIBLE

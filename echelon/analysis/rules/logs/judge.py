@@ -39,6 +39,9 @@ _BARRIER = re.compile(r"Ranks? (\d{1,7}(?:, \d{1,7})*) failed to pass monitoredB
 _KILLED_PID = re.compile(r"[Kk]illed process (\d{1,10})")
 _LOST = frozenset({"connection-lost", "nccl-remote", "ib-retries"})
 _MAX_LINES = 6
+_HEAD = "Traceback (most recent call last)"
+_MAX_TRACEBACK = 100  # lines
+_MAX_AFTER = 200  # lines that a rank may write after what ended it
 _MAX_SHOWN = 200
 _ASK_DUMPS = (
     "the ranks' own records: run under `echelon run`, or set TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
@@ -56,6 +59,7 @@ class Trouble:
     kind: str  # equal for troubles of one kind
     advice: str = ""
     frame: Frame | None = None
+    is_old: bool = False  # much was written after it: the rank went on
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
@@ -99,20 +103,26 @@ def _own_trouble(facts: RankEvidence, said: Sequence[Said]) -> Trouble | None:
         found.append(
             Trouble(rank=facts.rank, cause=Cause.DEAD_PROCESS, words=words, kind=words[-10:])
         )
-    return min(found, key=lambda one: _DEPTH.index(one.cause), default=None)
+    return min(found, key=lambda one: (one.is_old, _DEPTH.index(one.cause)), default=None)
 
 
 def _by_message(rank: int, said: Said) -> Trouble:
     message = said.message
     words = f"rank {rank}'s log says: {_shown(said.line)}"
     return Trouble(
-        rank=rank, cause=message.cause, words=words, kind=message.name, advice=message.advice
+        rank=rank,
+        cause=message.cause,
+        words=words,
+        kind=message.name,
+        advice=message.advice,
+        is_old=said.num_after > _MAX_AFTER,
     )
 
 
 def _by_traceback(facts: RankEvidence) -> Trouble | None:
     """Read the last traceback of a rank, unless libraries raised it because of others."""
-    raised = last_traceback(facts.host.stderr_tail)
+    text = facts.host.stderr_tail
+    raised = last_traceback(text)
     if raised is None or raised.type in ("SystemExit", "KeyboardInterrupt"):
         return None
     files = "\n".join(frame.file for frame in raised.frames)
@@ -131,6 +141,7 @@ def _by_traceback(facts: RankEvidence) -> Trouble | None:
         kind=f"{name} {raised.frame}",
         advice=f"Fix the exception{f' at {raised.frame}' if raised.frame else ''}.",
         frame=raised.frame,
+        is_old=text.count("\n", max(0, text.rfind(_HEAD))) > _MAX_TRACEBACK + _MAX_AFTER,
     )
 
 
@@ -160,20 +171,20 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
     first = picture.evidence.incident.ended
     told = [one for one in troubles if one.rank in first]
     kinds = Counter(one.kind for one in troubles)
-    depth = min(_DEPTH.index(one.cause) for one in troubles)
-    deepest = [one for one in troubles if _DEPTH.index(one.cause) == depth]
+    depth = min((one.is_old, _DEPTH.index(one.cause)) for one in troubles)
+    deepest = [one for one in troubles if (one.is_old, _DEPTH.index(one.cause)) == depth]
     root = told[0] if told and told[0] in deepest else deepest[0]
     same = [one for one in troubles if one.kind == root.kind]
     is_told = bool(told) and told[0] is root and len(deepest) == 1
     culprits = (root.rank,) if is_told else tuple(one.rank for one in same)
-    sure = len(kinds) == 1 or is_told
+    sure = (len(kinds) == 1 or is_told) and not root.is_old
     known = all(ranks[rank].host.exit_code is not None for rank in culprits)
     confidence = Confidence.LIKELY if sure else Confidence.POSSIBLE
     if sure and known and len(culprits) == 1:
         confidence = Confidence.CERTAIN
     others = [one for one in troubles if one not in same]
     settles = () if known else (_ASK_EXITS,)
-    if not sure:
+    if others and not sure:
         settles = (f"which came first: {rank_list([o.rank for o in others])} had other trouble",)
     rest = [rank for rank in culprits if rank != root.rank]
     summary = root.words + (f"; {rank_list(rest)} did alike" if rest else "")

@@ -16,6 +16,8 @@ from enum import Enum
 from echelon.analysis.finding import Cause
 
 _MAX_LINE_CHARS = 2000
+# A library that warns goes on: torch's `[W1122 ...]`, Python's and elastic's warnings.
+_WARNING = re.compile(r"^\[?W\d{3,4} |^\[W |\bWARNING\b|\w*Warning: ")
 # Lines of training have none of these words, and are most of a log: the table is not asked there.
 _TELLING = (
     "err", "fail", "kill", "memory", "shm", "xid", "bit ecc", "nvlink", "nvswitch", "fallen",
@@ -47,11 +49,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message in a log: the line it is in, and where that line begins."""
+    """A message in a log: the line it is in, and how many lines follow that one."""
 
     message: Message
     line: str
-    place: int
+    num_after: int
 
 
 def _root(name: str, cause: Cause, pattern: str, advice: str) -> Message:
@@ -269,8 +271,9 @@ def messages_in(text: str) -> Iterator[Said]:
     for start, end in _telling_lines(text):
         line = text[start : min(end, start + _MAX_LINE_CHARS)].strip()
         message = next((one for one in MESSAGES if one.pattern.search(line)), None)
-        if message is not None:
-            yield Said(message, line, start)
+        if message is None or (message.role is Role.ROOT and _WARNING.search(line)):
+            continue
+        yield Said(message, line, text.count("\n", end))
 
 
 def _telling_lines(text: str) -> list[tuple[int, int]]:
