@@ -120,7 +120,7 @@ def campaign(
     """Attack until `is_over(number)`.
 
     Args:
-        beside: a client of a server that nobody attacks.
+        beside: a client of a server that is not under attack.
 
     Returns:
         How many attacks, and what a member's call after each took, here and `beside`.

@@ -21,7 +21,7 @@ _LABEL = re.compile(r"^(?:[\w.-]{1,64} )?(\d{1,7})(?:: |\| )")
 
 
 def read_text(path: Path) -> str | None:
-    """Read the first and the last part of a log; None if it is no text.
+    """Read the first and the last part of a log; None if it is not text.
 
     Raises:
         OSError: it cannot be read.
