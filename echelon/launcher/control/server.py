@@ -249,6 +249,7 @@ class ControlServer:
                 if known.has_spoken:
                     raise _TryAgainError("this node's last connection has not ended yet")
                 known.take_over()  # its welcome was lost
+                known.token = secrets.token_hex(16)  # another node of that name cannot resume
                 return known
             member = _Member(hello.node, hello, can_resume=True)
         elif isinstance(hello, Ask | CheckIn):
