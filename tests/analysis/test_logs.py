@@ -428,3 +428,11 @@ def test_trouble_after_which_a_rank_went_on_for_long_is_possible_at_most(tmp_pat
 def test_an_exception_that_was_logged_and_survived_is_possible_at_most(tmp_path):
     write(tmp_path, {0: OWN + "step\n" * 500, 1: "step\n" * 500})
     assert verdict(tmp_path).confidence is Confidence.POSSIBLE
+
+
+def test_a_traceback_in_a_log_that_names_no_rank_is_an_exception_of_some_rank(tmp_path):
+    log = tmp_path / "job.log"
+    log.write_text(OWN)
+    found = verdict(log)
+    assert (found.cause, found.culprit_ranks) == (Cause.EXCEPTION, ())
+    assert "train.py:41 in main" in found.summary

@@ -77,7 +77,12 @@ def find_in_logs(picture: Picture) -> list[Finding]:
         return [_root(picture, troubles, said)]
     outside = [one for one in job if one.message.role is Role.ROOT]
     if outside:
-        return [_of_the_job(picture, outside[0], said)]
+        one = outside[0]
+        words = f"no rank's log explains it; the job's says: {_shown(one.line)}"
+        return [_of_the_job(picture, one.message.cause, words, one.message.advice, said)]
+    raised = _by_traceback(-1, evidence.job_log)
+    if raised is not None:
+        return [_of_the_job(picture, raised.cause, raised.words, raised.advice, said)]
     return [_followed(picture, said, job) or _nothing(picture)]
 
 
@@ -90,7 +95,7 @@ def advice_in(text: str) -> str:
 def _own_trouble(facts: RankEvidence, said: Sequence[Said]) -> Trouble | None:
     roots = [one for one in said if one.message.role is Role.ROOT]
     found = [_by_message(facts.rank, one) for one in roots]
-    raised = _by_traceback(facts)
+    raised = _by_traceback(facts.rank, facts.host.stderr_tail)
     if raised is not None:
         found.append(raised)
     if facts.host.oom_kill:
@@ -119,9 +124,12 @@ def _by_message(rank: int, said: Said) -> Trouble:
     )
 
 
-def _by_traceback(facts: RankEvidence) -> Trouble | None:
-    """Read the last traceback of a rank, unless libraries raised it because of others."""
-    text = facts.host.stderr_tail
+def _by_traceback(rank: int, text: str) -> Trouble | None:
+    """Read a rank's last traceback, unless libraries raised it because of others.
+
+    Args:
+        rank: -1 if the log does not say whose it is.
+    """
     raised = last_traceback(text)
     if raised is None or raised.type in ("SystemExit", "KeyboardInterrupt"):
         return None
@@ -135,9 +143,9 @@ def _by_traceback(facts: RankEvidence) -> Trouble | None:
     place = f" ({raised.frame})" if raised.frame else ""
     said = f"{name}: {_shown(first)}" if first else name
     return Trouble(
-        rank=facts.rank,
+        rank=rank,
         cause=_MEANINGS[meaning],
-        words=f"rank {facts.rank} raised {said}{place}",
+        words=f"{f'rank {rank}' if rank >= 0 else 'a rank'} raised {said}{place}",
         kind=f"{name} {raised.frame}",
         advice=f"Fix the exception{f' at {raised.frame}' if raised.frame else ''}.",
         frame=raised.frame,
@@ -208,17 +216,19 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
     )
 
 
-def _of_the_job(picture: Picture, one: Said, said: dict[int, tuple[Said, ...]]) -> Finding:
+def _of_the_job(
+    picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
+) -> Finding:
     """Report what a log says of no rank in particular: the kernel, the driver, the scheduler."""
     return Finding(
-        cause=one.message.cause,
+        cause=cause,
         culprit_ranks=(),
         confidence=Confidence.LIKELY,
-        summary=f"no rank's log explains it; the job's says: {_shown(one.line)}",
-        evidence=(f"in the job's log: {_shown(one.line)}", *_consequences(said, ())),
+        summary=words,
+        evidence=(f"in the job's log: {words}", *_consequences(said, ())),
         fallout_ranks=tuple(picture.evidence.ranks),
-        would_settle=("which rank ran there: the scheduler's list of nodes and tasks",),
-        next_action=one.message.advice,
+        would_settle=("which rank it was: the scheduler's list of nodes and tasks",),
+        next_action=advice,
     )
 
 
