@@ -11,7 +11,7 @@ from echelon.launcher.coordinator import incidents as incidents_module
 from echelon.launcher.coordinator.waiting import why_roster_waits
 from echelon.launcher.incident import verdicts as verdicts_module
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
-from tests.launcher.jobs import Job, JobStore
+from tests.launcher.coordinator.jobs import Job, JobStore
 
 
 class _Endless:

@@ -1,6 +1,6 @@
 """Two launchers of one job, the second of which somebody starts again whenever it ends.
 
-    python -m tests.launcher.soak FOLDER SEED NUM_FAULTS LIMIT_S [FAULTS]
+    python -m tests.launcher.jobs.soak FOLDER SEED NUM_FAULTS LIMIT_S [FAULTS]
 
 Ends with the first launcher's exit code, once both have ended; 124 if they had to be killed.
 """

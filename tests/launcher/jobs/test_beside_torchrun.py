@@ -23,7 +23,7 @@ from echelon.launcher.control.seal import NONCE_BYTES
 from tests.launcher.cluster import Cluster
 from tests.ranks import read_json, run_echelon
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 pytestmark = pytest.mark.ranks
 

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher import soak_rank
+from tests.launcher.jobs import soak_rank
 from tests.machine import needs_machine, run_there
 from tests.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_machine]
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _SECONDS_A_FAULT = 20.0  # far above what one takes, so that a hang is an end and not for ever
 
 
 def _soak(folder: Path, seed: int, num_faults: int, faults: list[str]) -> None:
     done, left = run_there(
         [
-            sys.executable, "-m", "tests.launcher.soak", str(folder), str(seed), str(num_faults),
-            str(60 + num_faults * _SECONDS_A_FAULT), ",".join(faults),
+            sys.executable, "-m", "tests.launcher.jobs.soak", str(folder), str(seed),
+            str(num_faults), str(60 + num_faults * _SECONDS_A_FAULT), ",".join(faults),
         ],
         timeout_s=180 + num_faults * _SECONDS_A_FAULT,
         environ={"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},

@@ -19,7 +19,7 @@ from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
 
-_PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
+_PAGE = (Path(__file__).parents[3] / "docs/deploy.md").read_text()
 _LIMIT_S = 240
 _WORKER = """
 import os, sys
@@ -88,7 +88,7 @@ class _Place:
             stdin=subprocess.DEVNULL,
             env={
                 **kept, "HOME": str(self.folder), "PATH": f"{self.programs}:{os.environ['PATH']}",
-                "PYTHONPATH": str(Path(__file__).parents[2]), **environ,
+                "PYTHONPATH": str(Path(__file__).parents[3]), **environ,
             },
         )  # fmt: skip
 
@@ -239,7 +239,7 @@ def test_the_script_for_other_hosts(place, section, programs):
 
 def test_the_recipe_for_two_shells(tmp_path):
     pytest.importorskip("torch")
-    recipe = Path(__file__).parents[2] / "examples/two_nodes.sh"
+    recipe = Path(__file__).parents[3] / "examples/two_nodes.sh"
     text = tmp_path / "text"
     text.write_bytes(b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(4000)))
     environ = {

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator.decide import EndedBy
-from tests.launcher.jobs import Job
+from tests.launcher.coordinator.jobs import Job
 
 
 @pytest.fixture
