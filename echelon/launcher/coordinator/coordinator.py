@@ -16,20 +16,21 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from echelon.errors import LaunchError
 from echelon.launcher.control import messages as m
-from echelon.launcher.control.conf import beat_s
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.meeting import MeetingPlace
+from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.restarts import Restarts
 from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.starting import starts_of, world_of
 from echelon.launcher.coordinator.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.world import World
-from echelon.launcher.job.report import EXIT_STALL, NOT_CONCLUDED, Report, exit_code
+from echelon.launcher.job.report import NOT_CONCLUDED, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
@@ -82,6 +83,7 @@ class Coordinator:
             last_call_s=options.conf.last_call_s,
         )
         self._roster.open(time.monotonic())
+        self._members = Membership(options, self._roster, meeting, send, terminal.say)
         self._world: World | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
@@ -170,15 +172,8 @@ class Coordinator:
 
     def _join(self, node: str, hello: m.Hello) -> None:
         is_host = node == self._options.node_name
-        refusal = self._roster.join(self._node_of(hello), time.monotonic())
-        if hello.version != m.VERSION:
-            refusal = f"it speaks version {hello.version} of the protocol, this job {m.VERSION}"
-        if refusal:
-            text = f"rejected by the host: {refusal}"
-            self._send(node, m.Over(exit_code=1, ended_by="agent", text=text))
-            self._roster.leave(node)
+        if not self._members.join(hello):
             return
-        self._admit(hello)
         if self._succession is not None:
             self._succession.admit(hello)
         if self._world is not None:
@@ -186,24 +181,6 @@ class Coordinator:
         elif not is_host:
             here, needed = len(self._roster.nodes), self._options.min_nodes
             self._say(f"node {hello.host} connected ({here} of {needed} required nodes)")
-
-    def _node_of(self, hello: m.Hello) -> Node:
-        return Node(
-            name=hello.node,
-            host=hello.host,
-            num_workers=hello.num_workers,
-            node_rank=hello.node_rank,
-            is_host=hello.node == self._options.node_name,
-        )
-
-    def _admit(self, hello: m.Hello) -> None:
-        """Let torch's own store clients, which cannot prove the secret, in from a member."""
-        if not hello.address:
-            return  # this node itself
-        try:
-            self._meeting.admit(hello.address)
-        except LaunchError as err:
-            self._say(f"{err}; torch's own store clients on {hello.host} are not let in")
 
     def _leave(self, node: str, reason: str) -> None:
         left = [n for n in self._roster.nodes if n.name == node]
@@ -249,7 +226,7 @@ class Coordinator:
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
-            self._let_go(node, number)  # it waits for a place: nobody depends on it
+            self._members.let_go(node, number)  # it waits for a place: nobody depends on it
             return
         if world is None or self._ending is not None:
             self._stop_signal = number
@@ -261,24 +238,17 @@ class Coordinator:
         name = signal.Signals(number).name
         if is_host or len(stays) < self._options.min_nodes:
             if self._stop_signal == 0:
-                self._say(f"{name} at node {self._host(node)}: stopping the job")
+                self._say(f"{name} at node {self._members.host_of(node)}: stopping the job")
             self._stop_signal = number
             self._decide(world, decide.StopRequested(number))
             return
         if node not in world.leaving:
             world.leaving[node] = number
             self._say(
-                f"node {self._host(node)} is leaving the job ({name}); all ranks stop, "
+                f"node {self._members.host_of(node)} is leaving the job ({name}); all ranks stop, "
                 "and the other nodes continue without it"
             )
             self._decide(world, decide.LeaveRequested(number))
-
-    def _host(self, node: str) -> str:
-        return next((one.host for one in self._roster.nodes if one.name == node), node)
-
-    def _let_go(self, node: str, number: int) -> None:
-        self._roster.leave(node)
-        self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
 
     def _note_ended(self, world: World, rank: int, code: int) -> None:
         world.note_ended(rank, None if code == _LOST else code)
@@ -350,8 +320,7 @@ class Coordinator:
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
         for hello in inherited.hellos:
-            self._roster.join(self._node_of(hello), time.monotonic())
-            self._admit(hello)
+            self._members.join(hello)
             succession.admit(hello)
         self._roster.resume([one.name for one in mandate.members])
         holders = {hello.node for hello in inherited.hellos if hello.holds == mandate.attempt}
@@ -439,42 +408,22 @@ class Coordinator:
             num_attempts=self._report.attempts,
         )
 
-    def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
-        """Return an attempt of these nodes, in rank order, and each node's first rank."""
-        options = self._options
-        world, firsts = World.of(
-            nodes,
-            number=number,
-            grace_s=options.shutdown_timeout_s,
-            stop_on_stall=options.on_stall == "stop",
-            stall_timeout_s=options.stall_timeout_s,
-        )
-        self._report.world_size = world.size
-        return world, firsts
-
     def _begin(self, nodes: Sequence[Node]) -> None:
         self._world, firsts = self._world_of(nodes, self._numbers)
         self._numbers += 1
         if self._succession is not None:
             self._succession.begin(nodes)
-        for index, (node, first) in enumerate(zip(nodes, firsts, strict=True)):
-            start = m.Start(
-                attempt=self._world.number,
-                restart=self._report.attempts,
-                max_restarts=self._options.max_restarts,
-                job_id=self._report.job_id,
-                world_size=self._world.size,
-                first_rank=first,
-                num_workers=node.num_workers,
-                node_rank=index,
-                num_nodes=len(nodes),
-                master_addr=self._meeting.host,
-                master_port=self._meeting.port,
-                stall_timeout_ms=int(self._options.stall_timeout_s * 1000),
-                torch_backend=self._options.torch_backend,
-                sights_ms=int(1000 * beat_s(len(nodes), self._options.conf.lost_after_s)),
-            )
+        starts = starts_of(
+            self._world, nodes, firsts, self._options, self._meeting,
+            job_id=self._report.job_id, restart=self._report.attempts,
+        )  # fmt: skip
+        for node, start in zip(nodes, starts, strict=True):
             self._send(node.name, start)
+
+    def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
+        world, firsts = world_of(nodes, number, self._options)
+        self._report.world_size = world.size
+        return world, firsts
 
     def _act(self, world: World, action: decide.Action) -> None:
         if isinstance(action, decide.StopWorkers):
@@ -509,7 +458,7 @@ class Coordinator:
         self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
         self._todo.clear()
         for node, number in world.leaving.items():
-            self._let_go(node, number)
+            self._members.let_go(node, number)
         if not self._restart(world, world.end):
             self._ending = (world, world.end)
             self._ending_deadline_s = now_s + _VERDICT_S
@@ -551,24 +500,11 @@ class Coordinator:
     def _conclude(self, world: World, end: decide.EndAttempt) -> None:
         report = self._report
         if not end.failed:
-            for incident in report.incidents:
-                incident.recovered = True
             elapsed_s = time.monotonic() - self._started_s
-            who = "the rank" if report.world_size == 1 else f"all {report.world_size} ranks"
-            self._say(f"{who} finished successfully in {elapsed_s:.1f} s")
-            self._finish(EndedBy.WORKER, 0)
-        elif world.unkillable:
-            shown = "; ".join(f"rank {r}: {why}" for r, why in sorted(world.unkillable.items()))
-            report.error = f"ranks that cannot be killed were left behind: {shown}"
-            self._finish(EndedBy.AGENT, 1)
-        elif end.ended_by is EndedBy.STALL:
-            self._finish(EndedBy.STALL, EXIT_STALL)
-        elif self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE):
-            self._stop_signal = self._stop_signal or next(iter(world.leaving.values()))
-            self._finish(EndedBy.SIGNAL, 128 + self._stop_signal)
-        else:
-            last: Any = report.incidents[-1].verdict if report.incidents else None
-            self._finish(EndedBy.WORKER, exit_code(list(world.ended.values()), last) or 1)
+            which = "the rank" if report.world_size == 1 else f"all {report.world_size} ranks"
+            self._say(f"{which} finished successfully in {elapsed_s:.1f} s")
+        ended_by, code = conclude(world, end, report, self._stop_signal)
+        self._finish(ended_by, code)
 
     def _finish(self, ended_by: EndedBy, code: int) -> None:
         self.is_over = True

@@ -1,0 +1,75 @@
+"""Nodes as they connect and leave: who is admitted, who is refused, who is let go.
+
+`Roster` decides which of them take part in a world; this carries the outcome to the node, and lets
+its address in at the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from echelon.errors import LaunchError
+from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.coordinator.meeting import MeetingPlace
+from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.options.options import Options
+
+
+class Membership:
+    """The nodes of one job, in the words of the protocol."""
+
+    def __init__(
+        self,
+        options: Options,
+        roster: Roster,
+        meeting: MeetingPlace,
+        send: Callable[[str, m.Command], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._roster = roster
+        self._meeting = meeting
+        self._send = send
+        self._say = say
+
+    def join(self, hello: m.Hello) -> bool:
+        """Admit a node; return False if it was refused, and tell it why."""
+        refusal = self._roster.join(self._node_of(hello), time.monotonic())
+        if hello.version != m.VERSION:
+            refusal = f"it speaks version {hello.version} of the protocol, this job {m.VERSION}"
+        if refusal:
+            text = f"rejected by the host: {refusal}"
+            self._send(hello.node, m.Over(exit_code=1, ended_by="agent", text=text))
+            self._roster.leave(hello.node)
+            return False
+        self._admit(hello)
+        return True
+
+    def host_of(self, node: str) -> str:
+        """Return the name of the host that a node runs on."""
+        return next((one.host for one in self._roster.nodes if one.name == node), node)
+
+    def let_go(self, node: str, number: int) -> None:
+        """End the launcher of a node that its user asked to stop with a signal."""
+        self._roster.leave(node)
+        self._send(node, m.Over(exit_code=128 + number, ended_by=EndedBy.SIGNAL.value))
+
+    def _node_of(self, hello: m.Hello) -> Node:
+        return Node(
+            name=hello.node,
+            host=hello.host,
+            num_workers=hello.num_workers,
+            node_rank=hello.node_rank,
+            is_host=hello.node == self._options.node_name,
+        )
+
+    def _admit(self, hello: m.Hello) -> None:
+        """Let torch's own store clients, which cannot prove the secret, in from a member."""
+        if not hello.address:
+            return  # this node itself
+        try:
+            self._meeting.admit(hello.address)
+        except LaunchError as err:
+            self._say(f"{err}; torch's own store clients on {hello.host} are not let in")

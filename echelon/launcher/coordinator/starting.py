@@ -1,0 +1,60 @@
+"""A world as its nodes are told of it: which ranks each has, and where they meet. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.conf import beat_s
+from echelon.launcher.coordinator.meeting import MeetingPlace
+from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.options.options import Options
+
+
+def world_of(nodes: Sequence[Node], number: int, options: Options) -> tuple[World, list[int]]:
+    """Return an attempt of these nodes, in rank order, and each node's first rank."""
+    return World.of(
+        nodes,
+        number=number,
+        grace_s=options.shutdown_timeout_s,
+        stop_on_stall=options.on_stall == "stop",
+        stall_timeout_s=options.stall_timeout_s,
+    )
+
+
+def starts_of(
+    world: World,
+    nodes: Sequence[Node],
+    firsts: Sequence[int],
+    options: Options,
+    meeting: MeetingPlace,
+    *,
+    job_id: str,
+    restart: int,
+) -> list[m.Start]:
+    """Return what to send to each node of a world, in their order.
+
+    Args:
+        firsts: each node's first rank.
+        restart: how many worlds have ended.
+    """
+    return [
+        m.Start(
+            attempt=world.number,
+            restart=restart,
+            max_restarts=options.max_restarts,
+            job_id=job_id,
+            world_size=world.size,
+            first_rank=first,
+            num_workers=node.num_workers,
+            node_rank=index,
+            num_nodes=len(nodes),
+            master_addr=meeting.host,
+            master_port=meeting.port,
+            stall_timeout_ms=int(options.stall_timeout_s * 1000),
+            torch_backend=options.torch_backend,
+            sights_ms=int(1000 * beat_s(len(nodes), options.conf.lost_after_s)),
+        )
+        for index, (node, first) in enumerate(zip(nodes, firsts, strict=True))
+    ]
