@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Occasion, Worker, harvest_steps
+from echelon.launcher.incident.harvest import harvest_steps
+from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.job.rundir import RunDirectory, write_json
 from echelon.recorder.format.schema import Record
 from echelon.recorder.read.dump import pack_dump, write_dump

@@ -23,8 +23,9 @@ from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills, sample
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Occasion, Worker, harvest
+from echelon.launcher.incident.harvest import harvest
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
+from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.node import environment
 from echelon.launcher.node.binding import bind, describe

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from echelon.errors import DumpFormatError
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Worker
+from echelon.launcher.incident.worker import Worker
 from echelon.launcher.node.activity import Activity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.stall.watchdog import Sight

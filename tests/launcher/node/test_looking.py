@@ -19,7 +19,8 @@ import pytest
 
 from echelon.host.facts import OUTSIDE, SIGNAL
 from echelon.host.stacks import can_spy
-from echelon.launcher.incident.harvest import Occasion, Worker, harvest
+from echelon.launcher.incident.harvest import harvest
+from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.node.guard import Guard
 from tests.launcher.background import Node
 from tests.ranks import read_json
@@ -191,7 +192,7 @@ os.read(0, 1)
 def test_a_signal_is_the_last_resort_and_never_writes_into_the_programs_files(
     tmp_path, monkeypatch, closes
 ):
-    monkeypatch.setattr("echelon.launcher.incident.harvest.spy_stacks", lambda _: "")
+    monkeypatch.setattr("echelon.launcher.incident.stacks.spy_stacks", lambda _: "")
     mine, script = tmp_path / "mine", tmp_path / "program.py"
     mine.touch()
     script.write_text(CLOSED.format(closes=closes))

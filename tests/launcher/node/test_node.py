@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.incident.harvest import Occasion
+from echelon.launcher.incident.worker import Occasion
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.node import node as node_module
 from echelon.launcher.node.node import NodeAgent

@@ -1,0 +1,96 @@
+"""The stacks of one worker: read from outside, else asked for by a signal.
+
+A signal ends the system call that a thread waits in, and with it, often, the hang: it is the last
+resort, and `HostFacts.stacks_from` says that it was used.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from echelon.host import process
+from echelon.host.facts import OUTSIDE, SIGNAL
+from echelon.host.native_stacks import native_stacks
+from echelon.host.stacks import spy_stacks
+from echelon.recorder.format.schema import Identity
+
+_SETTLED_S = 0.06
+_STACKS_BYTES = 64 << 10
+
+
+class Stacks:
+    """The stacks of one process's threads, at one moment."""
+
+    def __init__(self, folder: Path, pid: int, identity: Identity, *, native: bool) -> None:
+        self.native = ""
+        self._wants_native = native
+        self._path = folder / "stacks"
+        self._pid = pid
+        self._identity = identity
+        self._spied = ""
+        self._asked = False
+        self._from = 0
+        self._seen = (0, 0.0)
+
+    def ask(self) -> None:
+        """Ask by signal if they could not be read from outside."""
+        identity = self._identity
+        if self._spied or not identity.stack_signal or not self._can_answer():
+            return
+        self._from = _size(self._path)
+        self._seen = (self._from, time.monotonic())
+        self._asked = process.send(self._pid, identity.pid_start_ticks, identity.stack_signal)
+
+    def _can_answer(self) -> bool:
+        """Return whether the handler's descriptor still is the file: a daemon closes them all.
+
+        Else it would write stacks into whatever the program opened since.
+        """
+        number = self._identity.settings.get("stacks_fd")
+        try:
+            return Path(f"/proc/{self._pid}/fd/{number}").samefile(self._path)
+        except OSError:
+            return False
+
+    def have_arrived(self) -> bool:
+        """Return whether the answer is there and no longer grows, or will never arrive."""
+        if not self._asked:
+            return True
+        size, since = _size(self._path), self._seen[1]
+        if size != self._seen[0]:
+            self._seen = (size, time.monotonic())
+            return False
+        return size > self._from and time.monotonic() - since > _SETTLED_S
+
+    def spy(self) -> None:
+        """Read them from outside, where that is possible. May run on another thread."""
+        self._spied = spy_stacks(self._pid)
+        if self._wants_native:
+            self.native = native_stacks(self._pid, [])[:_STACKS_BYTES]
+
+    def text(self) -> str:
+        """Return what was read from outside, else what was answered."""
+        return self._spied or (_text_from(self._path, self._from) if self._asked else "")
+
+    def origin(self) -> str:
+        """Return how they were read, see `HostFacts.stacks_from`."""
+        if self._spied:
+            return OUTSIDE
+        return SIGNAL if self.text() else ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text_from(path: Path, offset: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(_STACKS_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,172 @@
+"""One worker during a collection: what its ring, /proc and its stacks show, put together."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+from echelon.errors import DumpFormatError
+from echelon.host import process
+from echelon.host.facts import HostFacts
+from echelon.host.native_stacks import named
+from echelon.host.threads import program_of, threads
+from echelon.launcher.incident.error_file import read_error_file
+from echelon.launcher.incident.stacks import Stacks
+from echelon.launcher.incident.worker import Occasion, Worker
+from echelon.recorder.format.schema import Fault, Identity, Live, Record, State
+from echelon.recorder.read import read_ring
+from echelon.recorder.read.dump import empty_record
+
+_STDERR_TAIL_BYTES = 16 << 10
+
+
+class Witness:
+    """One worker during a harvest."""
+
+    def __init__(self, worker: Worker, occasion: Occasion) -> None:
+        self.worker = worker
+        self._occasion = occasion
+        record = _read(worker)
+        self._identity = record.identity
+        # The script may run below the program.
+        self._pid = record.identity.pid or (program_of(worker.pid) if worker.alive else worker.pid)
+        self._waits_for_torch = (
+            worker.alive and not record.has_ring and worker.torch is not None and worker.torch.ask()
+        )
+        self._before = process.sample(self._pid) if worker.alive else process.Sample()
+        self._surroundings = process.Surroundings(self._pid) if worker.alive else None
+        self._sampled_s = time.monotonic()
+        self.record = record
+        self.look(native=True)
+
+    def look(self, *, native: bool = False) -> None:
+        """Begin to read a living process's stacks."""
+        folder, alive = self.worker.folder, self.worker.alive
+        self._stacks = Stacks(folder, self._pid, self._identity, native=native) if alive else None
+
+    def ask(self) -> None:
+        """See `Stacks.ask`."""
+        if self._stacks is not None:
+            self._stacks.ask()
+
+    @property
+    def is_seen_from_outside(self) -> bool:
+        """Whether only its processor time will tell whether it is busy."""
+        return self.worker.alive and not self.record.has_ring
+
+    def has_answered(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return self._stacks is None or self._stacks.have_arrived()
+
+    def has_torch_answered(self) -> bool:
+        """Whether torch's dump has come, or will never come."""
+        torch = self.worker.torch
+        return not self._waits_for_torch or torch is None or torch.has_come()
+
+    def spy(self) -> None:
+        """See `Stacks.spy`."""
+        if self._stacks is not None:
+            self._stacks.spy()
+
+    def testify(self) -> None:
+        """Put together all that is known now."""
+        record = self.record
+        if record.has_ring:
+            record = _read(self.worker)  # again: what it did since counts
+        identity = record.identity
+        if not record.has_ring:
+            identity = Identity(
+                rank=self.worker.rank,
+                local_rank=self.worker.local_rank,
+                world_size=self._occasion.world_size,
+                attempt=self._occasion.attempt,
+                job_id=self._occasion.job_id,
+                pid=self._pid,
+                mono_ns=time.monotonic_ns(),
+                wall_ns=time.time_ns(),
+            )
+        self.record = replace(
+            record,
+            identity=identity,
+            fault=_named_frames(record.fault),
+            host=self._facts(),
+            dumped_mono_ns=time.monotonic_ns(),
+        )
+
+    def testify_later(self, gap_s: float) -> None:
+        """Add what a second look shows: has it moved, and where does it stand now?"""
+        if not self.worker.alive or not self.record.has_ring:
+            return
+        now = _read(self.worker)
+        recorded = _activity(now) - _activity(self.record) if now.has_ring else -1
+        host = replace(
+            self.record.host,
+            later_gap_s=gap_s,
+            later_recorded=recorded,
+            later_stacks="" if self._stacks is None else self._stacks.text(),
+            later_heartbeat_mono_ns=now.live[Live.HEARTBEAT_MONO_NS],
+        )
+        self.record = replace(self.record, host=host)
+
+    def _facts(self) -> HostFacts:
+        worker = self.worker
+        after = process.sample(self._pid) if worker.alive else process.Sample()
+        elapsed_s = time.monotonic() - self._sampled_s
+        tail = process.tail(worker.logs / "stderr.log", _STDERR_TAIL_BYTES)
+        facts = HostFacts(
+            alive=worker.alive,
+            exit_code=worker.exit_code,
+            exited_mono_ns=worker.exited_mono_ns,
+            exit_order=worker.exit_order,
+            stopped_by_agent=worker.stopped_by_agent,
+            process_state=after.state,
+            wait_channel=after.wait_channel,
+            cpu_share=process.cpu_share(self._before, after, elapsed_s),
+            rss_bytes=after.rss_bytes,
+            oom_kill=self._was_killed_for_memory(),
+            stacks="" if self._stacks is None else self._stacks.text(),
+            stacks_from="" if self._stacks is None else self._stacks.origin(),
+            native_stacks="" if self._stacks is None else self._stacks.native,
+            stderr_tail=tail or worker.start_error,
+            error_file=read_error_file(worker.folder / "error.json"),
+            snapshot_mono_ns=time.monotonic_ns(),
+            not_permitted=after.not_permitted,
+        )
+        if self._surroundings is None:
+            return facts
+        if not self.record.has_ring:
+            denied = list(facts.not_permitted)
+            seen = threads(self._pid, denied)
+            facts = replace(facts, threads=seen, not_permitted=tuple(denied))
+        return self._surroundings.add_to(facts)
+
+    def _was_killed_for_memory(self) -> bool | None:
+        """A SIGKILL that was not ours, while the cgroup counted a kill for memory."""
+        before = self._occasion.oom_kills_before
+        if self.worker.exit_code != -9 or self.worker.stopped_by_agent:
+            return False if self.worker.exit_code is not None else None
+        now = process.oom_kills(os.getpid())
+        return None if before is None or now is None else now > before
+
+
+def _activity(record: Record) -> int:
+    """Count what a rank has begun or ended so far."""
+    states = record.operations["state"]
+    ended = int(((states == State.COMPLETED) | (states == State.FAILED)).sum())
+    live = record.live
+    return live[Live.NUM_OPERATIONS] + ended + live[Live.NUM_SPANS] + live[Live.STEP]
+
+
+def _read(worker: Worker) -> Record:
+    path = worker.folder / "ring"
+    try:
+        return read_ring(path)
+    except DumpFormatError as err:
+        warnings = [str(err)] if path.exists() else []
+        return empty_record(path, Identity(rank=worker.rank), HostFacts(), *warnings)
+
+
+def _named_frames(fault: Fault | None) -> Fault | None:
+    """Add the functions' names to the places that the dying process left."""
+    return None if fault is None else replace(fault, frames=tuple(map(named, fault.frames)))
