@@ -202,6 +202,36 @@ def test_a_late_rank_is_missing_after_the_timeout_and_told_so_when_it_comes(engi
     run_ranks(_wait_for_late, 3, environ=engine)
 
 
+def _give_up_first(rank: int, world_size: int, how: str) -> None:
+    """Rank 0 gives up while rank 1 is late; rank 2, with a longer limit, hears of it at once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    world = dist.init(timeout_s=600)
+    world.barrier()
+    if rank == 2:
+        once_inside("all_reduce", lambda: dist_store().set("rank 2 waits", "1"))
+    if rank == 0:
+        dist_store().get("rank 2 waits", timeout=40)
+        if how == "timeout":
+            world.timeout_s = 0.5
+        else:
+            once_inside("all_reduce", lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(CollectiveTimeoutError if how == "timeout" else KeyboardInterrupt):
+            world.all_reduce(np.ones(3))
+    else:
+        if rank == 1:  # comes only once rank 2 has heard
+            dist_store().get("rank 2 has failed", timeout=40)
+        with pytest.raises(CollectiveError) as caught:
+            world.all_reduce(np.ones(3))
+        assert caught.value.ranks == ((1,) if how == "timeout" else (0,)), str(caught.value)
+        dist_store().set(f"rank {rank} has failed", "1")
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+def test_a_rank_that_waits_for_a_late_one_hears_that_another_has_given_up(engine, how):
+    run_ranks(_give_up_first, 3, how, environ=engine)
+
+
 def _wait_for_stopped(rank: int, world_size: int) -> None:
     world = dist.init(timeout_s=60)
     store = dist_store()

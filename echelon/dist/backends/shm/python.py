@@ -342,6 +342,7 @@ class PythonEngine(HostEngine):
                 reason = Fault(fault)
         if gone:
             raise self._explain(operation, reason, sorted(gone))
+        self._check_nobody_gave_up(operation)
         watch.check(self._late)
 
     def _gone(self) -> list[tuple[int, str]]:

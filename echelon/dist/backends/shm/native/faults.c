@@ -136,6 +136,9 @@ static bool look_at(struct look *look, struct ec_op *op)
         return false; /* it ends in the next step */
     if (is_message(op) || op == look->running)
         blame = find_fault(look, op);
+    bool is_running = op == look->running && op->begun;
+    if (blame.fault == EC_FINE && is_running && ec_fails_with_others(look->engine, op))
+        return true; /* a rank that had arrived gave it up: it fails, even if the late ones come */
     if (blame.fault == EC_FINE && look->now >= op->deadline_ns)
         blame = time_out(look, op);
     if (blame.fault != EC_FINE) {
