@@ -65,6 +65,7 @@ class Elector:
         self.term = 0
         self.host = ""
         self.mandate: Mandate | None = None
+        self._named_version = (-1, -1)  # of the latest mandate that makes this node an elector
         self._voted_for = ""
         self._promised_until_s = float("-inf")  # to the host
         self._bound_until_s = float("-inf")  # by the last vote
@@ -95,6 +96,8 @@ class Elector:
         """Keep a mandate, unless a later one, or a later host, is known."""
         if mandate.term >= self.term and mandate.version > self.version:
             self.mandate = mandate
+            if self.name in mandate.electors:
+                self._named_version = mandate.version
 
     def lose_host(self, *, is_dead: bool) -> None:
         """Note that the host is lost.
@@ -118,7 +121,9 @@ class Elector:
     def _may_vote(self, asked: Canvass, now_s: float) -> bool:
         if self.mandate is None or asked.node not in self.mandate.electors:
             return False
-        if asked.version < self.version:
+        # A mandate that only removes this elector may be held by no other: a candidate that lacks
+        # it needs a majority of the remaining electors as well, and that decides.
+        if asked.version < self._named_version:
             return False
         if asked.term == self.term and asked.node == self._voted_for and not self.host:
             return True  # asked again: the answer was lost

@@ -154,6 +154,20 @@ class Office:
             num_attempts=num_attempts,
         )
 
+    def withdraw(self) -> bool:
+        """Let proposed electors go again, if only the host had a vote before; return whether it did.
+
+        No decision was possible without the host, so none was taken.
+        """
+        electorates = self.mandate.electorates
+        alone = ((self.name,),)
+        if len(electorates) == 1 or electorates[:1] != alone:
+            return False
+        self.mandate = replace(
+            self.mandate, index=self.mandate.index + 1, others=(), electorates=alone
+        )
+        return True
+
     def is_held(self) -> bool:
         """Return whether a majority of all its electors holds the mandate."""
         index = self.mandate.index

@@ -80,7 +80,10 @@ class Succession:
         """Fence a node that is lost."""
         ends_s = self._office.remove(name)
         self._fences.lose(name, self._endpoints.get(name, ""), ends_s, now_s())
-        self._proposed = () if name in self._proposed else self._proposed
+        if name in self._proposed:
+            self._proposed = ()
+            if self._office.withdraw():
+                self._publish()
 
     def on_reply(self, name: str, event: m.LeaseReply) -> None:
         """Take in a node's reply."""

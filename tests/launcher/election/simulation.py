@@ -165,7 +165,7 @@ class SimNode:
         self.office = None
         self.sessions.clear()
         self.chosen = self.current = None
-        if self.began:
+        if self.began or office.term == 0:  # the first host stops in any case
             self.crash()
         else:
             self.elector.lose_host(is_dead=False)

@@ -85,6 +85,32 @@ def test_a_candidate_that_lacks_a_change_gets_no_vote():
     assert not elector.on_canvass(_ask("stranger", 1), _P).granted
 
 
+def test_an_elector_that_a_change_removes_votes_for_one_that_lacks_only_that_change():
+    """Else it may hold the last vote of the former electors, and refuse it to all that remain."""
+    electorates = (("a", "b", "c", "d"), ("a", "b", "d"))
+    joint = replace(_mandate("a", "b", "c", "d"), index=3, electorates=electorates)
+    removed = _elector("c")
+    removed.on_mandate(joint)
+    removed.on_mandate(replace(joint, index=4, electorates=electorates[1:]))
+    assert removed.version == (0, 4)
+    assert not removed.on_canvass(_ask("b", 1, version=(0, 2)), _P).granted
+    assert removed.on_canvass(_ask("b", 1, version=(0, 3)), _P).granted
+
+
+def test_a_change_whose_only_former_elector_is_the_host_can_be_withdrawn():
+    office = Office("a", 0, _mandate("a"), _P)
+    office.propose([_member(n) for n in "abc"], attempt=0, restarts=0, num_attempts=0)
+    assert office.remaining_s(0.0) == 0, "neither of the others has answered"
+    office.withdraw()
+    assert office.mandate.electorates == (("a",),)
+    assert office.remaining_s(0.0) > 0
+    office = Office("a", 0, _mandate("a", "b", "c"), _P)
+    office.propose([_member(n) for n in "ade"], attempt=0, restarts=0, num_attempts=0)
+    before = office.mandate
+    office.withdraw()
+    assert office.mandate == before, "the others may have decided by it"
+
+
 def test_a_host_of_an_earlier_term_is_not_heard():
     elector = _elector()
     elector.on_canvass(_ask("c", 3), _P)
