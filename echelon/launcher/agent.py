@@ -378,7 +378,7 @@ class _Agent:
                 why = getattr(self._link, "lost_because", "")
                 return self.over is not None or self._lose_host(why)
             self._obey_one(command)
-        if self._failover is not None and self._failover.is_overdue and self.over is None:
+        if self._failover is not None and self._failover.is_overdue() and self.over is None:
             return self._lose_host("no beat in time")
         return True
 

@@ -38,6 +38,8 @@ _SEEK_S = 6.0  # beyond the promise that electors have to wait out
 _RELINK_S = 3.0
 _POLL_S = 0.05
 _LEAST_MOVE_S = 0.2  # a fence that moves less is not worth a message
+_STANDSTILL_S = 1.0  # the loop turns at least twice as often
+_HEAR_S = 0.3  # after a standstill: beats that arrived in it have to be read first
 
 
 class Failover:
@@ -72,6 +74,7 @@ class Failover:
         self._world_term = -1  # of the host that started the ranks which run here
         self._fence_s = float("-inf")
         self._give_up_s: float | None = None  # monotonic
+        self._looked_s = self._woke_s = float("-inf")  # monotonic
         self.hosting = hosting
 
     # ---- with a host ----
@@ -135,9 +138,17 @@ class Failover:
             node.stop(m.Stop(number=signal.SIGTERM, grace_ms=grace_ms, urgent=True))
         return True
 
-    @property
     def is_overdue(self) -> bool:
-        """Whether the host has to be taken for lost, though the link has not ended."""
+        """Whether the host has to be taken for lost, though the link has not ended.
+
+        To be asked at each turn of the loop.
+        """
+        moment_s = time.monotonic()
+        if moment_s > self._looked_s + _STANDSTILL_S:
+            self._woke_s = moment_s
+        self._looked_s = moment_s
+        if moment_s < self._woke_s + _HEAR_S:
+            return False
         mandate = self._standby.mandate
         return self._standby.is_overdue and mandate is not None and mandate.survives_host
 

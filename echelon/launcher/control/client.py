@@ -4,7 +4,7 @@ The thread dials until the deadline, greets, and then passes frames both ways; i
 frame where nothing else has left for as long as the host allows. A stream that ends, or is silent
 for a third of the time that counts as a loss, is dialled again: the session goes on where it was.
 The coordinator is lost once its host refuses a connection, or once nothing was heard for the whole
-of that time.
+of that time, by a clock that stands still while this process does.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
 from echelon.errors import LaunchError
 from echelon.launcher.control.conf import BEAT_S, LOST_AFTER_S
+from echelon.launcher.control.lifesign import LifeSign
 from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.control.messages import (
     MAX_MESSAGE_BYTES,
     Command,
@@ -45,6 +48,7 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _DIAL_S = 0.25
+_TICK_S = 0.25
 _CLOSE_S = 3.0
 _PROBE_S = 2.0
 _TRIES = 3  # connections in the time that counts as a loss
@@ -87,8 +91,10 @@ class GrpcLink:
         self._beat_s = BEAT_S
         self._endpoint = endpoint
         self._secret = secret
+        self._life: LifeSign | None = None  # from the first connection on: names resolve then
         self._hello = hello
-        self._deadline_s = time.monotonic() + join_timeout_s
+        self._lived = LivedTime(_TICK_S, time.monotonic())
+        self._deadline_s = self._now_lived_s() + join_timeout_s
         self._incoming: Mailbox[Command | None] = Mailbox()
         self._state = Session()
         self._token = ""
@@ -139,6 +145,8 @@ class GrpcLink:
         except (grpc.RpcError, LaunchError, OSError, TimeoutError, asyncio.TimeoutError) as err:
             self.lost_because = self.lost_because or _describe(err)
         finally:
+            if self._life is not None:
+                self._life.close()
             self._incoming.put(None)
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             if self._is_last:
@@ -152,6 +160,23 @@ class GrpcLink:
         Raises:
             LaunchError: the coordinator is lost.
         """
+        ticker = self._loop.create_task(self._tick())
+        try:
+            await self._connections()
+        finally:
+            ticker.cancel()
+
+    def _now_lived_s(self) -> float:
+        return self._lived.at(time.monotonic())
+
+    async def _tick(self) -> None:
+        while True:
+            self._lived.tick(time.monotonic())
+            if self._life is not None:
+                self._life.clear()
+            await asyncio.sleep(_TICK_S)
+
+    async def _connections(self) -> None:
         while True:
             try:
                 async with open_channel(self._endpoint, self._tls) as channel:
@@ -175,9 +200,12 @@ class GrpcLink:
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
-        return isinstance(self._hello, Hello) and time.monotonic() < self._deadline_s
+        return isinstance(self._hello, Hello) and self._now_lived_s() < self._deadline_s
 
     async def _connection(self, channel: grpc.aio.Channel) -> None:
+        if self._life is None and isinstance(self._hello, Hello):
+            self._life = LifeSign(self._endpoint)
+            self._hello = replace(self._hello, life_port=self._life.port)
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
         try:
             seal = await self._greet(call)
@@ -206,7 +234,7 @@ class GrpcLink:
         self._lost_after_s = welcome.lost_after_ms / 1e3
         self._beat_s = welcome.beat_ms / 1e3
         self._state.resume(welcome.received)
-        self._heard_s = time.monotonic()
+        self._heard_s = self._now_lived_s()
         self.is_connected = True
         return seal
 
@@ -237,7 +265,7 @@ class GrpcLink:
                 self.last_error = await _why_not(self._endpoint) or self.last_error
                 if self.is_connected and self.last_error == _REFUSED:
                     raise LaunchError("connection closed, and refused since")
-            if time.monotonic() > self._deadline_s:
+            if self._now_lived_s() > self._deadline_s:
                 if self.is_connected:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
                 tried = f"could not reach the coordinator at {self._endpoint} in time"
@@ -270,7 +298,7 @@ class GrpcLink:
             frame = await asyncio.wait_for(call.read(), self._silence_s)
             if not isinstance(frame, bytes):
                 return  # end of the stream
-            self._heard_s = time.monotonic()
+            self._heard_s = self._now_lived_s()
             message = self._state.take(seal.open(frame))
             if message is not None:
                 command = unpack(message)

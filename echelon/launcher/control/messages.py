@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -32,6 +32,7 @@ class Hello:
     address: str = ""  # numeric, as the link saw it; what a node says of itself does not count
     port: int = 0  # at which it would host the job in turn, 0: it would not
     holds: int = -1  # the world whose ranks it has, after the loss of a host
+    life_port: int = 0  # refuses connections once this launcher is gone; 0: none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,11 @@
 """The coordinator's end of all links: a gRPC server on a thread of its own.
 
-One stream per node, and one per status client. A node that hangs up has left at once; one whose
-stream breaks has a moment to connect again, and then its session goes on; one that is silent for
-long is lost. A peer has to prove, frame by frame, that it knows the job's secret; one that does not
-within a few seconds is disconnected. Nodes that send more than the coordinator takes wait for it.
+One stream per node, and one per status client. A node that hangs up has left at once. One whose
+stream breaks may connect again, and its session continues: it is lost once its machine refuses
+connections to its life sign, or once it was silent for long, by a clock that stands still while
+this process does. A peer has to prove, frame by frame, that it knows the job's secret; one that
+does not within a few seconds is disconnected. Nodes that send more than the coordinator takes wait
+for it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from urllib.parse import unquote
 from echelon.errors import LaunchError
 from echelon.launcher.control.client import METHOD, OPTIONS
 from echelon.launcher.control.conf import BEAT_S, LOST_AFTER_S
+from echelon.launcher.control.lifesign import is_gone
 from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.control.messages import (
     Ask,
     CheckIn,
@@ -47,7 +51,7 @@ _GREETING_S = 15.0  # this side's own delay counts too, when thousands of nodes 
 _CLOSE_S = 10.0
 _DRAIN_S = 5.0  # for the last messages to many nodes
 _GRACE_S = 0.5
-_RESUME_S = 1.5  # for a node whose stream broke; one that was killed does not connect again
+_RESUME_S = 1.5  # after a stream broke, between questions whether its node's launcher is gone
 _MAX_WAITING = 256  # messages, of which dumps have up to 1 MiB
 _BEHIND_S = 0.01
 
@@ -87,6 +91,7 @@ class ControlServer:
         self._secret = secret
         self._events = events
         self._loop = asyncio.new_event_loop()
+        self._lived = LivedTime(beat_s, self._loop.time())
         self._members: dict[str, _Member] = {}
         self._problems: list[Exception] = []
         self._stop = asyncio.Event()
@@ -172,6 +177,8 @@ class ControlServer:
         deadline_s = self._loop.time() + _DRAIN_S
         while self._members and self._loop.time() < deadline_s:
             await asyncio.sleep(0.02)
+        for member in self._members.values():
+            member.take_over()
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
@@ -179,12 +186,20 @@ class ControlServer:
         while True:
             await asyncio.sleep(self._beat_s)
             now_s = self._loop.time()
+            self._lived.tick(now_s)
             for member in self._members.values():
-                if now_s - member.heard_s > self._lost_after_s:
+                if self._is_silent(member):
                     member.fall_silent()
                 elif now_s - member.sent_s >= self._beat_s / 2:
                     member.owes_beat = True
                     member.wake.set()
+
+    def _now_lived_s(self) -> float:
+        return self._lived.at(self._loop.time())
+
+    def _is_silent(self, member: _Member) -> bool:
+        """Whether nothing was heard of a node for as long as counts as a loss."""
+        return self._now_lived_s() - member.heard_s > self._lost_after_s
 
     async def _session(
         self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
@@ -250,10 +265,13 @@ class ControlServer:
                     raise _TryAgainError("this node's last connection has not ended yet")
                 known.take_over()  # its welcome was lost
                 known.token = secrets.token_hex(16)  # another node of that name cannot resume
+                known.life_port = hello.life_port
                 return known
-            member = _Member(hello.node, hello, can_resume=True)
+            member = _Member(hello.node, hello, self._now_lived_s(), can_resume=True)
+            member.life_port = hello.life_port
         elif isinstance(hello, Ask | CheckIn):
-            member = _Member(f"visitor-{secrets.token_hex(8)}", hello, can_resume=False)
+            name = f"visitor-{secrets.token_hex(8)}"
+            member = _Member(name, hello, self._now_lived_s(), can_resume=False)
         else:
             raise LaunchError("unexpected handshake")
         self._members[member.name] = member
@@ -277,7 +295,8 @@ class ControlServer:
             sender = self._loop.create_task(self._send_all(member, seal, context))
             receiver = self._loop.create_task(self._receive_all(member, seal, frames))
             member.tasks = tasks = (sender, receiver)
-            member.heard_s = self._loop.time()
+            member.address = _address(context.peer())
+            member.heard_s = self._now_lived_s()
             member.is_silent = False
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             is_broken = all(_is_broken(task) for task in done)
@@ -289,11 +308,17 @@ class ControlServer:
                 task.cancel()
             if stream == member.stream:  # no later one has taken over
                 if is_broken and member.can_resume and not member.is_ending:
-                    member.timer = self._loop.call_later(
-                        _RESUME_S, self._lose, member, "connection closed"
-                    )
+                    member.awaiting = self._loop.create_task(self._await_return(member))
                 else:
                     self._lose(member, why)
+
+    async def _await_return(self, member: _Member) -> None:
+        """Lose a node whose stream broke, unless it connects again: then this is cancelled."""
+        while True:
+            await asyncio.sleep(_RESUME_S)
+            if await is_gone(member.address, member.life_port) or self._is_silent(member):
+                break
+        self._lose(member, "connection closed")
 
     def _lose(self, member: _Member, why: str) -> None:
         if self._members.pop(member.name, None) is not None and member.greeting is None:
@@ -320,7 +345,7 @@ class ControlServer:
         while True:
             while self._events.num_waiting > _MAX_WAITING:  # the coordinator is behind
                 await asyncio.sleep(_BEHIND_S)
-                member.heard_s = self._loop.time()  # unread input does not count as silence
+                member.heard_s = self._now_lived_s()  # unread input does not count as silence
             try:
                 frame = await anext(frames)
             except StopAsyncIteration:  # gRPC says the same of a connection that was reset
@@ -329,7 +354,7 @@ class ControlServer:
                 if member.is_silent:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s") from None
                 raise
-            member.heard_s = self._loop.time()
+            member.heard_s = self._now_lived_s()
             member.has_spoken = True
             message = state.take(seal.open(frame))
             if message is not None:
@@ -348,7 +373,7 @@ class _TryAgainError(LaunchError):
 class _Member:
     """A node, or a status client, over all its connections."""
 
-    def __init__(self, name: str, greeting: Event, *, can_resume: bool) -> None:
+    def __init__(self, name: str, greeting: Event, heard_s: float, *, can_resume: bool) -> None:
         self.name = name
         self.can_resume = can_resume
         self.has_spoken = False  # since it was welcomed
@@ -359,9 +384,12 @@ class _Member:
         self.is_ending = False
         self.stream = 0  # counts connections
         self.tasks: tuple[asyncio.Task[None], ...] = ()  # sender, receiver
-        self.timer: asyncio.TimerHandle | None = None
+        self.address = ""  # of its latest connection
+        self.life_port = 0
+        self.awaiting: asyncio.Task[None] | None = None  # until it connects again
         self.owes_beat = False
-        self.heard_s = self.sent_s = asyncio.get_running_loop().time()
+        self.heard_s = heard_s  # by the clock of time that was lived
+        self.sent_s = asyncio.get_running_loop().time()
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
@@ -378,8 +406,8 @@ class _Member:
     def take_over(self) -> None:
         """End the connection before this one."""
         self.stream += 1
-        if self.timer is not None:
-            self.timer.cancel()
+        if self.awaiting is not None:
+            self.awaiting.cancel()
         for task in self.tasks:
             task.cancel()
 

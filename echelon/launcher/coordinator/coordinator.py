@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from echelon.launcher.control import messages as m
+from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # gRPC only where several nodes need it
 
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
+_STEP_S = 2.0  # between two looks; what is beyond it was this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
@@ -92,6 +94,7 @@ class Coordinator:
         self._stop_signal = 0
         self._look_s = min(_LOOK_S, options.stall_timeout_s / 5)
         self._next_look_s = 0.0
+        self._lived = LivedTime(_STEP_S, self._started_s)
         self._ending: tuple[World, decide.EndAttempt] | None = None  # waits for verdicts
         self._ending_deadline_s = 0.0
         self._waits_since_s = self._started_s
@@ -160,7 +163,7 @@ class Coordinator:
         if isinstance(event, m.WorkerEnded):
             self._note_ended(world, event.rank, event.code)
         elif isinstance(event, m.Sights):
-            world.note_sights(node, event, time.monotonic_ns())
+            world.note_sights(node, event, self._lived_ns())
         elif isinstance(event, m.Unkillable):
             self._note_unkillable(world, event)
         else:
@@ -268,9 +271,13 @@ class Coordinator:
         world.note_ended(event.rank, None)
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
+    def _lived_ns(self) -> int:
+        """Return the time by which ranks are looked at: this process's standstills do not count."""
+        return int(self._lived.at(time.monotonic()) * 1e9)
+
     def _look(self, world: World) -> None:
         was_stalled = world.rule.is_stalled
-        stall = world.look(time.monotonic_ns())
+        stall = world.look(self._lived_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
             self._incidents.note_progress(world)
@@ -287,6 +294,7 @@ class Coordinator:
         if self.is_over:
             return
         now_s = time.monotonic()
+        self._lived.tick(now_s)
         self._verdicts.poll()
         if self._succession is not None and self._has_lapsed(self._succession):
             return
@@ -421,7 +429,7 @@ class Coordinator:
             self._send(node.name, start)
 
     def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
-        world, firsts = world_of(nodes, number, self._options)
+        world, firsts = world_of(nodes, number, self._options, self._lived_ns())
         self._report.world_size = world.size
         return world, firsts
 

@@ -12,14 +12,21 @@ from echelon.launcher.coordinator.world import World
 from echelon.launcher.options.options import Options
 
 
-def world_of(nodes: Sequence[Node], number: int, options: Options) -> tuple[World, list[int]]:
-    """Return an attempt of these nodes, in rank order, and each node's first rank."""
+def world_of(
+    nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
+) -> tuple[World, list[int]]:
+    """Return an attempt of these nodes, in rank order, and each node's first rank.
+
+    Args:
+        now_mono_ns: of the clock by which its ranks will be looked at.
+    """
     return World.of(
         nodes,
         number=number,
         grace_s=options.shutdown_timeout_s,
         stop_on_stall=options.on_stall == "stop",
         stall_timeout_s=options.stall_timeout_s,
+        now_mono_ns=now_mono_ns,
     )
 
 

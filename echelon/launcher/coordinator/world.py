@@ -52,14 +52,20 @@ class World:
         grace_s: float,
         stop_on_stall: bool,
         stall_timeout_s: float,
+        now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
-        """Return the attempt of these nodes, in rank order, and each node's first rank."""
+        """Return the attempt of these nodes, in rank order, and each node's first rank.
+
+        Args:
+            now_mono_ns: of the clock by which ranks will be looked at; None: the monotonic one.
+        """
+        now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
         counts = [node.num_workers for node in nodes]
         firsts = [sum(counts[:i]) for i in range(len(nodes))]
         world = cls(
             number=number,
             attempt=decide.Attempt(sum(counts), grace_s=grace_s, stop_on_stall=stop_on_stall),
-            rule=StallRule(stall_timeout_s, time.monotonic_ns()),
+            rule=StallRule(stall_timeout_s, now_mono_ns),
             nodes={
                 node.name: range(first, first + node.num_workers)
                 for node, first in zip(nodes, firsts, strict=True)

@@ -155,7 +155,7 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Let proposed electors go again, if only the host had a vote before; return whether it did.
+        """Let proposed electors go, if only the host had a vote before; return whether it did.
 
         No decision was possible without the host, so none was taken.
         """

@@ -13,14 +13,17 @@ from collections.abc import Callable, Sequence
 
 from echelon.errors import DumpFormatError
 from echelon.launcher.control import messages as m
+from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.incident.worker import Worker
 from echelon.launcher.node.activity import Activity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.stall.watchdog import Sight
 
+_STEP_S = 2.0  # between two looks; what is beyond it was this process's own standstill
+
 
 class Sighting:
-    """Look at the workers of one attempt.
+    """Look at the workers of one attempt. Their silence counts only while this process runs.
 
     Args:
         store_port: of the connections that do not count as activity.
@@ -42,6 +45,7 @@ class Sighting:
         self._activities: dict[int, Activity] = {}  # of ranks without a ring
         self._num_signs: dict[int, int] = {}
         self._num_moves = 0
+        self._lived = LivedTime(_STEP_S, time.monotonic_ns() / 1e9)
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
@@ -54,6 +58,7 @@ class Sighting:
     def look(self) -> m.Sights | None:
         """Return what the living ranks show; None if there are none."""
         now = time.monotonic_ns()
+        self._lived.tick(now / 1e9)
         sights, rows, dumps = [], [], 0
         for worker in self._workers:
             if not worker.alive:
@@ -100,8 +105,8 @@ class Sighting:
         return [
             self._workers[0].rank,
             int(any(sight.initialised for sight in sights)),
-            _age_ms(now, max(sight.progress_mono_ns for sight in sights)),
-            -1 if oldest is None else _age_ms(now, oldest.pending_mono_ns),
+            self._age_ms(now, max(sight.progress_mono_ns for sight in sights)),
+            -1 if oldest is None else self._age_ms(now, oldest.pending_mono_ns),
             -1 if oldest is None else oldest.rank,
             self._num_moves,
             dumps,
@@ -118,9 +123,14 @@ class Sighting:
             activity = Activity(worker.pid, self._store_port, self._quiet_s, now)
             self._activities[worker.rank] = activity
         activity.look(self._num_printed(worker.rank), now)
-        age_ms = _age_ms(now, activity.last_mono_ns)
+        age_ms = self._age_ms(now, activity.last_mono_ns)
         pending_ms = age_ms if activity.is_in_collective else -1
         return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
+
+    def _age_ms(self, now_mono_ns: int, then_mono_ns: int) -> int:
+        if not then_mono_ns:
+            return -1
+        return max(0, int(1e3 * self._lived.since(then_mono_ns / 1e9, now_mono_ns / 1e9)))
 
 
 class Reports:
@@ -163,7 +173,3 @@ def _dumps_of(worker: Worker) -> int:
         return 0
     worker.torch.look()
     return worker.torch.num_own
-
-
-def _age_ms(now_mono_ns: int, then_mono_ns: int) -> int:
-    return max(0, now_mono_ns - then_mono_ns) // 1_000_000 if then_mono_ns else -1

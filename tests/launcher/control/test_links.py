@@ -249,8 +249,9 @@ def test_a_node_that_greets_again_because_its_welcome_got_lost_on_the_way_is_the
         relay.close()
 
 
-def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(ends, monkeypatch):
-    monkeypatch.setattr(server, "_RESUME_S", _WAIT_S)
+def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(monkeypatch):
+    monkeypatch.setattr(server, "_RESUME_S", 0.02)
+    ends = _Ends(lost_after_s=0.5, beat_s=0.1)
     relay = _Relay(ends.server.port)
     link = ends.link(relay.port)
     try:
@@ -258,7 +259,6 @@ def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(ends, monkeypa
 
         class _Losing(server.Seal):
             def close(self, frame: bytes) -> bytes:
-                server._RESUME_S = 0.05  # from here on; that of the first stream runs already
                 raise OSError("reset by peer")
 
         monkeypatch.setattr(server, "Seal", _Losing)
@@ -267,6 +267,7 @@ def test_a_node_whose_second_welcome_was_lost_is_given_up_in_time(ends, monkeypa
     finally:
         link.close()
         relay.close()
+        ends.close()
 
 
 def test_a_stream_that_ends_without_a_goodbye_has_broken_and_goes_on(ends, monkeypatch):
@@ -297,19 +298,148 @@ def test_a_stream_that_ends_without_a_goodbye_has_broken_and_goes_on(ends, monke
     ends.wait_for(lambda: ends.count(m.Left) == 1)  # at once, for it said goodbye
 
 
+def _hold(link: GrpcLink, release: threading.Event) -> None:
+    """Stop a link's thread until `release` is set, as a starved or stopped process is."""
+    held = threading.Event()
+
+    def hold() -> None:
+        held.set()
+        release.wait(_WAIT_S)
+
+    link._loop.call_soon_threadsafe(hold)
+    assert held.wait(_WAIT_S)
+
+
+def test_a_node_whose_connection_broke_may_be_starved_for_longer_than_a_dead_one_is_awaited(
+    ends, monkeypatch
+):
+    looks = 0
+    asked = server.is_gone
+
+    async def ask(address: str, port: int) -> bool:
+        nonlocal looks
+        gone = await asked(address, port)
+        looks += 1
+        return gone
+
+    monkeypatch.setattr(server, "_RESUME_S", 0.02)
+    monkeypatch.setattr(server, "is_gone", ask)
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    release = threading.Event()
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        _hold(link, release)
+        relay.cut()
+        ends.wait_for(lambda: looks >= 3)
+        release.set()
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert (ends.count(m.Hello), ends.count(m.Left)) == (1, 0)
+    finally:
+        release.set()
+        link.close()
+        relay.close()
+
+
+def test_a_node_whose_launcher_is_gone_is_lost_long_before_silence_counts():
+    ends = _Ends(lost_after_s=1000.0)
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    release = threading.Event()
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        _hold(link, release)
+        link._life.close()  # as its end does
+        relay.cut()
+        ends.wait_for(lambda: ends.count(m.Left) == 1)
+        (left,) = (event for event in ends.got if isinstance(event, m.Left))
+        assert left.reason == "connection closed"
+    finally:
+        release.set()
+        link.close()
+        relay.close()
+        ends.close()
+
+
+def test_a_node_that_does_not_come_back_is_lost_once_its_silence_counts(monkeypatch):
+    monkeypatch.setattr(server, "_RESUME_S", 0.02)
+    ends = _Ends(lost_after_s=0.5, beat_s=0.1)
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    release = threading.Event()
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        _hold(link, release)
+        relay.cut()
+        ends.wait_for(lambda: ends.count(m.Left) == 1)
+    finally:
+        release.set()
+        link.close()
+        relay.close()
+        ends.close()
+
+
+def test_a_host_that_stood_still_does_not_take_that_for_its_nodes_silence():
+    """Both stand still where their machines are suspended together, and the host wakes first."""
+    ends = _Ends(beat_s=0.1)
+    link = ends.link(ends.server.port)
+    stood, release = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        time.sleep(1.5)  # the thread that counts silence is the one that stands still
+        stood.set()
+
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        ends.server._lost_after_s = 1.0  # the node has been told more
+        _hold(link, release)
+        ends.server._loop.call_soon_threadsafe(stand_still)
+        assert stood.wait(_WAIT_S)
+        ended = threading.Event()
+        ends.server._loop.call_soon_threadsafe(ends.server._loop.call_later, 0.2, ended.set)
+        assert ended.wait(_WAIT_S)  # it has counted
+        release.set()
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1)
+        assert (ends.count(m.Hello), ends.count(m.Left), link.lost_because) == (1, 0, "")
+    finally:
+        release.set()
+        link.close()
+        ends.close()
+
+
+def test_a_node_that_stood_still_does_not_take_that_for_its_hosts_silence(monkeypatch):
+    monkeypatch.setattr(server, "_RESUME_S", _WAIT_S)  # the host waits in any case
+    ends = _Ends(lost_after_s=0.8, beat_s=0.1)
+    relay = _Relay(ends.server.port)
+    link = ends.link(relay.port)
+    dial = GrpcLink._dial
+
+    async def stand_still_and_dial(self: GrpcLink, channel: grpc.aio.Channel) -> None:
+        time.sleep(1.0)
+        await dial(self, channel)
+
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        monkeypatch.setattr(GrpcLink, "_dial", stand_still_and_dial)
+        relay.cut()
+        link.send(m.StopAsked(number=1))
+        ends.wait_for(lambda: ends.count(m.StopAsked) == 1 or link.lost_because != "")
+        assert (ends.count(m.Hello), ends.count(m.Left), link.lost_because) == (1, 0, "")
+    finally:
+        link.close()
+        relay.close()
+        ends.close()
+
+
 def test_a_silent_node_is_lost():
     ends = _Ends(lost_after_s=1.0)
     link = ends.link(ends.server.port)
     try:
         ends.wait_for(lambda: ends.count(m.Hello) == 1)
-        held, release = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            held.set()
-            release.wait(_WAIT_S)
-
-        link._loop.call_soon_threadsafe(hold)
-        assert held.wait(_WAIT_S)
+        release = threading.Event()
+        _hold(link, release)
         ends.wait_for(lambda: ends.count(m.Left) == 1)
         release.set()
         (left,) = (event for event in ends.got if isinstance(event, m.Left))
@@ -323,14 +453,8 @@ def test_the_last_word_reaches_a_node_that_is_slow_to_read(ends):
     link = ends.link(ends.server.port)
     try:
         ends.wait_for(lambda: ends.count(m.Hello) == 1)
-        held, release = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            held.set()
-            release.wait(_WAIT_S)
-
-        link._loop.call_soon_threadsafe(hold)
-        assert held.wait(_WAIT_S)
+        release = threading.Event()
+        _hold(link, release)
         for _ in range(6):  # more than may be on its way
             ends.server.send("a", m.Show(text="x" * (1 << 20)))
         ends.server.send("a", m.Over(exit_code=7, ended_by="worker"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -70,3 +71,22 @@ def test_a_stop_between_two_attempts_is_not_lost(tmp_path):
     job.coordinator.close()
     assert [start.restart for start in job.commands(m.Start, job.host)] == [0]
     assert (job.report.ended_by, job.report.exit_code) == (EndedBy.SIGNAL, 143)
+
+
+def test_a_launcher_that_stood_still_does_not_take_that_for_its_ranks_stall(tmp_path, monkeypatch):
+    job = Job(tmp_path, "--nnodes", "2", "--stall-timeout", "20")
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
+    for node, first in ((job.host, 0), (job.other, 1)):
+        moves = [first, 1, 0, 1000, first, 7, 0]  # an operation is pending for 1 s
+        job.take(node, m.Sights(attempt=0, folded=moves, ranks=[]))
+    job.look()
+    now_s += 100.0  # the launcher was stopped, or its machine
+    job.look()
+    assert job.commands(m.Collect) == []
+    for _ in range(40):  # from here on it runs, and hears nothing
+        now_s += 0.5
+        job.look()
+    (collect, _) = job.commands(m.Collect)
+    assert "has an operation pending for 20 s" in collect.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,36 @@ def test_a_rank_that_has_closed_its_ring_is_seen_from_outside(tmp_path: Path) ->
     assert second is not None
     assert second.folded == []
     assert [(row[0], row[5]) for row in second.ranks] == [(0, 0)], "rank 0, without a ring"
+
+
+def test_a_node_that_stood_still_does_not_count_that_as_its_ranks_silence(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Where the whole machine was suspended, its ranks could not do anything either."""
+    identity = Identity(rank=0, pid=os.getpid())
+    recorder = Recorder(Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16))
+    worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0)
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    sighting = Sighting(start, [worker], lambda _: 0)
+    recorder.step(1)
+
+    def age_ms() -> int:
+        seen = sighting.look()
+        assert seen is not None
+        return seen.folded[2]
+
+    now_ns += 500_000_000
+    assert age_ms() <= 500
+    now_ns += 100_000_000_000
+    assert age_ms() <= 3000
+    for _ in range(20):
+        now_ns += 500_000_000
+        last = age_ms()
+    sighting.close()
+    recorder.close()
+    assert 10_000 <= last <= 13_500
 
 
 def _sights(pending_ms: int = -1, progress_ms: int = 10, ranks: tuple = ()) -> m.Sights:

@@ -1,0 +1,93 @@
+"""Whether a launcher lives, asked of its machine's kernel: a listening socket that ends with it.
+
+The kernel accepts connections for a process that is stopped or starved, and refuses them at once
+when the process is gone, however it ended. So a node whose connection broke need not be back within
+a second and a half on a busy machine, and one that was killed is still noticed that fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+from echelon.launcher.control.endpoint import split
+
+_ANSWER_S = 1.0
+_BACKLOG = 16
+
+
+class LifeSign:
+    """A listener that no thread serves, at the address from which an endpoint is reached.
+
+    Attributes:
+        port: 0 if it cannot be had.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.port = 0
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            self._socket = _listen(_own_addresses(endpoint))
+            self._socket.setblocking(False)
+            self.port = self._socket.getsockname()[1]
+
+    def clear(self) -> None:
+        """Drop those who have asked, so that others can."""
+        with contextlib.suppress(OSError):
+            while self._socket is not None:
+                self._socket.accept()[0].close()
+
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+async def is_gone(address: str, port: int) -> bool:
+    """Return whether a machine refuses connections to a launcher's life sign; waits at most 1 s.
+
+    False where the launcher lives, and where nothing is known: the machine does not answer, or no
+    life sign could be had there.
+    """
+    if port == 0:
+        return False
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _ANSWER_S)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return False
+
+
+def _own_addresses(endpoint: str) -> set[str]:
+    """Return the addresses of this machine from which an endpoint is reached; sends nothing.
+
+    Raises:
+        OSError: the endpoint's name is unknown.
+    """
+    host, port = split(endpoint)
+    found = set()
+    for family, kind, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.connect(place)
+            found.add(str(probe.getsockname()[0]))
+    return found
+
+
+def _listen(addresses: set[str]) -> socket.socket:
+    """Listen at the only address, or at all where the peer may see any of several.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    if len(addresses) == 1:
+        (address,) = addresses
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
