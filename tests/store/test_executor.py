@@ -274,6 +274,37 @@ def test_replies_are_queued_behind_what_the_transport_still_has(wired):
         far.recv(1)
 
 
+def test_the_transport_is_asked_again_after_each_write_of_pythons(wired):
+    """Between two such writes its queue cannot grow, and the question costs as much as a lookup."""
+    peer, transport, far = wired
+    questions = []
+    transport.get_write_buffer_size = lambda: questions.append(1) or transport.num_queued
+    peer._receiver.num_queued = transport.get_write_buffer_size
+    get, answer = encoded([(p.GET, b"/plain")]), p.pack_string(b"v")
+    for _ in range(3):
+        peer.data_received(get)
+        assert far.recv(100) == answer
+    assert len(questions) == 1
+    peer.reply(b"x")
+    peer.flush()
+    transport.num_queued = 1
+    for _ in range(2):
+        peer.data_received(get)
+    assert (transport.written, len(questions)) == (b"x" + answer * 2, 3)
+    transport.num_queued = 0
+    peer.data_received(get)
+    assert far.recv(100) == answer
+
+
+@pytest.mark.parametrize("number", [0, 9, 10, -1, -10, (1 << 63) - 1, -(1 << 63)])
+def test_sums_are_written_in_decimal(loop, number):
+    world = Beside(loop, in_c=True, is_ours=False)
+    data = encoded([(p.ADD, b"/plain", number)])
+    assert world.hub.executor(data, 0, False) == (len(data), p.pack_i64(number))
+    assert world.hub.state.values[b"/plain"] == str(number).encode()
+    world.hub.close()
+
+
 def test_what_the_kernel_does_not_take_is_left_to_the_transport(wired):
     peer, transport, far = wired
     peer.data_received(encoded([(p.SET, b"/plain", b"abcdefg" * 500)]))

@@ -28,6 +28,8 @@ class Receiver(Protocol):
         is_ours: whether the peer may send tagged queries.
         write: the transport's.
         num_queued: the transport's `get_write_buffer_size`.
+        may_be_queued: whether the transport was handed anything since it was seen empty. The
+            owner sets it with each write of its own.
         descriptor: the socket's. Replies are sent there while the transport has nothing queued;
             what the kernel does not take, and every error, is left to it. -1: all is.
     """
@@ -36,6 +38,7 @@ class Receiver(Protocol):
     is_ours: bool
     write: Callable[[bytes], None]
     num_queued: Callable[[], int]
+    may_be_queued: bool
     descriptor: int
 
     def __call__(self, data: bytes, /) -> None:

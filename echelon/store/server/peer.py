@@ -520,6 +520,8 @@ class Peer(asyncio.Protocol):
         out, transport = self._out, self._transport
         size, self._out_bytes = self._out_bytes, 0
         if transport is not None and self.standing is not Standing.CLOSED:
+            if self._receiver is not None:
+                self._receiver.may_be_queued = True
             if self._sealer is not None:
                 transport.write(self._sealer.seal(b"".join(out)))
             elif len(out) == 1:
