@@ -285,7 +285,7 @@ def test_the_transport_is_asked_again_after_each_write_of_pythons(wired):
         peer.data_received(get)
         assert far.recv(100) == answer
     assert len(questions) == 1
-    peer.reply(b"x")
+    peer.out.put(b"x")
     peer.flush()
     transport.num_queued = 1
     for _ in range(2):

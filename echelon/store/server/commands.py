@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _on_ping(peer: Peer, nonce: int) -> None:
-    peer.reply(p.pack_u32(p.OUR_ANSWER if nonce == p.OUR_NONCE else nonce))
+    peer.out.put(p.pack_u32(p.OUR_ANSWER if nonce == p.OUR_NONCE else nonce))
 
 
 def _on_set(peer: Peer, key: bytes, value: bytes) -> None:
@@ -31,38 +31,38 @@ def _on_set(peer: Peer, key: bytes, value: bytes) -> None:
 
 
 def _on_get(peer: Peer, key: bytes) -> None:
-    peer.reply_value(peer.state.values.get(key, b""))
+    peer.out.put_value(peer.state.values.get(key, b""))
 
 
 def _on_compare_set(peer: Peer, key: bytes, expected: bytes, desired: bytes) -> None:
-    peer.reply_value(peer.state.compare_set(key, expected, desired))
+    peer.out.put_value(peer.state.compare_set(key, expected, desired))
 
 
 def _on_add(peer: Peer, key: bytes, amount: int) -> None:
-    peer.reply(p.pack_i64(peer.state.add(key, amount)))
+    peer.out.put(p.pack_i64(peer.state.add(key, amount)))
 
 
 def _on_check(peer: Peer, keys: list[bytes]) -> None:
     is_present = all(map(peer.state.is_present, keys))
-    peer.reply(p.CHECK_PRESENT if is_present else p.CHECK_MISSING)
+    peer.out.put(p.CHECK_PRESENT if is_present else p.CHECK_MISSING)
 
 
 def _on_wait(peer: Peer, keys: list[bytes]) -> None:
     if all(key in peer.state.values for key in keys):
-        peer.reply(p.WAIT_DONE)
+        peer.out.put(p.WAIT_DONE)
         return
     demand_room_to_wait(peer)
     wants = Wants.WAKE if peer.is_ours else Wants.CLAIM
     if peer.state.wait(peer, wants, keys) is None:
-        peer.reply(p.WAIT_DONE)
+        peer.out.put(p.WAIT_DONE)
 
 
 def _on_num_keys(peer: Peer) -> None:
-    peer.reply(p.pack_i64(len(peer.state.values)))
+    peer.out.put(p.pack_i64(len(peer.state.values)))
 
 
 def _on_delete(peer: Peer, key: bytes) -> None:
-    peer.reply(p.pack_i64(int(peer.state.delete(key))))
+    peer.out.put(p.pack_i64(int(peer.state.delete(key))))
 
 
 def _on_append(peer: Peer, key: bytes, value: bytes) -> None:
@@ -77,7 +77,7 @@ def _on_multi_get(peer: Peer, keys: list[bytes]) -> None:
     if sum(map(len, values)) > peer.hub.limits.reply_bytes:
         raise ValueError(f"multi_get of more than {peer.hub.limits.reply_bytes} bytes")
     for value in values:
-        peer.reply_value(value)
+        peer.out.put_value(value)
 
 
 def _on_multi_set(peer: Peer, strings: list[bytes]) -> None:
@@ -87,7 +87,7 @@ def _on_multi_set(peer: Peer, strings: list[bytes]) -> None:
 def _on_cancel_wait(peer: Peer) -> None:
     for waiter in peer.state.waiters_of(peer):
         peer.state.withdraw(waiter)
-    peer.reply(p.WAIT_CANCELLED)
+    peer.out.put(p.WAIT_CANCELLED)
 
 
 def _on_queue_push(peer: Peer, key: bytes, item: bytes) -> None:
@@ -96,13 +96,13 @@ def _on_queue_push(peer: Peer, key: bytes, item: bytes) -> None:
 
 def _on_queue_pop(peer: Peer, key: bytes) -> None:
     count, item = peer.state.pop(key, peer)
-    peer.reply(p.pack_i64(count))
+    peer.out.put(p.pack_i64(count))
     if count:
-        peer.reply_value(item)
+        peer.out.put_value(item)
 
 
 def _on_queue_len(peer: Peer, key: bytes) -> None:
-    peer.reply(p.pack_i64(peer.state.queue_length(key)))
+    peer.out.put(p.pack_i64(peer.state.queue_length(key)))
 
 
 def _on_list_keys(peer: Peer) -> None:

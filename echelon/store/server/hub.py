@@ -161,7 +161,7 @@ class Hub:
                     values = waiter.values
                     gathered = p.pack_strings(values)
                 assert isinstance(waiter.owner, Peer)
-                waiter.owner.deliver(waiter, gathered)
+                waiter.owner.deliveries.deliver(waiter, gathered)
 
     def pack_reply(self, operation: str, values: list[bytes]) -> bytes:
         """Encode the values of a reply.
@@ -200,7 +200,7 @@ class Hub:
     def _push_change(self, key: bytes, value: bytes | None) -> None:
         event = bytes((value is not None,)) + p.pack_strings((key, value or b""))
         for connection, tag in list(self._watchers.get(key, ())):
-            connection.push_event(tag, event)
+            connection.deliveries.push_event(tag, event)
 
     # Admission of torch's clients.
 

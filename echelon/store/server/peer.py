@@ -15,25 +15,23 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Generator, Iterator
 from enum import Enum
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
+from echelon.store.server.deliveries import Deliveries
 from echelon.store.server.native import Executor, Receiver, make_receiver
+from echelon.store.server.outbox import FLUSH_BYTES, Outbox
 from echelon.store.server.queries import HANDLERS
+from echelon.store.server.service import release_unless_popped, serve
 from echelon.store.state.waiters import Waiter
 from echelon.store.wire import protocol as p
-from echelon.store.wire.parser import Parser, expand_run
+from echelon.store.wire.parser import Parser
 from echelon.store.wire.seal import Opener, Sealer
 
 if TYPE_CHECKING:
     from echelon.store.server.hub import Hub
 
-_FLUSH_BYTES = 256 << 10  # replies gathered before they are handed to the transport
-_PACKET_COMMANDS = 131072  # more than one packet can hold
 _LINGER_S = 2.0  # how long a closed connection's last replies may take
-_PARKED_S = 0.01  # before an answer that was put off is tried again, if nothing says when
-_JOIN_BYTES = 4096  # values from here on are passed on by reference, not copied
 
 
 class Standing(Enum):
@@ -58,6 +56,8 @@ class Peer(asyncio.Protocol):
         partial_bytes: what came of the incomplete command.
         session: which client this is, b"" of torch's.
         watches: the keys of each watch, by its tag.
+        out: its unsent replies.
+        deliveries: what it is sent outside its own commands.
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -70,12 +70,11 @@ class Peer(asyncio.Protocol):
         self.is_inside_command = True
         self.session = b""
         self.watches: dict[int, set[bytes]] = {}
-        self._parked: deque[tuple[Waiter, bytes]] = deque()
+        self.deliveries = Deliveries(self)
         self._parser = Parser(hub.limits)
         self._parser.admitted = hub.secret is None
         self._transport: asyncio.Transport | None = None
-        self._out: list[bytes] = []
-        self._out_bytes = 0
+        self.out = Outbox()
         self._backlog: deque[p.Message] = deque()
         self._is_choked = False  # the peer does not read its replies
         self._is_busy = False  # an answer is made in slices
@@ -86,9 +85,9 @@ class Peer(asyncio.Protocol):
         self._receiver: Receiver | None = None
         if hub.executor is not None:
             self._receiver = make_receiver(hub.executor, hub.state, self.data_received)
+            self.out.receiver = self._receiver
             self.data_received = self._receiver  # type: ignore[assignment]
         self.transcript = b""
-        self._sealer: Sealer | None = None
         self._opener: Opener | None = None
 
     @property
@@ -114,9 +113,22 @@ class Peer(asyncio.Protocol):
     @property
     def num_unread_bytes(self) -> int:
         """Bytes of replies that the peer has not taken yet."""
-        transport = self._transport
-        waiting = 0 if transport is None else transport.get_write_buffer_size()
-        return self._out_bytes + waiting
+        return self.out.num_unread_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the peer's commands are put off."""
+        return self._is_paused
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is closed, or is being closed."""
+        return self.standing is Standing.CLOSED
+
+    @property
+    def is_executing(self) -> bool:
+        """Whether the next of a member's commands may be executed."""
+        return self.standing is Standing.MEMBER and not self._is_busy
 
     @property
     def is_ours(self) -> bool:
@@ -127,7 +139,7 @@ class Peer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Note the numeric peer, and turn it away if the server is full."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = self.out.transport = cast(asyncio.Transport, transport)
         if self._receiver is not None:
             self._receiver.write = self._transport.write
             self._receiver.num_queued = self._transport.get_write_buffer_size
@@ -144,8 +156,8 @@ class Peer(asyncio.Protocol):
         self.standing = Standing.CLOSED
         self._leave_plain()
         self._backlog.clear()
-        self._parked.clear()
-        self._out.clear()
+        self.deliveries.drop()
+        self.out.drop()
         self.hub.leave(self)
 
     def eof_received(self) -> bool:
@@ -162,7 +174,7 @@ class Peer(asyncio.Protocol):
         """Put off what the peer sends from here on."""
         self._is_paused = True
         self._leave_plain()
-        self._stop_reading()
+        self.stop_reading()
 
     def _leave_plain(self) -> None:
         """Have everything that arrives go through `data_received` until it says otherwise."""
@@ -177,8 +189,8 @@ class Peer(asyncio.Protocol):
     def _resume(self) -> None:
         """Deliver what was parked, then execute what was put off unless it must wait longer."""
         self._is_paused = self._is_choked or self._is_busy
-        self.deliver_parked()
-        if not self._parked:
+        self.deliveries.deliver_parked()
+        if not self.deliveries:
             self._work_off()
 
     def data_received(self, data: bytes) -> None:
@@ -251,10 +263,9 @@ class Peer(asyncio.Protocol):
             position, replies = executor(data, position, self._parser.extensions)
             has_completed |= position > start
             if replies:
-                self._out.append(replies)
-                self._out_bytes += len(replies)
+                self.out.put(replies)
                 self.flush()
-            if len(replies) < _FLUSH_BYTES:
+            if len(replies) < FLUSH_BYTES:
                 break
         return (data[position:] if position else data), has_completed
 
@@ -275,11 +286,17 @@ class Peer(asyncio.Protocol):
             self.partial_bytes = 0
         self.is_inside_command = is_inside
 
-    def _stop_reading(self) -> None:
+    def stop_reading(self) -> None:
+        """Leave what the peer sends from here on to the kernel."""
         transport = self._transport
         if transport is not None and not self._is_deaf and not transport.is_closing():
             self._is_deaf = True
             transport.pause_reading()
+
+    def read_on_unless_put_off(self) -> None:
+        """Read again unless commands are put off, whose turn comes first."""
+        if not self._is_paused and not self._backlog:
+            self._read_on()
 
     def _read_on(self) -> None:
         transport = self._transport
@@ -301,14 +318,14 @@ class Peer(asyncio.Protocol):
                 self._receive_stranger(rest)
                 self._demand_nothing_unsealed(rest)
             if self._has_become(Standing.MEMBER):
-                rest = self._serve(rest)
+                rest = serve(self, rest)
         except ValueError as error:  # the protocol has no error reply for torch's commands
             self.refuse(str(error))
         if self.standing is not Standing.CLOSED:
             self._backlog.extend(rest)
         if self.state.woken:
             self.hub.deliver_woken()
-        if self._out:
+        if self.out:
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
@@ -333,7 +350,7 @@ class Peer(asyncio.Protocol):
 
     def seal(self, to_server: bytes, to_client: bytes) -> None:
         """Demand records from the peer from its next byte on, and send records."""
-        self._opener, self._sealer = Opener(to_server), Sealer(to_client)
+        self._opener, self.out.sealer = Opener(to_server), Sealer(to_client)
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
@@ -346,90 +363,16 @@ class Peer(asyncio.Protocol):
     def _carry_out_one(self, message: Any) -> None:
         """Carry out a member's only message: what `_carry_out` does, with less around it."""
         state = self.state
-        promised = state.promised_to
-        if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):
-            state.release_promise(self)
+        if state.promised_to and self in state.promised_to:
+            release_unless_popped(self, message)
         try:
             HANDLERS[message[0]](self, *message[1:])
         except ValueError as error:
             self.refuse(str(error))
         if state.woken:
             self.hub.deliver_woken()
-        if self._out:
+        if self.out:
             self.flush()
-
-    def _serve(self, messages: Iterator[Any]) -> Iterator[Any]:
-        """Execute a member's messages until they end, it is closed, or it must read first.
-
-        The two commands that arrive in floods are executed right here. Returns what is left.
-        """
-        state, out, pack = self.state, self._out, p.pack_u64
-        values, waiting, promised = state.values, state.waiting, state.promised_to
-        watched, present_by = state.watched, state.present_by
-        room = self.hub.limits.num_keys - len(values) - len(state.queues)
-        is_crowded = room < _PACKET_COMMANDS
-        for message in messages:
-            query = message[0]
-            if query >= p.RUN:
-                if promised and self in promised:
-                    state.release_promise(self)
-                if query == p.RUN | p.GET:
-                    left = self._get_run(message)
-                    if left:
-                        return chain(left, messages)
-                elif waiting or watched or present_by or is_crowded:
-                    for key, value in message[1].iter_unpack(message[2]):
-                        state.set(key, value)
-                else:
-                    values.update(message[1].iter_unpack(message[2]))
-                continue
-            if promised and self in promised and message[:2] != (p.QUEUE_POP, promised[self]):
-                state.release_promise(self)
-            if query == p.SET:
-                if waiting or watched or present_by or is_crowded:
-                    state.set(message[1], message[2])
-                else:
-                    values[message[1]] = message[2]
-                continue
-            if query == p.GET:
-                value = values.get(message[1], b"")
-                length = len(value)
-                self._out_bytes += length + 8
-                if length < _JOIN_BYTES:
-                    out.append(pack(length) + value)
-                else:
-                    out += (pack(length), value)
-            else:
-                HANDLERS[query](self, *message[1:])
-                if self.standing is not Standing.MEMBER or self._is_busy:
-                    return messages
-            if self._out_bytes > _FLUSH_BYTES:
-                self.flush()
-                if self._is_paused:
-                    return messages
-
-        return messages
-
-    def _get_run(self, run: Any) -> list[p.Message]:
-        """Answer a run of GET commands; return those that must wait for the peer to read."""
-        get = self.state.values.get
-        found = [get(key, b"") for (key,) in run[1].iter_unpack(run[2])]
-        lengths = set(map(len, found))
-        longest = max(lengths)
-        if longest * len(found) + self._out_bytes <= _FLUSH_BYTES:
-            header = p.pack_u64(longest)
-            is_even = len(lengths) == 1
-            reply = header + header.join(found) if is_even else p.pack_strings(found)
-            self._out.append(reply)
-            self._out_bytes += len(reply)
-            return []
-        for index, value in enumerate(found):
-            self.reply_value(value)
-            if self._out_bytes > _FLUSH_BYTES:
-                self.flush()
-                if self._is_paused:
-                    return expand_run(run)[index + 1 :]
-        return []
 
     def _work_off(self) -> None:
         """Carry out what was put off, then read on."""
@@ -445,29 +388,6 @@ class Peer(asyncio.Protocol):
         else:
             self._read_on()
 
-    def reply_value(self, value: bytes) -> None:
-        """Answer with a string, sent when the packet's commands are done."""
-        length = len(value)
-        if length < _JOIN_BYTES:
-            self._out.append(p.pack_u64(length) + value)
-        else:
-            self._out += (p.pack_u64(length), value)
-        self._out_bytes += length + 8
-
-    def reply(self, data: bytes) -> None:
-        """Answer with these bytes, sent when the packet's commands are done."""
-        self._out.append(data)
-        self._out_bytes += len(data)
-
-    def answer(self, status: int, tag: int, payload: bytes) -> None:
-        """Answer one of our queries, when the packet's commands are done."""
-        length = len(payload)
-        if length < _JOIN_BYTES:
-            self._out.append(p.frame(status, tag, payload))
-        else:
-            self._out += (p.frame_header(status, tag, length), payload)
-        self._out_bytes += length + p.FRAME_HEADER_BYTES
-
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
         """Answer with the bytes that `steps` returns, made in one turn of the loop per step.
 
@@ -475,8 +395,7 @@ class Peer(asyncio.Protocol):
         """
         pieces = self._next_slice(steps)
         if pieces is not None:
-            self._out += pieces
-            self._out_bytes += sum(map(len, pieces))
+            self.out.put_all(pieces)
             return
         self._is_busy = True
         self._pause()
@@ -493,8 +412,7 @@ class Peer(asyncio.Protocol):
         if pieces is None:
             self.hub.loop.call_soon(self._continue_slices, steps)
             return
-        self._out += pieces
-        self._out_bytes += sum(map(len, pieces))
+        self.out.put_all(pieces)
         self.flush()
         self._is_busy = False
         self._resume()
@@ -512,25 +430,15 @@ class Peer(asyncio.Protocol):
     def answer_later(self, status: int, tag: int, payload: bytes) -> None:
         """Answer outside a command of this connection: a wake-up or an event."""
         if self.standing is not Standing.CLOSED:
-            self.answer(status, tag, payload)
+            self.out.put_frame(status, tag, payload)
             self.flush()
 
     def flush(self) -> None:
-        """Hand the replies to the transport in one write."""
-        out, transport = self._out, self._transport
-        size, self._out_bytes = self._out_bytes, 0
-        if transport is not None and self.standing is not Standing.CLOSED:
-            if self._receiver is not None:
-                self._receiver.may_be_queued = True
-            if self._sealer is not None:
-                transport.write(self._sealer.seal(b"".join(out)))
-            elif len(out) == 1:
-                transport.write(out[0])
-            elif size < _FLUSH_BYTES:
-                transport.write(b"".join(out))
-            else:
-                transport.writelines(out)
-        out.clear()
+        """Hand the replies to the transport, or drop them if the connection is closed."""
+        if self.standing is Standing.CLOSED:
+            self.out.drop()
+        else:
+            self.out.flush()
 
     def refuse(self, why: str) -> None:
         """Close the connection for what it did, and say so in the log."""
@@ -538,12 +446,12 @@ class Peer(asyncio.Protocol):
             return
         self.hub.log_refusal(self, why)
         if self.is_ours:
-            self.answer(p.ERROR, 0, why.encode("utf-8", "replace"))
+            self.out.put_frame(p.ERROR, 0, why.encode("utf-8", "replace"))
         self.close()
 
     def close(self) -> None:
         """Close the connection; replies already earned are still sent if the peer reads them."""
-        if self._out:
+        if self.out:
             self.flush()
         self.standing = Standing.CLOSED
         self._leave_plain()
@@ -577,7 +485,7 @@ class Peer(asyncio.Protocol):
         self._backlog.append(message)
         if self.standing is Standing.NEW:
             self.standing = Standing.LOOKED_UP
-            self._stop_reading()
+            self.stop_reading()
             self.hub.look_up(self)
         return False
 
@@ -597,64 +505,6 @@ class Peer(asyncio.Protocol):
         self.admit()
         self._work_off()
 
-    # Deliveries.
-
     def waiter_of(self, tag: int) -> Waiter | None:
         """Return what waits under a tag."""
         return next((w for w in self.state.waiters_of(self) if w.tag == tag), None)
-
-    @property
-    def _is_full(self) -> bool:
-        return self.num_unread_bytes > self.hub.limits.unread_bytes
-
-    def deliver(self, waiter: Waiter, gathered: bytes) -> None:
-        """Answer a waiter of this connection that was woken or has failed.
-
-        While too much lies unread the answer is put off; until then it costs a reference.
-
-        Args:
-            gathered: the payload that all ranks of a gather share.
-        """
-        if not self._parked and not self._is_full:
-            self._deliver(waiter, gathered)
-            return
-        if not self._parked and not self._is_paused:
-            self.hub.loop.call_later(_PARKED_S, self.deliver_parked)
-        self._parked.append((waiter, gathered))
-        self._stop_reading()
-
-    def deliver_parked(self) -> None:
-        """Deliver what was put off, as far as the peer has caught up."""
-        while self._parked and not self._is_full:
-            self._deliver(*self._parked.popleft())
-        if self._parked and not self._is_paused:
-            self.hub.loop.call_later(_PARKED_S, self.deliver_parked)
-        elif not self._parked and not self._is_paused and not self._backlog:
-            self._read_on()
-
-    def _deliver(self, waiter: Waiter, gathered: bytes) -> None:
-        if self.standing is Standing.CLOSED:
-            return
-        if not waiter.tag:
-            if waiter.failure is not None:
-                self.refuse(waiter.failure)
-            else:
-                self.reply(p.WAIT_DONE)
-                self.flush()
-        elif waiter.failure is not None:
-            self.answer_later(p.ERROR, waiter.tag, waiter.failure.encode())
-        elif waiter.values is None:
-            self.answer_later(p.OK, waiter.tag, waiter.value)
-        elif len(gathered) <= self.hub.limits.reply_bytes:
-            self.answer_later(p.OK, waiter.tag, gathered)
-        else:
-            text = f"a reply of {len(gathered)} bytes, limit {self.hub.limits.reply_bytes}"
-            self.answer_later(p.ERROR, waiter.tag, text.encode())
-
-    def push_event(self, tag: int, event: bytes) -> None:
-        """Send a watched key's change; a watch whose events lie unread ends."""
-        if self._is_full:
-            self.hub.unwatch(self, tag)
-            self.answer_later(p.ERROR, tag, b"the watch's events were not read")
-        else:
-            self.answer_later(p.EVENT, tag, event)

@@ -37,10 +37,10 @@ def _answering(act: Act) -> Callable[..., None]:
         try:
             payload = act(peer, tag, *fields)
         except ValueError as error:
-            peer.answer(p.ERROR, tag, str(error).encode())
+            peer.out.put_frame(p.ERROR, tag, str(error).encode())
             return
         if payload is not None and tag:
-            peer.answer(p.OK, tag, payload)
+            peer.out.put_frame(p.OK, tag, payload)
 
     return handle
 
@@ -72,13 +72,13 @@ def _proof(peer: Peer, tag: int, mac: bytes) -> None:
     if secret is None or peer.is_sealed:
         raise ValueError("no proof is asked for")
     if not transcript or not trust.is_equal(mac, trust.client_proof(secret, transcript)):
-        peer.answer(p.ERROR, tag, b"the secret is not this server's")
+        peer.out.put_frame(p.ERROR, tag, b"the secret is not this server's")
         peer.flush()
         peer.refuse("wrong secret")
         return
     peer.admit()
     peer.seal(*stream_keys(secret, transcript))
-    peer.answer(p.OK, tag, b"")
+    peer.out.put_frame(p.OK, tag, b"")
 
 
 # Keys and queues.
@@ -99,7 +99,7 @@ def _get_if(peer: Peer, tag: int, key: bytes) -> bytes | None:
 
 def _or_nothing(peer: Peer, tag: int, found: bytes | None) -> bytes | None:
     if found is None:
-        peer.answer(p.NOTHING, tag, b"")
+        peer.out.put_frame(p.NOTHING, tag, b"")
     return found
 
 
@@ -223,10 +223,10 @@ def _cancel(peer: Peer, tag: int) -> None:
     if waiter is not None:
         world_size, arrived, missing = peer.state.story_of(waiter)
         peer.state.withdraw(waiter)
-        peer.answer(p.CANCELLED, tag, p.pack_integers((world_size, arrived, *missing)))
+        peer.out.put_frame(p.CANCELLED, tag, p.pack_integers((world_size, arrived, *missing)))
     elif tag in peer.watches:
         peer.hub.unwatch(peer, tag)
-        peer.answer(p.CANCELLED, tag, b"")
+        peer.out.put_frame(p.CANCELLED, tag, b"")
 
 
 def _watch(peer: Peer, tag: int, keys: list[bytes]) -> bytes:

@@ -1,0 +1,92 @@
+"""Replies on their way to one peer: gathered while a packet's commands run, sent in one write."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from echelon.store.server.native import Receiver
+from echelon.store.wire import protocol as p
+from echelon.store.wire.seal import Sealer
+
+FLUSH_BYTES: Final = 256 << 10  # replies gathered before they are handed to the transport
+_JOIN_BYTES: Final = 4096  # values from here on are passed on by reference, not copied
+
+
+class Outbox:
+    """The unsent replies of one connection.
+
+    Attributes:
+        transport: where they go; None before the connection is made.
+        sealer: makes records of them, on a connection that is sealed.
+        receiver: the C core's, which must know when something was written past it.
+        num_bytes: how much has been put in and not been flushed.
+    """
+
+    __slots__ = ("_pieces", "num_bytes", "receiver", "sealer", "transport")
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.sealer: Sealer | None = None
+        self.receiver: Receiver | None = None
+        self.num_bytes = 0
+        self._pieces: list[bytes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of replies that the peer has not taken yet."""
+        waiting = 0 if self.transport is None else self.transport.get_write_buffer_size()
+        return self.num_bytes + waiting
+
+    def put(self, data: bytes) -> None:
+        """Add bytes."""
+        self._pieces.append(data)
+        self.num_bytes += len(data)
+
+    def put_all(self, pieces: list[bytes]) -> None:
+        """Add several pieces."""
+        self._pieces += pieces
+        self.num_bytes += sum(map(len, pieces))
+
+    def put_value(self, value: bytes) -> None:
+        """Add a string."""
+        length = len(value)
+        if length < _JOIN_BYTES:
+            self._pieces.append(p.pack_u64(length) + value)
+        else:
+            self._pieces += (p.pack_u64(length), value)
+        self.num_bytes += length + 8
+
+    def put_frame(self, status: int, tag: int, payload: bytes) -> None:
+        """Add the answer to one of our queries."""
+        length = len(payload)
+        if length < _JOIN_BYTES:
+            self._pieces.append(p.frame(status, tag, payload))
+        else:
+            self._pieces += (p.frame_header(status, tag, length), payload)
+        self.num_bytes += length + p.FRAME_HEADER_BYTES
+
+    def flush(self) -> None:
+        """Hand the replies to the transport in one write."""
+        pieces, transport = self._pieces, self.transport
+        size, self.num_bytes = self.num_bytes, 0
+        if transport is not None:
+            if self.receiver is not None:
+                self.receiver.may_be_queued = True
+            if self.sealer is not None:
+                transport.write(self.sealer.seal(b"".join(pieces)))
+            elif len(pieces) == 1:
+                transport.write(pieces[0])
+            elif size < FLUSH_BYTES:
+                transport.write(b"".join(pieces))
+            else:
+                transport.writelines(pieces)
+        pieces.clear()
+
+    def drop(self) -> None:
+        """Forget what was not flushed."""
+        self._pieces.clear()
+        self.num_bytes = 0
