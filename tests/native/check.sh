@@ -88,7 +88,7 @@ suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUF
 includes=$("$python" -c 'import sysconfig; print("-I" + sysconfig.get_path("include"))')
 build_store() {
     $CC -std=c11 -O1 -g -fPIC -shared -Wall -Werror -fsanitize=address,undefined \
-        -fno-sanitize-recover=all "$includes" "$@" "$tree/$store/native/module.c" \
+        -fno-sanitize-recover=all "$includes" "$@" "$tree/$store"/native/*.c \
         -o "$tree/$store/_native$suffix"
 }
 run_store() (
