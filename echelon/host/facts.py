@@ -48,6 +48,19 @@ class HostThread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostChild:
+    """A process below a rank: a loader's worker, a compiler, a helper of a checkpoint."""
+
+    pid: int = 0
+    command: str = ""  # its command line, shortened
+    state: str = ""  # /proc state letter; "Z": it is dead, and its parent has not noticed
+    call: str = ""  # the kernel call that its main thread waits in; "": it runs, or not known
+    wait_channel: str = ""
+    exit_code: int | None = None  # of a dead one, as in `subprocess`
+    stacks: str = ""  # of its main thread, in faulthandler's form
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
     """What the agent saw of a rank from outside. None or "": not known, or not permitted."""
 
@@ -79,4 +92,6 @@ class HostFacts:
     pressure: Mapping[str, float] = field(default_factory=dict)  # cpu, io, memory: see cgroup.py
     sockets: tuple[Socket, ...] = ()
     threads: tuple[HostThread, ...] = ()  # of ranks without a ring; the first one is the main one
+    children: tuple[HostChild, ...] = ()  # the processes below it
+    num_children: int = 0  # how many there were; `children` has the first of them
     not_permitted: tuple[str, ...] = ()

@@ -40,13 +40,12 @@ _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "busybox"})
 _CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
 
 
-def threads(pid: int, denied: list[str]) -> tuple[HostThread, ...]:
+def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[HostThread, ...]:
     """Return the threads of a process, the first of them first; what is denied goes to `denied`."""
     others = sorted(number for number in _numbers(f"/proc/{pid}/task") if number != pid)
     calls = _BY_MACHINE.get(platform.machine(), {})
     return tuple(
-        _thread(f"/proc/{pid}/task/{thread}", calls, denied)
-        for thread in [pid, *others][:MAX_THREADS]
+        _thread(f"/proc/{pid}/task/{thread}", calls, denied) for thread in [pid, *others][:limit]
     )
 
 

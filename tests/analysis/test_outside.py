@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.recorder.format.schema import HostThread, Socket
+from tests.analysis.activity.recorded import recorded
 from tests.analysis.imagined_job import STACK, Job
 
 _GLOO = "pt_gloo_runloop"
@@ -74,7 +75,7 @@ def test_a_stopped_rank_is_frozen_wherever_it_was_stopped():
 def test_a_rank_in_a_collective_by_its_stack_waits(tmp_path):
     """py-spy's stacks say more than threads."""
     made = job(_OUTSIDE, _OUTSIDE)
-    made[0].stands("distributed_c10d.py", 2900, "all_reduce")
+    made[0].host["stacks"] = recorded("all_reduce").stacks
     made[1].host["stacks"] = STACK.format(file="load.py", line=7, function="next_batch")
     verdict = made.report().verdict
     assert (verdict.cause, verdict.culprit_ranks, verdict.confidence) == (

@@ -1,7 +1,8 @@
 """Collect the black boxes of a node's ranks, and what the host knows of each process.
 
     1. look at every living process once: its ring, /proc
-    2. read the stacks from outside, which nothing in the process notices
+    2. read the stacks from outside, which nothing in the process notices, and look at the processes
+       below it: loader workers, compilers
     3. ask by signal only those whose stacks could not be read, and give them a moment to answer
     4. look again (the difference is their share of a core), read every ring
     5. for a stall, two seconds later, once more: what has moved is slow, what has not is stuck
@@ -30,7 +31,7 @@ from echelon.recorder.format.schema import Record
 _STACKS_S = 1.0  # a process stopped by a signal never answers
 _TORCH_S = 12.0  # its first dump with stacks loads hundreds of modules inside the hung process
 _SECOND_LOOK_S = 2.0
-_SPY_S, _SPIES = 5.0, 8
+_SPY_S, _BELOW_S, _SPIES = 5.0, 3.0, 8
 _SAMPLE_S = 0.3  # a share of a core takes so long to show, in ticks of 10 ms
 
 Steps = Generator[float, None, list[Record]]
@@ -67,6 +68,8 @@ def harvest_steps(
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
     yield from _read_stacks(witnesses, is_urgent)
+    below = [witness.look_below for witness in witnesses if witness.may_wait_below]
+    yield from _on_threads(below, _BELOW_S, is_urgent)
     while (
         time.monotonic() < asked_s + _TORCH_S
         and not all(witness.has_torch_answered() for witness in witnesses)
@@ -90,7 +93,7 @@ def _wait_until(deadline_s: float, is_urgent: Callable[[], bool]) -> Waits:
 
 def _read_stacks(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
     """Read all stacks from outside; ask those by signal whose stacks cannot be read so."""
-    yield from _spy_all(witnesses, is_urgent)
+    yield from _on_threads([witness.spy for witness in witnesses], _SPY_S, is_urgent)
     if is_urgent():
         return
     for witness in witnesses:
@@ -106,15 +109,17 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
         yield 0.02
 
 
-def _spy_all(witnesses: Sequence[Witness], is_urgent: Callable[[], bool]) -> Waits:
-    """Read stacks from outside, some processes at a time, for 5 s at most."""
-    if is_urgent():
+def _on_threads(
+    looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
+) -> Waits:
+    """Look at some processes at a time; what is not done after `limit_s` is left out."""
+    if is_urgent() or not looks:
         return
-    deadline_s = time.monotonic() + _SPY_S
+    deadline_s = time.monotonic() + limit_s
     pool = concurrent.futures.ThreadPoolExecutor(_SPIES)
     try:
-        looks = [pool.submit(witness.spy) for witness in witnesses]
-        while not all(look.done() for look in looks) and time.monotonic() < deadline_s:
+        begun = [pool.submit(look) for look in looks]
+        while not all(look.done() for look in begun) and time.monotonic() < deadline_s:
             if is_urgent():
                 return
             yield 0.02
@@ -126,10 +131,9 @@ def _look_again(
     witnesses: Sequence[Witness], first_look_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
     yield from _wait_until(first_look_s + _SECOND_LOOK_S, is_urgent)
-    recording = [witness for witness in witnesses if witness.record.has_ring]
-    for witness in recording:
+    for witness in witnesses:
         witness.look()
-    yield from _read_stacks(recording, is_urgent)
+    yield from _read_stacks(witnesses, is_urgent)
     gap_s = time.monotonic() - first_look_s
     for witness in witnesses:
         witness.testify_later(gap_s)

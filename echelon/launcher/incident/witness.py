@@ -6,9 +6,11 @@ import os
 import time
 from dataclasses import replace
 
+from echelon.analysis.activity import Doing, read_activity
 from echelon.errors import DumpFormatError
 from echelon.host import process
-from echelon.host.facts import HostFacts
+from echelon.host.children import look_at_children
+from echelon.host.facts import HostChild, HostFacts
 from echelon.host.native_stacks import named
 from echelon.host.threads import program_of, threads
 from echelon.launcher.incident.error_file import read_error_file
@@ -37,6 +39,8 @@ class Witness:
         self._before = process.sample(self._pid) if worker.alive else process.Sample()
         self._surroundings = process.Surroundings(self._pid) if worker.alive else None
         self._sampled_s = time.monotonic()
+        self._children: tuple[HostChild, ...] = ()
+        self._num_children = 0
         self.record = record
         self.look(native=True)
 
@@ -69,6 +73,18 @@ class Witness:
         if self._stacks is not None:
             self._stacks.spy()
 
+    @property
+    def may_wait_below(self) -> bool:
+        """Whether it lives and may wait for a process of its own, not for its peers."""
+        if self._stacks is None:
+            return False
+        activity = read_activity(self._stacks.text(), self._stacks.native)
+        return activity.doing is not Doing.COLLECTIVE
+
+    def look_below(self) -> None:
+        """Look at the processes below it. May run on another thread."""
+        self._children, self._num_children = look_at_children(self._pid)
+
     def testify(self) -> None:
         """Put together all that is known now."""
         record = self.record
@@ -96,16 +112,17 @@ class Witness:
 
     def testify_later(self, gap_s: float) -> None:
         """Add what a second look shows: has it moved, and where does it stand now?"""
-        if not self.worker.alive or not self.record.has_ring:
+        if not self.worker.alive:
             return
         now = _read(self.worker)
-        recorded = _activity(now) - _activity(self.record) if now.has_ring else -1
+        is_recorded = now.has_ring and self.record.has_ring
+        recorded = _activity(now) - _activity(self.record) if is_recorded else -1
         host = replace(
             self.record.host,
             later_gap_s=gap_s,
             later_recorded=recorded,
             later_stacks="" if self._stacks is None else self._stacks.text(),
-            later_heartbeat_mono_ns=now.live[Live.HEARTBEAT_MONO_NS],
+            later_heartbeat_mono_ns=now.live[Live.HEARTBEAT_MONO_NS] if is_recorded else 0,
         )
         self.record = replace(self.record, host=host)
 
@@ -128,6 +145,8 @@ class Witness:
             stacks="" if self._stacks is None else self._stacks.text(),
             stacks_from="" if self._stacks is None else self._stacks.origin(),
             native_stacks="" if self._stacks is None else self._stacks.native,
+            children=self._children,
+            num_children=self._num_children,
             stderr_tail=tail or worker.start_error,
             error_file=read_error_file(worker.folder / "error.json"),
             snapshot_mono_ns=time.monotonic_ns(),

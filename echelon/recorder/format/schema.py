@@ -29,12 +29,13 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.host.facts import SIGNAL as SIGNAL
+from echelon.host.facts import HostChild as HostChild
 from echelon.host.facts import HostFacts as HostFacts
 from echelon.host.facts import HostThread as HostThread
 from echelon.host.facts import Socket as Socket
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 2
+FORMAT_MINOR = 3
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from echelon.errors import DumpFormatError
-from echelon.recorder.format.schema import FORMAT_MAJOR, FORMAT_MINOR, HostThread, Socket
+from echelon.recorder.format.schema import FORMAT_MAJOR, FORMAT_MINOR, HostChild, HostThread, Socket
 
 _T = TypeVar("_T")
-_NESTED: dict[str, type[Any]] = {"tuple[Socket": Socket, "tuple[HostThread": HostThread}
+_NESTED: dict[str, type[Any]] = {
+    "tuple[Socket": Socket,
+    "tuple[HostThread": HostThread,
+    "tuple[HostChild": HostChild,
+}
 
 
 def check_version(path: Path, version: object) -> tuple[int, int]:

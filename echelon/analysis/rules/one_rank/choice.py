@@ -7,11 +7,18 @@ special is in code of its own.
 
 from __future__ import annotations
 
+from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, last_row
 from echelon.analysis.evidence.stacks import Frame, short_site
 from echelon.analysis.finding import Cause, Confidence
 from echelon.analysis.rules.one_rank.device import read_device
+from echelon.analysis.rules.one_rank.doing import (
+    activity_of,
+    read_arrival,
+    read_doing,
+    worker_lines,
+)
 from echelon.analysis.rules.one_rank.ending import read_absence, read_ending, read_silence
 from echelon.analysis.rules.one_rank.outside import (
     is_seen_outside,
@@ -57,6 +64,7 @@ _TESTS: tuple[Test, ...] = (
     read_freezer,
     read_silence,
     read_motion,
+    read_arrival,
     read_device,
     read_span,
     read_compiler,
@@ -64,6 +72,7 @@ _TESTS: tuple[Test, ...] = (
     read_starvation,
     read_heartbeat,
     read_kernel_wait,
+    read_doing,
 )
 
 
@@ -77,6 +86,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
     else:
         words = f"stands at {frame}, in no operation" if frame else "is in no operation"
     lines = [f"rank {facts.rank}: main thread at {frame}"] if frame else []
+    lines += [*_waits_line(facts), *worker_lines(facts)]
     lines += [*process_lines(facts), *native_line(facts), *interrupted_lines(facts)]
     row = last_row(facts)
     if row is not None:
@@ -97,6 +107,14 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
         evidence=tuple(lines) or (f"rank {facts.rank} left nothing but its entries",),
         would_settle=_unsettled(picture, facts, frame),
     )
+
+
+def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
+    """Say what the rank's line waits for, where its stack shows it."""
+    activity = activity_of(facts)
+    if activity.doing in (Doing.USER, Doing.LIBRARY, Doing.UNKNOWN):
+        return ()
+    return (f"rank {facts.rank} {activity.doing.value} ({activity.by})",)
 
 
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:

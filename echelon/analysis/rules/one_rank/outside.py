@@ -10,9 +10,10 @@ What this cannot tell: which collective, and where in the code a rank stands. Th
 
 from __future__ import annotations
 
+from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import main_thread
+from echelon.analysis.rules.one_rank.doing import activity_of
 
 _NETWORK_CALLS = frozenset(
     {
@@ -21,7 +22,6 @@ _NETWORK_CALLS = frozenset(
     }
 )  # fmt: skip
 _SLEEPS = frozenset({"nanosleep", "clock_nanosleep", "pause", "rt_sigsuspend", "rt_sigtimedwait"})
-_COLLECTIVES = "distributed_c10d.py"  # torch's own Python around every collective
 _WORDS = {
     "futex": "waits for another thread",
     "wait4": "waits for a child process",
@@ -35,7 +35,9 @@ _WORDS = {
 
 def waits_for_peers(facts: RankEvidence) -> bool:
     """Tell whether a rank is seen inside a collective, or at the rendezvous."""
-    return is_in_collective(facts) or _is_at_rendezvous(facts)
+    if is_in_collective(facts) or activity_of(facts).doing is Doing.MEETING:
+        return True
+    return _is_at_rendezvous(facts)
 
 
 def is_in_collective(facts: RankEvidence) -> bool:
@@ -48,8 +50,7 @@ def is_in_collective(facts: RankEvidence) -> bool:
         return False
     if any(thread.is_in_collective for thread in facts.host.threads):
         return True
-    stack = main_thread(facts.host.stacks)
-    return stack is not None and any(frame.file.endswith(_COLLECTIVES) for frame in stack.frames)
+    return activity_of(facts).doing is Doing.COLLECTIVE
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:

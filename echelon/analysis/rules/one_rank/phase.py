@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
+from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import main_thread, short_site
+from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.finding import Cause, Confidence, seconds
+from echelon.analysis.rules.one_rank.doing import activity_of, worker_lines
 from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.analysis.rules.one_rank.signals import (
     innermost_span,
@@ -29,17 +29,10 @@ _SPAN_WORDS = {
 }
 
 
-_COMPILER = re.compile(
-    r"torch[/\\]_dynamo[/\\](?:symbolic_convert|convert_frame|bytecode_transformation)"
-    r"|torch[/\\]_inductor[/\\](?:async_compile|cpp_builder|codegen[/\\]|scheduler|graph\.py|lowering)"
-    r"|triton[/\\](?:compiler|backends)[/\\]"
-)
-
-
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
     """Its stack is inside torch's compiler: outside any span, and whatever the heartbeat says."""
-    thread = main_thread(facts.host.stacks)
-    if thread is None or not any(_COMPILER.search(frame.file) for frame in thread.frames):
+    activity = activity_of(facts)
+    if activity.doing is not Doing.COMPILING:
         return None
     frame = users_line(facts)
     at = f" (called at {frame})" if frame else ""
@@ -48,7 +41,11 @@ def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
         confidence=Confidence.LIKELY,
         words=f"compiles{at}",
         frame=frame,
-        evidence=(f"rank {facts.rank}: its stack is inside the compiler", *process_lines(facts)),
+        evidence=(
+            f"rank {facts.rank}: its stack is inside the compiler ({activity.by})",
+            *worker_lines(facts),
+            *process_lines(facts),
+        ),
     )
 
 

@@ -1,0 +1,54 @@
+"""What the C frames of a waiting thread say, where its Python frames do not.
+
+The function that a thread waits in is certain; its callers, marked with `?`, are read from its
+stack's memory and may be left over from calls that have returned (`host/native_stacks.py`). So only
+the frames next to the wait count, and none of them names a line.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from echelon.analysis.activity.doing import Doing
+from echelon.analysis.activity.tables import (
+    C_CONDITION,
+    C_NCCL,
+    C_POLL,
+    C_TORCH,
+    C_WAITS,
+    C_WORK,
+)
+
+_NEAR, _FAR = 4, 10
+
+
+def main_frames(native: str) -> tuple[str, ...]:
+    """Return the main thread's C frames, innermost first, without marks and files of functions."""
+    lines = native.splitlines()
+    below = itertools.takewhile(lambda line: line[:1] == " ", lines[1:])
+    return tuple(line.strip().removeprefix("? ") for line in below)
+
+
+def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
+    """Return what a thread waits for, and the C function that says so; None if nothing is known."""
+    near = frames[:_NEAR]
+    waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
+    if waits_in_torch:
+        work = next((one for one in frames[:_FAR] if C_WORK.search(one)), "")
+        return (Doing.COLLECTIVE, "c10d::Work::wait") if work else None
+    nccl = next((one for one in near if C_NCCL.search(one)), "")
+    if nccl:
+        return Doing.DEVICE, nccl.partition(" ")[0]
+    if near and C_POLL.search(near[0]) and len(near) > 1 and C_TORCH.search(near[1]):
+        return Doing.STORE, "poll, called by torch's C++"  # its store's client alone polls there
+    for frame in near:
+        for doing, pattern in C_WAITS:
+            if pattern.search(frame):
+                return doing, frame.partition(" ")[0]
+    return None
+
+
+def waits_in_torch(native: str) -> bool:
+    """Tell whether the main thread waits for another thread from within torch's C++."""
+    near = main_frames(native)[:_NEAR]
+    return any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))

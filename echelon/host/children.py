@@ -1,0 +1,67 @@
+"""The processes below another process: are they alive, what do they wait for, where do they stand?
+
+A rank that waits for its loader's worker shows its own line and nothing of the worker's: the worker
+is looked at as the rank is, from outside, and nothing in it notices.
+"""
+
+from __future__ import annotations
+
+import os
+
+from echelon.host.facts import HostChild
+from echelon.host.procfs import read_text
+from echelon.host.stacks import spy_stacks
+from echelon.host.threads import descendants, threads
+
+MAX_CHILDREN = 16
+_MAX_COMMAND = 200
+_MAX_STACK = 12 << 10
+_EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted after the name; readable where ptrace is
+
+
+def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
+    """Return the first processes below one, each looked at, and how many there are."""
+    below = descendants(pid)
+    return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
+
+
+def look_at(pid: int) -> HostChild:
+    """Look at one process; an empty state: it is gone."""
+    fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
+    if len(fields) < 22:
+        return HostChild(pid=pid)
+    state = fields[0]
+    is_dead = state in ("Z", "X")
+    command = read_text(f"/proc/{pid}/cmdline", "cmdline", []).replace("\0", " ").strip()
+    main = () if is_dead else threads(pid, [], limit=1)
+    return HostChild(
+        pid=pid,
+        command=command[:_MAX_COMMAND],
+        state=state,
+        call=main[0].call if main else "",
+        wait_channel=read_text(f"/proc/{pid}/wchan", "wchan", []).strip("0\n"),
+        exit_code=_exit_code(fields) if is_dead else None,
+        stacks="" if is_dead or not _is_python(pid) else _main_stack(spy_stacks(pid)),
+    )
+
+
+def _exit_code(fields: list[str]) -> int | None:
+    """Return how a dead process ended, as `subprocess` says it; None if it is not shown."""
+    if len(fields) <= _EXIT_CODE_FIELD:
+        return None
+    status = int(fields[_EXIT_CODE_FIELD])
+    if status == 0 and os.geteuid() != 0:
+        return None  # 0 is shown too where it is not permitted to know
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _is_python(pid: int) -> bool:
+    """Tell whether py-spy could read it: a compiler or a shell is not worth the start of one."""
+    return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
+
+
+def _main_stack(stacks: str) -> str:
+    """Return the main thread of a stack dump, in at most 12 KiB."""
+    blocks = [block.strip("\n") for block in stacks.split("\n\n") if block.strip()]
+    mains = [block for block in blocks if block.endswith(" in <module>")]
+    return (mains or blocks)[-1][:_MAX_STACK] if blocks else ""
