@@ -15,6 +15,7 @@ from echelon.analysis.evidence.stacks import main_thread
 from echelon.analysis.finding import Cause, Finding, Report
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
+from echelon.analysis.rules.calls.parted import find_parted
 from echelon.analysis.rules.calls.sizes import find_misfit
 from echelon.analysis.rules.calls.skipped import find_skipped
 from echelon.analysis.rules.calls.splits import find_split_mismatch
@@ -43,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     find_pipeline,
     find_misfit,
     find_unstarted,
+    find_parted,
     find_messages,
     find_unmatched,
     find_desync,

@@ -15,21 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.streams import Streams
+from echelon.recorder.format.schema import Flag, State
 
 _MAX_ROWS = 4096
-_HABITUAL = 0.2  # a share below this: the records do not reach back far enough
-_CLEARLY = 1.25  # by how much the next rank must be more habitual
+_HABITUAL = 0.4  # a share below this: the records do not reach back far enough
+_CLEARLY = 2.0  # by how much the next rank must be more habitual
+_MIN_CALLS = 12  # fewer hold no history that a call could break with
+_CONTEXTS = (8, 4, 2, 1)  # calls that the next one is expected after
+_SHIFTS = (1, 2, 3)
 _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
     """Return how many of the latest calls, at the end, were made before in the same order."""
-    rows = rows[-_MAX_ROWS:]
     if len(rows) < 2:
         return 0
-    columns = np.stack([rows[name].astype(np.int64) for name in _FIELDS])
-    _, keys = np.unique(columns, axis=1, return_inverse=True)
-    keys = keys.reshape(-1)
+    keys = _keys(rows)
     ends = np.flatnonzero(keys[:-1] == keys[-1])
     length = 0
     while len(ends):
@@ -39,16 +40,36 @@ def habit_length(rows: npt.NDArray[Any]) -> int:
     return length
 
 
+def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    rows = rows[-_MAX_ROWS:]
+    columns = np.stack([*(rows[name].astype(np.int64) for name in _FIELDS), in_one_launch(rows)])
+    _, keys = np.unique(columns, axis=1, return_inverse=True)
+    return np.asarray(keys.reshape(-1), np.int64)
+
+
+def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Tell which messages were launched together with the row before them. [num_rows]"""
+    is_message = (rows["flags"] & Flag.P2P) > 0
+    together = is_message.copy()
+    together[:1] = False
+    for name in ("p2p_sequence", "group"):
+        together[1:] &= rows[name][1:] == rows[name][:-1]
+    together[1:] &= is_message[:-1]
+    return together.astype(np.int64)
+
+
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
     """Return the one rank whose calls up to its head are the newest to it.
 
-    None if no rank stands out. What a rank enqueued behind its head says nothing of how it got
-    there.
+    None if no rank stands out, or the records do not reach back. What a rank enqueued behind its
+    head says nothing of how it got there.
     """
     known = sorted(
         (habit_length(rows) / max(1, len(rows)), rank)
         for rank in ranks
-        if rank in streams.evidence.ranks and len(rows := _up_to_head(streams, rank))
+        if rank in streams.evidence.ranks
+        and len(rows := _up_to_head(streams, rank)) >= _MIN_CALLS
+        and bool((rows["state"] == State.COMPLETED).any())
     )
     if len(known) < 2 or known[0][0] * _CLEARLY > known[1][0] or known[1][0] < _HABITUAL:
         return None
@@ -58,3 +79,47 @@ def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
 def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
     rows, head = streams.evidence.ranks[rank].rows, streams.heads.get(rank)
     return rows if head is None else rows[: max(head.rows) + 1]
+
+
+def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
+    """Tell what a rank did where its latest calls left its habit.
+
+    Returns:
+        "left out" and the row, of an earlier round, of the call that did not come; or "extra" and
+        the row of the call that should not have come. None where neither can be told.
+    """
+    rows = streams.evidence.ranks[rank].rows
+    known = _up_to_head(streams, rank)
+    if len(known) < _MIN_CALLS or len(known) > _MAX_ROWS:
+        return None
+    place = len(known) - habit_length(known)
+    keys = _keys(rows[-_MAX_ROWS:]).tolist()
+    if len(rows) > _MAX_ROWS or not 0 < place < len(keys):
+        return None
+    before = _last_time(keys, place)
+    if before is None:
+        return None
+    for shift in _SHIFTS:
+        if _agree(keys[place:], keys[before + shift : place]):
+            return "left out", before
+    for shift in _SHIFTS:
+        if place + shift < len(keys) and _agree(keys[place + shift :], keys[before:place]):
+            return "extra", place
+    return None
+
+
+def _last_time(keys: list[int], place: int) -> int | None:
+    """Return what followed the calls before a place when they were made the last time."""
+    for length in _CONTEXTS:
+        context = keys[place - length : place]
+        if place < length:
+            continue
+        for end in range(place - 1, length - 1, -1):
+            if keys[end - length : end] == context and keys[end] != keys[place]:
+                return end
+    return None
+
+
+def _agree(one: list[int], other: list[int]) -> bool:
+    length = min(len(one), len(other))
+    return length > 0 and one[:length] == other[:length]

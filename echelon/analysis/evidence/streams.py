@@ -210,9 +210,20 @@ class Streams:
         """Tell whether a rank is through a collective."""
         group, sequence = place
         facts = self.evidence.ranks.get(rank)
-        if facts is None or self.entered(rank, group) < sequence:
+        if facts is None or self.entered(rank, group) < sequence or self._is_lost(facts, place):
             return False
         return sequence not in self.pending[rank].get(group, frozenset())
+
+    @staticmethod
+    def _is_lost(facts: RankEvidence, place: Place) -> bool:
+        """Tell whether a collective that was not completed has left a ring that wrapped."""
+        group, sequence = place
+        if facts.completed.get(group, sequence) >= sequence:
+            return False
+        listed = facts.rows[facts.rows["sequence"] >= 0]
+        is_whole = bool((listed["state"] == State.COMPLETED).any())
+        own = listed["sequence"][listed["group"] == group]
+        return is_whole and bool(len(own)) and int(own.min()) > sequence
 
     def is_at(self, rank: int, place: Place) -> bool:
         """Tell whether a collective is the head of a rank."""

@@ -1,6 +1,7 @@
-"""An output that does not fit its input, on all ranks alike: no vote can see it.
+"""An output that does not fit its input, on one rank or on all alike: no vote can see it.
 
 An all_gather's output holds one input of each member, a reduce_scatter's input one output of each.
+The vote compares the larger of the two alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation that all members are in, with sizes that fit on none of them."""
+    """Report an operation with sizes that do not fit each other, and the ranks that passed them."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []
@@ -52,7 +53,11 @@ def _describe(picture: Picture, streams: Streams, head: Head) -> Finding:
     evidence = picture.evidence
     group = evidence.groups[head.group]
     place = (head.group, head.sequence)
-    ranks = tuple(rank for rank in group.ranks if streams.is_at(rank, place))
+    ranks = tuple(
+        rank
+        for rank in group.ranks
+        if streams.is_at(rank, place) and _misfits(streams, streams.heads[rank])
+    )
     row = evidence.ranks[head.rank].rows[head.rows[0]]
     call, site = evidence.call(row), short_site(evidence.site(row))
     inputs, outputs = (list(shape) for shape in call.signature.shapes[:2])

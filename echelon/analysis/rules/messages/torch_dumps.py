@@ -21,6 +21,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.evidence.streams import Message, Streams
 from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_list
+from echelon.analysis.rules.calls.parted import slip_cause
 from echelon.analysis.rules.messages.counted import find_miscounted
 from echelon.recorder.format.schema import Flag, State
 
@@ -268,9 +269,10 @@ def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
         message = next(m for m in waits if m.peer == short)
         culprits = (short,)
     one = _side(streams, message)
+    slipped = None if short is None else slip_cause(picture, short)
     return [
         Finding(
-            cause=Cause.P2P_UNMATCHED,
+            cause=slipped or Cause.P2P_UNMATCHED,
             culprit_ranks=culprits,
             confidence=Confidence.LIKELY if short is not None else Confidence.POSSIBLE,
             group=picture.evidence.groups[message.way[0]].name,

@@ -9,6 +9,7 @@ from echelon.analysis.evidence.habit import least_habitual
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.waits import Wait, WaitGraph
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list
+from echelon.analysis.rules.calls.parted import slip_cause
 from echelon.analysis.rules.waits.stuck import wait_line
 
 _MAX_TRIED = 32
@@ -27,9 +28,10 @@ def find_desync(picture: Picture) -> list[Finding]:
     odd = _breaker(waits, members, picture.evidence.ranks)
     if picture.streams is not None:
         # Their order is that of streams: a ring is a part of what one rank's slip has stopped.
-        odd = least_habitual(picture.streams, ring) if odd is None else odd
+        novel = least_habitual(picture.streams, ring)
+        odd = novel if odd is None else odd
         if odd is not None:
-            return [_describe_odd(picture, odd, ring, waits)]
+            return [_describe_odd(picture, odd, ring, waits, is_habit=odd == novel)]
     groups = sorted({wait.group for wait in waits})
     what = (
         f"groups {', '.join(repr(g) for g in groups)}"
@@ -87,16 +89,22 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
     )
 
 
-def _describe_odd(picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait]) -> Finding:
-    """Name the one rank of a ring whose latest calls are in an order that it never had before."""
+def _describe_odd(
+    picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
+) -> Finding:
+    """Name the one rank of a ring whose latest calls are in an order that it never had before.
+
+    A message that stands alone may be one that its peer left out, or is through with: habit tells.
+    """
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])
     own = next((wait for wait in near if odd in wait.waiting), first)
-    is_message = any(wait.is_p2p for wait in (first, own))
+    by_waits = Cause.P2P_UNMATCHED if first.is_p2p and own.is_p2p else Cause.ORDER_DESYNC
+    is_sure = is_habit or not (own.is_p2p or first.is_p2p)
     return Finding(
-        cause=Cause.P2P_UNMATCHED if is_message else Cause.ORDER_DESYNC,
+        cause=slip_cause(picture, odd) or by_waits,
         culprit_ranks=(odd,),
-        confidence=Confidence.LIKELY,
+        confidence=Confidence.LIKELY if is_sure else Confidence.POSSIBLE,
         group=first.group,
         operation=first.operation,
         sequence=first.number,

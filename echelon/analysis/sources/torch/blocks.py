@@ -3,7 +3,8 @@
 Parts never carry a state of their own. A block without its end was either completed, and its end
 left out of a dump of active entries, or it was not closed yet when the dump was written. Whatever
 was enqueued after a block in its group, and the group's counters, tell the two apart. A single
-message that was sent on its own looks like a part: where the group closes blocks it is one.
+message that was sent on its own looks like a part: where the group closes blocks it is one, and
+where the group lists a message as completed it is none: messages on their own carry their state.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def finish_unclosed(
     is_message = (rows["flags"] & Flag.P2P) > 0
     numbers = np.where(is_message, rows["p2p_sequence"], rows["sequence"])
     open_ = (rows["state"] == State.CREATED) & (rows["coalesced"] < 0) & (rows["started_ns"] == 0)
+    done = is_message & (rows["state"] == State.COMPLETED) & (rows["coalesced"] < 0)
+    stateful = frozenset(rows["group"][done].tolist())
     for pair, message, number, parts in _blocks(rows, numbers, is_message, open_):
         if len(parts) < 2 and not message:
             continue
@@ -45,6 +48,8 @@ def finish_unclosed(
         enqueued, completed = status.get(top.local_number, (_FAR, _FAR))
         if len(parts) > 1 or pair in batched:
             is_closed = _is_followed(top, message, number) or enqueued >= number
+        elif pair in stateful:
+            is_closed = False
         else:
             is_closed = top.collectives == 0 and completed >= number and completed < _FAR
         if is_closed:

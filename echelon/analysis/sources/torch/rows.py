@@ -47,7 +47,14 @@ _DTYPES = {
 _CREATED, _STARTED, _COMPLETED = int(State.CREATED), int(State.STARTED), int(State.COMPLETED)
 _STATES = {"scheduled": _CREATED, "started": _STARTED, "completed": _COMPLETED}
 _P2P_FLAG = int(Flag.P2P)
-_BY_OUTPUT = frozenset({"scatter", "all_gather", "_all_gather_base", "all_gather_into_tensor"})
+_BY_OUTPUT = frozenset(
+    {"scatter", "all_gather", "allgather", "_all_gather_base", "all_gather_into_tensor"}
+)
+# Names that other versions and backends write for the same operation.
+_SAME = {
+    "_allgather_base": "_all_gather_base",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+}
 _BOTH_SHOWN = TRANSPOSED | {
     "_all_gather_base",
     "all_gather_into_tensor",
@@ -68,6 +75,8 @@ _BY_INPUT = frozenset(
         "allreduce_coalesced",
         "all_gather_into_tensor_coalesced",
         "reduce_scatter_tensor_coalesced",
+        "all_reduce_sparse",
+        "all_reduce_barrier",
     }
 )
 
@@ -302,7 +311,7 @@ def parse_name(name: Any) -> tuple[str, bool, int, int]:
     operation = rest if colon else backend
     match = _P2P.match(operation)
     if match is None:
-        return operation[:200], backend == "gloo", 0, -1
+        return _SAME.get(operation, operation)[:200], backend == "gloo", 0, -1
     return match[1], backend == "gloo", 1 if match[1] == "send" else -1, int(match[3])
 
 
@@ -320,7 +329,7 @@ def _comparable(operation: str, dtype: str, total: int, out_total: int) -> objec
         return (operation, dtype, out_total)
     if operation in _BY_INPUT:
         return (operation, dtype, total)
-    return (operation, dtype) if operation in ("barrier", "send", "recv") else (operation,)
+    return (operation, dtype)
 
 
 def _numel(sizes: Sequence[Sequence[int]]) -> int:

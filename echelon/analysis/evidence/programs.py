@@ -1,0 +1,216 @@
+"""Ranks that run the same program, side by side: all groups and messages of each in one sequence.
+
+`Lanes` compare one group's collectives. Here the whole sequence of a rank's calls is compared with
+those of the other ranks of a group from a collective on that all of them list. Ranks whose calls
+agree up to the next collective of that group are taken to run one program (the ranks of one
+pipeline stage do, those of different stages do not); the first place where one of them differs is
+where its program took another way, whatever held the others up because of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.analysis.evidence.habit import in_one_launch
+from echelon.analysis.evidence.streams import Streams
+from echelon.recorder.format.schema import Flag
+
+_MAX_ROWS = 4096
+_MIN_REACH = 4  # calls before the anchor that tell programs apart
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first call that one rank of several made otherwise than the others.
+
+    Attributes:
+        rank: the one that differs.
+        others: the ranks that agree.
+        row: of the differing call, in that rank's rows.
+        usual: one of the others, and the row of what it called in that place.
+        later: the keys of the rank's calls from there on, and of the others'.
+    """
+
+    rank: int
+    others: tuple[int, ...]
+    row: int
+    usual: tuple[int, int]
+    later: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def partings(streams: Streams) -> list[Parting]:
+    """Return the places at which single ranks left the program of the others.
+
+    Groups are asked from the largest on; the first in which a rank differs answers.
+    """
+    keys = _keys(streams)
+    groups = streams.evidence.groups
+    order = sorted(range(len(groups)), key=lambda number: (-len(groups[number].ranks), number))
+    for group in order:
+        if len(groups[group].ranks) < 3:  # of two, neither is odd
+            break
+        found = list(_in_group(streams, group, keys))
+        if found:
+            return found
+    return []
+
+
+def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
+    """Return each rank's calls as numbers that are equal where calls of two ranks are alike.
+
+    A call is its group's name, operation and place in the program; of a message also how far away
+    its peer is.
+    """
+    evidence = streams.evidence
+    names = {name: number for number, name in enumerate(sorted({g.name for g in evidence.groups}))}
+    by_group = np.array([names[group.name] for group in evidence.groups] + [0], np.int64)
+    operations: dict[str, int] = {}
+    by_call = np.array(
+        [operations.setdefault(c.operation, len(operations)) for c in evidence.tables.calls] + [0],
+        np.int64,
+    )
+    columns: dict[int, npt.NDArray[np.int64]] = {}
+    for rank, facts in evidence.ranks.items():
+        rows = facts.rows[-_MAX_ROWS:]
+        is_message = (rows["flags"] & Flag.P2P) > 0
+        away = np.zeros(len(rows), np.int64)
+        for group in np.unique(rows["group"][is_message]).tolist():
+            mine = is_message & (rows["group"] == group)
+            away[mine] = _steps_away(evidence.groups[group].ranks, rank, rows["peer"][mine])
+        columns[rank] = np.stack(
+            [
+                by_group[rows["group"]],
+                by_call[rows["call"]],
+                rows["site"].astype(np.int64),
+                away,
+                in_one_launch(rows),
+            ]
+        )
+    if not columns:
+        return {}
+    lengths = np.cumsum([one.shape[1] for one in columns.values()])
+    _, numbers = np.unique(np.concatenate(list(columns.values()), axis=1), axis=1,
+                           return_inverse=True)  # fmt: skip
+    return dict(zip(columns, np.split(numbers.reshape(-1), lengths[:-1]), strict=True))
+
+
+def _steps_away(
+    ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """Return how far behind a rank its peers stand in a group, around its end."""
+    order = np.argsort(np.array(ranks))
+    places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
+    own = ranks.index(rank) if rank in ranks else 0
+    return np.asarray((places - own) % len(ranks) + 1, np.int64)
+
+
+def _in_group(
+    streams: Streams, group: int, keys: Mapping[int, npt.NDArray[np.int64]]
+) -> Iterator[Parting]:
+    """Yield the partings of the ranks of one group from its earliest common collective on."""
+    starts: dict[int, dict[int, int]] = {}
+    for rank in streams.evidence.groups[group].ranks:
+        facts = streams.evidence.ranks.get(rank)
+        if facts is None:
+            continue
+        rows = facts.rows[-_MAX_ROWS:]
+        mine = np.flatnonzero((rows["group"] == group) & (rows["sequence"] >= 0))
+        if len(mine) > 1:
+            numbers = rows["sequence"][mine].tolist()
+            starts[rank] = dict(zip(numbers, mine.tolist(), strict=True))
+    if len(starts) < 2:
+        return
+    first = max(min(numbers) for numbers in starts.values())
+    anchors = {rank: numbers[first] for rank, numbers in starts.items() if first in numbers}
+    ends = {rank: starts[rank][first + 1] for rank in anchors if first + 1 in starts[rank]}
+    # What all did before the anchor tells programs apart; in rings that have wrapped, what follows.
+    reach = min(anchors.values(), default=0)
+    before = {rank: (place - reach, place + 1) for rank, place in anchors.items()}
+    after = {rank: (anchors[rank], end) for rank, end in ends.items()}
+    for spans in (before if reach >= _MIN_REACH else {}, after):
+        found = [one for alike in _alike(keys, spans) if (one := _parting(streams, alike, keys))]
+        if found:
+            yield from found
+            return
+
+
+def _alike(
+    keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
+) -> Iterator[dict[int, int]]:
+    """Yield the ranks whose calls in a span of each are the same, and where it begins."""
+    programs: dict[tuple[int, ...], dict[int, int]] = {}
+    for rank, (begin, end) in spans.items():
+        programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
+    yield from programs.values()
+
+
+def _parting(
+    streams: Streams, starts: Mapping[int, int], keys: Mapping[int, npt.NDArray[np.int64]]
+) -> Parting | None:
+    """Return where one of the ranks of one program differs from the others."""
+    if len(starts) < 2:
+        return None
+    lines = {rank: keys[rank][start:] for rank, start in starts.items()}
+    place = _first_difference(list(lines.values()))
+    if place is None:
+        return None
+    called = {rank: int(line[place]) for rank, line in lines.items() if len(line) > place}
+    counts = Counter(called.values()).most_common()
+    odd = [rank for rank, key in called.items() if key != counts[0][0]]
+    if len(counts) != 2 or (counts[0][1] == 1 or counts[0][1] == counts[1][1]):
+        if len(called) == 2 and not _are_replicas(streams, list(called)):
+            return None
+        odd = [rank for rank in called if _is_novel(lines[rank], place)]
+    if len(odd) != 1 or len(counts) != 2:
+        return None
+    others = tuple(rank for rank, key in called.items() if key != called[odd[0]])
+    if called[others[0]] not in lines[others[0]][:place]:
+        return None  # no rank called it before: the programs may part here by intent
+    skip = {rank: len(streams.evidence.ranks[rank].rows) - len(keys[rank]) for rank in called}
+    longest = max(others, key=lambda rank: len(lines[rank]))
+    return Parting(
+        rank=odd[0],
+        others=others,
+        row=skip[odd[0]] + starts[odd[0]] + place,
+        usual=(longest, skip[longest] + starts[longest] + place),
+        later=(tuple(lines[odd[0]][place:].tolist()), tuple(lines[longest][place:].tolist())),
+    )
+
+
+def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
+    """Tell whether two ranks share more than the group of all: stages of a pipeline do not."""
+    shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
+    return len({frozenset(one) for one in shared}) > 1
+
+
+def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
+    """Return the first place at which two lines differ, as far as they reach."""
+    found: list[int] = []
+    usual = max(lines, key=len)
+    for line in lines:
+        differs = np.flatnonzero(line != usual[: len(line)])
+        found += differs[:1].tolist()
+    return min(found, default=None)
+
+
+def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
+    """Tell whether the calls before a place were followed by another call whenever they came.
+
+    The longest context that occurred before decides; where none did, nothing is novel.
+    """
+    keys = line.tolist()
+    for length in (8, 4, 2, 1):
+        context = keys[max(0, place - length) : place]
+        after = [
+            keys[at + len(context)]
+            for at in range(place - len(context))
+            if keys[at : at + len(context)] == context
+        ]
+        if len(context) == length and after:
+            return keys[place] not in after
+    return False
