@@ -39,7 +39,7 @@ class TorchRank:
         **fields: object,
     ) -> TorchRank:
         counts = self.counts.setdefault(group[0], [0, 0, 0])
-        counts[2] += 1
+        counts[2] += operation != "coalesced"  # the end of a block is no operation of its own
         if not same_block:
             counts[1 if p2p else 0] += 1
         sizes = [[4, 4]] if sizes is None else sizes

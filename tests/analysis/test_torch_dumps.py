@@ -331,3 +331,32 @@ def test_damaged_dumps_never_make_it_fall_over(tmp_path: Path) -> None:
             assert render_html(picture, report)
             num_read += len(report.ranks_present)
     assert num_read > 60
+
+
+def gloo_grid(*, state: str) -> TorchJob:
+    """Pairs (tp) and the ranks across them (dp), without a word of their members."""
+    job = TorchJob(8, "gloo")
+    for rank in job.ranks:
+        rank.config = {"": {"name": "", "desc": "", "ranks": "[]"}}
+        for _ in range(3):
+            rank.call(group=(f"1{rank.rank // 2}", "tp")).call(group=(f"2{rank.rank % 2}", "dp"))
+    for rank in job.others(7):
+        is_even = rank.rank % 2 == 0
+        rank.call(group=(f"2{rank.rank % 2}", "dp"), state="completed" if is_even else state)
+        if is_even:
+            rank.call(group=(f"1{rank.rank // 2}", "tp"), state=state)
+    return job
+
+
+def test_the_last_rank_is_missed_where_the_groups_of_gloo_are_one_short(tmp_path: Path) -> None:
+    report = analyze(gloo_grid(state="scheduled").write(tmp_path / "dumps", lost=(7,)))
+    verdict = report.verdict
+    assert verdict is not None
+    assert report.world_size == 8
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("dead_process", (7,))
+    assert verdict.confidence.value == "possible"
+
+
+def test_uneven_groups_of_gloo_that_move_miss_no_rank(tmp_path: Path) -> None:
+    report = analyze(gloo_grid(state="completed").write(tmp_path / "dumps", lost=(7,)))
+    assert (report.world_size, report.healthy) == (7, True)

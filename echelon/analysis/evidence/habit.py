@@ -55,7 +55,7 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     for name in ("p2p_sequence", "group"):
         together[1:] &= rows[name][1:] == rows[name][:-1]
     together[1:] &= is_message[:-1]
-    return together.astype(np.int64)
+    return np.asarray(together, np.int64)
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:

@@ -25,6 +25,7 @@ ROW = np.dtype(
         ("ended_ns", "<i8"),
         ("num_bytes", "<i8"),
         ("p2p_sequence", "<i4"),
+        ("op_id", "<i4"),  # of torch's: counts all of a group's operations, parts of batches too
         ("step", "<i4"),
         ("group", "<i4"),  # into Evidence.groups
         ("call", "<i4"),  # into Tables.calls

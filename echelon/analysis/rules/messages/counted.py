@@ -1,7 +1,7 @@
 """Messages counted against ranks that run the same program.
 
 A ring that has wrapped no longer shows where a message was left out, and both sides of the pair may
-be inside batches that seem to fit. The number of launches survives: ranks that share a collective
+be inside batches that seem to fit. The number of operations survives: ranks that share a collective
 and never exchange messages (the ranks of one stage) have launched equally many when they reach it.
 """
 
@@ -19,6 +19,7 @@ from echelon.analysis.finding import Cause, Confidence, Finding, Scope, rank_lis
 from echelon.recorder.format.schema import Flag
 
 _Counts = Mapping[Place, int]
+_LAUNCHES = "p2p_sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,20 @@ def _stages(streams: Streams) -> Iterator[list[int]]:
 
 
 def _launches(streams: Streams, rank: int) -> _Counts:
-    """Return how many messages a rank had launched at each collective that it lists."""
+    """Return how many messages a rank had launched at each collective that it lists.
+
+    A batch is one launch; where the group has no collectives, its operations are counted, which
+    shows a part that was left out of a batch.
+    """
     rows = streams.evidence.ranks[rank].rows
     is_message = (rows["flags"] & Flag.P2P) > 0
-    if len(np.unique(rows["group"][is_message])) != 1:
+    groups = np.unique(rows["group"][is_message])
+    if len(groups) != 1:
         return {}
-    first = int(rows["p2p_sequence"][is_message][0]) - 1
-    latest = np.maximum.accumulate(np.where(is_message, rows["p2p_sequence"], first))
+    is_apart = not bool(((rows["group"] == groups[0]) & (rows["sequence"] >= 0)).any())
+    counter = "op_id" if is_apart and bool((rows["op_id"][is_message] > 0).all()) else _LAUNCHES
+    first = int(rows[counter][is_message][0]) - 1
+    latest = np.maximum.accumulate(np.where(is_message, rows[counter], first))
     listed = np.flatnonzero(rows["sequence"] >= 0)
     places = zip(rows["group"][listed].tolist(), rows["sequence"][listed].tolist(), strict=True)
     return dict(zip(places, latest[listed].tolist(), strict=True))

@@ -24,12 +24,13 @@ from echelon.analysis.sources.torch.counters import WORLD, Counters, description
 from echelon.analysis.sources.torch.file import LOG_SUFFIXES, rank_in_name, read_torch_file
 from echelon.analysis.sources.torch.rows import TorchRows
 from echelon.errors import DumpFormatError
-from echelon.recorder.format.schema import Group, Identity
+from echelon.recorder.format.schema import Group, Identity, State
 
 _DEPTH = 2  # a folder per host, and one more
 _MAX_FILES = 1 << 20
 _IGNORED = re.compile(r"(?:truth|incident|verdict|report|job)\.(?:json|txt)\Z")
 _NAMELESS = frozenset({"", "undefined"})
+_MAX_LOST = 8  # ranks that the shape of the groups may add: those of one host
 
 
 def load_torch(path: Path) -> Evidence:
@@ -167,6 +168,37 @@ class TorchLoader:
         )
 
 
+def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
+    """Return the pairs in which a rank is inside an operation."""
+    inside: list[int] = np.unique(rows["group"][rows["state"] != State.COMPLETED]).tolist()
+    return inside
+
+
+def _regular_size(
+    pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
+) -> int:
+    """Return the number of ranks by the shape of the groups, 0 where they are regular or unclear.
+
+    Gloo's dumps name no members: of a rank whose dump is missing nothing is known. But groups of
+    one description divide the ranks evenly, so that those which are short, and stuck, show it.
+    """
+    shapes: dict[str, dict[int, Sequence[int]]] = {}
+    for pair, ranks in recorded.items():
+        if pairs[pair][1] != WORLD:
+            shapes.setdefault(pairs[pair][1], {})[pair] = ranks
+    sizes: set[int] = set()
+    for groups in shapes.values():
+        members = [rank for ranks in groups.values() for rank in ranks]
+        largest = max(map(len, groups.values()))
+        short = {pair for pair, ranks in groups.items() if len(ranks) < largest}
+        if len(groups) < 2 or len(members) > len(set(members)) or not short <= inside:
+            return 0
+        sizes.add(len(groups) * largest)
+    seen = len({rank for ranks in recorded.values() for rank in ranks})
+    size = max(sizes, default=0)
+    return size if len(sizes) == 1 and size - seen <= _MAX_LOST else 0
+
+
 @dataclass(frozen=True, slots=True)
 class TorchRank:
     """What is kept of a file."""
@@ -200,6 +232,9 @@ class TorchGroups:
                 if ranks and ranks not in self._configs.setdefault(name, []):
                     self._configs[name].append(ranks)
         self.world_size = max(max(world, default=-1) + 1, world_size)
+        if not any(read.members.get(name) for read in files.values() for name in read.members):
+            inside = {pair for read in files.values() for pair in _pairs_inside(read.rows)}
+            self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
     def settle(self, read: TorchRank) -> None:
         """Replace a rank's pairs by groups, and ranks within groups by global ones."""

@@ -146,6 +146,7 @@ class TorchRows:
                     site[1],
                     peer,
                     (entry.get("p2p_seq_id") or 0) if is_p2p else -1,
+                    entry.get("op_id") or 0,
                     _P2P_FLAG if is_p2p else 0,
                     _state(entry, is_gloo),
                     bool(entry.get("retired")),
@@ -353,6 +354,7 @@ def _table(columns: list[tuple[Any, ...]]) -> npt.NDArray[Any]:
         "stack",
         "peer",
         "p2p_sequence",
+        "op_id",
         "flags",
         "state",
     )
