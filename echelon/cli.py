@@ -13,6 +13,7 @@ usage: echelon COMMAND [...]
   run      launch a job; explain it if it stalls or dies
   status   show what the ranks of a running job do
   doctor   check this machine before a job
+  prepare  turn text into token shards
   store    serve a key-value store for torch's TCPStore clients and ours
 
 `echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps.
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from echelon.store.server.cli import main as store
 
         return store(arguments)
+    if command == "prepare":
+        from echelon.tokens.prepare import main as prepare
+
+        return prepare(arguments)
     if command in ("--version", "-V"):
         print(f"echelon {__version__}")
         return 0
@@ -46,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0
     print(
-        f"echelon: no command {command!r}; there are run, status, doctor and store", file=sys.stderr
+        f"echelon: no command {command!r}; there are run, status, doctor, prepare and store",
+        file=sys.stderr,
     )
     return 2
 

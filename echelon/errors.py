@@ -10,6 +10,7 @@
     │   ├── CollectiveTimeoutError  ... ranks did not come in time (also a TimeoutError)
     │   └── PeerLostError           ... a rank died or left
     ├── CheckpointError             a checkpoint cannot be saved or loaded; carries `.path`
+    ├── TokenShardsError            token shards cannot be read or written; carries `.path`
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as asked
 
@@ -128,6 +129,18 @@ class CheckpointError(EchelonError):
     def __init__(self, message: str, *, path: str | Path = "") -> None:
         super().__init__(message)
         self.path = str(path)
+
+
+class TokenShardsError(EchelonError):
+    """Token shards could not be read or written.
+
+    Attributes:
+        path: the file or folder.
+    """
+
+    def __init__(self, message: str, *, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class LaunchError(EchelonError):

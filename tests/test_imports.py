@@ -14,7 +14,7 @@ import echelon
 
 _PACKAGE = Path(echelon.__file__).parent
 _HEAVY = ("torch", "grpc", "uvloop", "asyncio", "rich")
-_ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis")
+_ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis", "tokens")
 
 # room -> modules of echelon that it may import besides its own and echelon.errors
 _ALLOWED = {
@@ -30,6 +30,7 @@ _ALLOWED = {
         "echelon.host",
     ),
     "analysis": ("echelon.analysis", "echelon.recorder.format", "echelon.recorder.read"),
+    "tokens": ("echelon.tokens", "echelon.recorder"),
 }
 
 
@@ -109,6 +110,7 @@ def _loaded_after(code: str) -> set[str]:
         "import echelon.dist",
         "import echelon.recorder",
         "import echelon.store",
+        "import echelon.tokens",
         "from echelon.cli import main; main(['run', '--help'])",
         "from echelon.cli import main; main(['--version'])",
         "from echelon.analysis.cli import main; main(['--help'])",

@@ -1,0 +1,8 @@
+"""Token shards: text prepared once, read by any number of ranks, with an exact position."""
+
+from echelon.tokens.loader import Batch, TokenLoader
+from echelon.tokens.mixture import Source
+from echelon.tokens.shards import TokenShards
+from echelon.tokens.writer import ShardWriter
+
+__all__ = ["TokenLoader", "Batch", "Source", "TokenShards", "ShardWriter"]

@@ -1,0 +1,103 @@
+"""Documents of text, JSON Lines and Hugging Face data sets, read piece by piece."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+Document = Iterator[str]  # a document's text, in pieces that fit into memory
+
+_PIECE_CHARACTERS = 1 << 20  # a text is tokenized in pieces of about this size, cut at a line's end
+
+
+def documents_of(path: Path, *, field: str) -> Iterator[Document]:
+    """Return a file's documents: each line of `.jsonl`, else the whole file. `.gz` is unpacked.
+
+    Args:
+        path: the file.
+        field: where the text stands in each line of JSON.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8, or a line is not JSON with that field; names file and line.
+    """
+    is_lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+    with _open(path) as file:
+        if is_lines:
+            with _named(path):
+                yield from _lines(file, path, field)
+        else:
+            yield _pieces(file, path)
+
+
+def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document]:
+    """Return the rows of a Hugging Face data set as documents, streamed.
+
+    Args:
+        name: a name on the hub, or a folder that `datasets` can load.
+        split: as "train".
+        field: the column with the text.
+
+    Raises:
+        ValueError: the package is not installed, or the data set or the column does not exist.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise ValueError("the package datasets is not installed: `pip install datasets`") from None
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+    except Exception as error:  # whatever the hub or the network raises
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"datasets cannot load {name!r}, split {split!r}: {reason}") from error
+    for number, row in enumerate(rows):
+        yield iter((_text_of(row, field, f"{name}, row {number}"),))
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in what decoding and unpacking raise."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+
+
+def _pieces(file: TextIO, path: Path) -> Document:
+    with _named(path):
+        while piece := file.read(_PIECE_CHARACTERS):
+            yield piece + file.readline(_PIECE_CHARACTERS)
+
+
+def _lines(file: TextIO, path: Path, field: str) -> Iterator[Document]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+        yield iter((_text_of(row, field, f"{path}:{number}"),))
+
+
+def _text_of(row: Any, field: str, where: str) -> str:
+    text = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f'{where} has no text in "{field}" (it has: {known})')
+    # JSON may hold half a surrogate pair, which no tokenizer takes.
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,174 @@
+"""The index of a folder of token shards: what the files hold, and whether they still do.
+
+    FOLDER/index.json           this index; a folder without it is not a folder of token shards
+    FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
+    FOLDER/documents_00000.bin  int64, little-endian: where each document of the shard ends, counted
+                                in tokens from the start of the whole folder
+
+A document may continue in the next shard; its end is listed where it lies. `docs/tokens.md`
+describes the format for other writers.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import TokenShardsError
+
+NAME = "index.json"
+FORMAT = "echelon-tokens"
+VERSION = 1
+DTYPES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of a token
+END_BYTES = 8  # of one entry in a file of documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardEntry:
+    """One shard: two files and what they hold.
+
+    Attributes:
+        tokens_crc32: of the file of tokens, as `zlib.crc32` computes it.
+        documents_crc32: of the file of documents.
+    """
+
+    tokens_name: str
+    documents_name: str
+    num_tokens: int
+    num_documents: int
+    tokens_crc32: int
+    documents_crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """All that is known of a folder without reading a token.
+
+    Attributes:
+        dtype: "uint8", "uint16" or "uint32".
+        vocabulary_size: every token is below it.
+        tokenizer: the name that `echelon prepare` was given.
+        end_of_document: the token after each document; None: there is none.
+    """
+
+    dtype: str
+    vocabulary_size: int
+    tokenizer: str
+    end_of_document: int | None
+    shards: tuple[ShardEntry, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that end in one of the shards."""
+        return sum(shard.num_documents for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that differs where the tokens or the documents differ."""
+        sums = [
+            (s.num_tokens, s.num_documents, s.tokens_crc32, s.documents_crc32) for s in self.shards
+        ]
+        return zlib.crc32(json.dumps([self.dtype, sums]).encode())
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        head = {"format": FORMAT, "version": VERSION, "num_tokens": self.num_tokens}
+        return json.dumps({**head, **asdict(self)}, indent=1) + "\n"
+
+
+def read_index(folder: Path) -> Index:
+    """Read and check a folder's index, and that each file has the size that it states.
+
+    Raises:
+        TokenShardsError: there is no index, it cannot be read, or a file is missing or has another
+            size.
+    """
+    path = folder / NAME
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        index = _index_of(fields)
+    except FileNotFoundError:
+        raise TokenShardsError(
+            f"{folder} is not a folder of token shards: it has no {NAME}. "
+            "`echelon prepare` makes one",
+            path=folder,
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise TokenShardsError(f"cannot read {path}: {_reason(error)}", path=path) from error
+    for shard in index.shards:
+        _require_size(folder / shard.tokens_name, shard.num_tokens * DTYPES[index.dtype])
+        _require_size(folder / shard.documents_name, shard.num_documents * END_BYTES)
+    return index
+
+
+def _index_of(fields: Any) -> Index:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise ValueError(f'"format" is not "{FORMAT}"')
+    if fields.get("version") != VERSION:
+        raise ValueError(f"version {fields.get('version')}, this echelon reads {VERSION}")
+    if fields["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {fields['dtype']!r} is not one of {', '.join(DTYPES)}")
+    index = Index(
+        dtype=fields["dtype"],
+        vocabulary_size=_count(fields, "vocabulary_size"),
+        tokenizer=str(fields["tokenizer"]),
+        end_of_document=fields["end_of_document"],
+        shards=tuple(_entry_of(shard) for shard in fields["shards"]),
+    )
+    if fields["num_tokens"] != index.num_tokens:
+        raise ValueError(
+            f"num_tokens is {fields['num_tokens']}, its shards have {index.num_tokens}"
+        )
+    return index
+
+
+def _entry_of(fields: dict[str, Any]) -> ShardEntry:
+    return ShardEntry(
+        tokens_name=_file_name(fields, "tokens_name"),
+        documents_name=_file_name(fields, "documents_name"),
+        num_tokens=_count(fields, "num_tokens"),
+        num_documents=_count(fields, "num_documents"),
+        tokens_crc32=_count(fields, "tokens_crc32"),
+        documents_crc32=_count(fields, "documents_crc32"),
+    )
+
+
+def _count(fields: dict[str, Any], name: str) -> int:
+    value = fields[name]
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f'"{name}" is {value!r}, not a whole number from 0 up')
+    return value
+
+
+def _file_name(fields: dict[str, Any], name: str) -> str:
+    """Return a file's name; an index never leads out of its folder."""
+    value = fields[name]
+    if not isinstance(value, str) or Path(value).name != value:
+        raise ValueError(f'"{name}" is {value!r}, not the name of a file in the same folder')
+    return value
+
+
+def _require_size(path: Path, num_bytes: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise TokenShardsError(f"cannot read {path}: {_reason(error)}", path=path) from error
+    if size != num_bytes:
+        raise TokenShardsError(
+            f"{path} has {size:,} bytes, its index says {num_bytes:,}: it was cut off or replaced",
+            path=path,
+        )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,307 @@
+"""Batches of a mixture of token shards, prefetched, with a position that is exact to the sample.
+
+[Note: the position in the data]
+Samples are numbered over all ranks: a step takes the next `batch` numbers, and a rank reads its
+part of them. The source of a number follows from the weights alone, and the place in the source
+from (seed, source, epoch, number). So the position is how many samples were taken of each source;
+it is the same on all ranks and does not depend on how many there are. Prefetched batches that the
+caller has not received are not part of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon import recorder
+from echelon.tokens.mixture import Drawn, Mixture, Source
+from echelon.tokens.permutation import permute
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NOT_COUNTED = -100  # the target that torch's cross_entropy leaves out
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """This rank's part of one step's samples; B of them, T tokens each.
+
+    Attributes:
+        tokens: what the model sees: int64 [B, T].
+        targets: the token after each: int64 [B, T]; with `mask_documents`, -100 where that token
+            belongs to another document.
+        documents: the document of each token, numbered from 0 within its row: int64 [B, T]. Tokens
+            attend to each other where the numbers are equal.
+        sources: the number of each row's source: int64 [B].
+        first_sample: the number of the first row, over all ranks and steps.
+    """
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    first_sample: int
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a loader stands after a batch."""
+
+    num_samples: int
+    taken: tuple[int, ...]
+    credits: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A batch that is being read, and the position once it is received."""
+
+    batch: Future[Batch]
+    after: _Position
+
+
+class TokenLoader:
+    """Iterates over batches without end; each source starts its next epoch in another order.
+
+    Every source is cut into windows of `context` tokens (and the one after). Within an epoch each
+    window is drawn once. Threads read ahead; the time that the caller waits for them is recorded as
+    a `data_wait` span. Used by one thread at a time.
+
+    Args:
+        sources: where samples come from; their names differ.
+        context: T, the tokens of a sample.
+        batch: samples of a step, over all ranks.
+        rank, world_size: this rank's place; ranks share a batch as evenly as possible, and a rank's
+            part may be empty if `batch` is below `world_size`.
+        seed: of the order of samples.
+        mask_documents: leave the first token of each document out of the targets.
+        num_workers: threads that read.
+        prefetch: batches that are read ahead.
+
+    Raises:
+        ValueError: an argument is out of range, names are used twice, or a source has fewer than
+            `context` + 1 tokens.
+
+    Example:
+        web = Source("web", TokenShards("web"), weight=0.8)
+        code = Source("code", TokenShards("code"), weight=0.2)
+        loader = TokenLoader([web, code], context=1024, batch=512, rank=rank, world_size=size)
+        for batch in loader:
+            loss = model(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets))
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        context: int,
+        batch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        mask_documents: bool = False,
+        num_workers: int = 1,
+        prefetch: int = 2,
+    ) -> None:
+        _require_at_least(1, context=context, batch=batch, world_size=world_size)
+        _require_at_least(1, num_workers=num_workers, prefetch=prefetch)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in 0 to {world_size - 1}")
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two sources have one name: {', '.join(names)}")
+        for source in sources:
+            if len(source.shards) <= context:
+                raise ValueError(
+                    f"source {source.name!r} has {len(source.shards):,} tokens; "
+                    f"context {context} needs {context + 1}"
+                )
+        self.sources = tuple(sources)
+        self.context = context
+        self.seed = seed
+        self._batch = batch
+        self._mine = slice(batch * rank // world_size, batch * (rank + 1) // world_size)
+        self._masks = mask_documents
+        self._prefetch = prefetch
+        self._mixture = Mixture([source.weight for source in sources])
+        self._position = self._planned = _Position(0, (0,) * len(names), (0,) * len(names))
+        self._pending: deque[_Pending] = deque()
+        self._readers = ThreadPoolExecutor(num_workers, thread_name_prefix="token-loader")
+        self._is_closed = False
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that all ranks together have received."""
+        return self._position.num_samples
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source was read, by name."""
+        return {
+            source.name: taken / self._num_windows(i)
+            for i, (source, taken) in enumerate(
+                zip(self.sources, self._position.taken, strict=True)
+            )
+        }
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next batch; blocks until it is read.
+
+        Raises:
+            TokenShardsError: a file is damaged or was removed.
+            ValueError: the loader is closed.
+        """
+        if self._is_closed:
+            raise ValueError("the loader is closed")
+        while len(self._pending) < self._prefetch:
+            self._plan()
+        first = self._pending[0]
+        with recorder.span("data_wait"):
+            batch = first.batch.result()
+        self._pending.popleft()  # kept if reading failed or was interrupted: no sample is skipped
+        self._position = first.after
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: plain values, equal on all ranks."""
+        saved = zip(self.sources, self._position.taken, self._position.credits, strict=True)
+        return {
+            "version": _VERSION,
+            "num_samples": self.num_samples,
+            "context": self.context,
+            "seed": self.seed,
+            "sources": {
+                source.name: {
+                    "taken": taken,
+                    "credit": credit,
+                    "fingerprint": source.shards.index.fingerprint,
+                }
+                for source, taken, credit in saved
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the sample where the state was taken, on any number of ranks.
+
+        The batch's size and the weights may differ, and sources may be new; each source that the
+        state knows must be given, with weight 0 if it is no longer drawn from.
+
+        Raises:
+            ValueError: the state belongs to another context or seed, to other tokens, or to a
+                source that is missing here. Nothing has changed then.
+        """
+        self._require_same(state)
+        saved = state["sources"]
+        rows = [saved.get(source.name, {"taken": 0, "credit": 0}) for source in self.sources]
+        self._drop_pending()
+        self._position = self._planned = _Position(
+            int(state["num_samples"]),
+            tuple(int(row["taken"]) for row in rows),
+            tuple(int(row["credit"]) for row in rows),
+        )
+
+    def close(self) -> None:
+        """Stop reading; waits for reads that have begun. May be called again."""
+        self._is_closed = True
+        self._drop_pending()
+        self._readers.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        """Return the loader itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the loader."""
+        self.close()
+
+    def _plan(self) -> None:
+        """Draw the next batch's samples and have this rank's part read."""
+        before = self._planned
+        self._mixture.taken, self._mixture.credits = list(before.taken), list(before.credits)
+        drawn = self._mixture.draw(self._batch)
+        self._planned = _Position(
+            before.num_samples + self._batch,
+            tuple(self._mixture.taken),
+            tuple(self._mixture.credits),
+        )
+        mine = Drawn(drawn.source[self._mine], drawn.number[self._mine])
+        first = before.num_samples + self._mine.start
+        self._pending.append(_Pending(self._readers.submit(self._read, mine, first), self._planned))
+
+    def _read(self, drawn: Drawn, first_sample: int) -> Batch:
+        num = len(drawn.source)
+        windows = np.empty((num, self.context + 1), np.int64)
+        documents = np.empty((num, self.context + 1), np.int64)
+        for row, (source, number) in enumerate(zip(drawn.source, drawn.number, strict=True)):
+            shards = self.sources[source].shards
+            first = self._window(int(source), int(number)) * self.context
+            windows[row] = shards.read(first, self.context + 1)
+            documents[row] = shards.documents(first, self.context + 1)
+        targets = windows[:, 1:].copy()
+        if self._masks:
+            targets[documents[:, 1:] != documents[:, :-1]] = NOT_COUNTED
+        return Batch(
+            tokens=windows[:, :-1],
+            targets=targets,
+            documents=documents[:, :-1],
+            sources=drawn.source,
+            first_sample=first_sample,
+        )
+
+    def _window(self, source: int, number: int) -> int:
+        """Return which window of its source a sample is."""
+        epoch, place = divmod(number, self._num_windows(source))
+        name = zlib.crc32(self.sources[source].name.encode())
+        key = (self.seed, name, epoch)
+        return int(permute(np.array([place]), self._num_windows(source), key)[0])
+
+    def _num_windows(self, source: int) -> int:
+        return (len(self.sources[source].shards) - 1) // self.context
+
+    def _drop_pending(self) -> None:
+        for pending in self._pending:
+            pending.batch.cancel()
+        self._pending.clear()
+
+    def _require_same(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != _VERSION:
+            raise ValueError(f"the position has version {state.get('version')}, not {_VERSION}")
+        for name in ("context", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the position was taken with {name} {state[name]}, here it is "
+                    f"{getattr(self, name)}: the samples would differ"
+                )
+        here = {source.name: source.shards for source in self.sources}
+        for name, row in state["sources"].items():
+            if name not in here:
+                raise ValueError(f"the position knows source {name!r}: give it, if with weight 0")
+            if row["fingerprint"] != here[name].index.fingerprint:
+                raise ValueError(
+                    f"source {name!r} has other tokens than when the position was taken: "
+                    f"{here[name].folder} was prepared again"
+                )
+
+
+def _require_at_least(minimum: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < minimum:
+            raise ValueError(f"{name} is at least {minimum}, not {value}")

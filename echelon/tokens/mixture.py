@@ -1,0 +1,88 @@
+"""Which source each sample comes from: exact weights, without randomness and without memory.
+
+Smooth weighted round robin: each draw adds every source's weight to its credit, takes the source
+with the largest one, and takes the sum of weights from that. After any number of draws a source is
+less than one sample away from its share per other source. Credits are integers, so every rank
+computes the same sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.tokens.shards import TokenShards
+
+_UNIT = 1 << 32  # weights are integers in steps of 2**-32 of the sum
+
+
+@dataclass(frozen=True)
+class Source:
+    """Token shards that samples are drawn from.
+
+    Attributes:
+        name: its name in the loader's state.
+        shards: its tokens.
+        weight: its share of the samples, relative to the other sources'; 0: it is not drawn from.
+
+    Raises:
+        ValueError: the weight is negative or not finite.
+    """
+
+    name: str
+    shards: TokenShards
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"the weight of source {self.name!r} is {self.weight}, not 0 or more")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The sources of consecutive samples.
+
+    Attributes:
+        source: the number of each sample's source: int64 [num].
+        number: which sample of that source it is, over all epochs: int64 [num].
+    """
+
+    source: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+
+class Mixture:
+    """Draws sources in the proportion of their weights.
+
+    Args:
+        weights: one per source, at least one above 0.
+    """
+
+    def __init__(self, weights: list[float]) -> None:
+        total = sum(weights)
+        if not total > 0:
+            raise ValueError("no source has a weight above 0")
+        self._weights = [round(weight / total * _UNIT) for weight in weights]
+        self._total = sum(self._weights)
+        self.credits = [0] * len(weights)
+        self.taken = [0] * len(weights)  # samples of each source, over all epochs
+
+    def draw(self, num: int) -> Drawn:
+        """Draw the sources of the next `num` samples."""
+        source, number = np.empty(num, np.int64), np.empty(num, np.int64)
+        for place in range(num):
+            for i, weight in enumerate(self._weights):
+                self.credits[i] += weight
+            chosen = self._richest()
+            self.credits[chosen] -= self._total
+            source[place], number[place] = chosen, self.taken[chosen]
+            self.taken[chosen] += 1
+        return Drawn(source, number)
+
+    def _richest(self) -> int:
+        """Return the source with the largest credit, the first one of several; never weight 0."""
+        drawn = [i for i, weight in enumerate(self._weights) if weight]
+        return max(drawn, key=lambda i: (self.credits[i], -i))

@@ -1,0 +1,101 @@
+"""Tokenizers by name: bytes, and those of `tiktoken` and `tokenizers` where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NUM_BYTES = 256
+_NAMES = "bytes, tiktoken:ENCODING (as tiktoken:gpt2) or tokenizers:FILE (a tokenizer.json)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A way from text to tokens.
+
+    Attributes:
+        name: what `make_tokenizer` was given.
+        vocabulary_size: every token is below it.
+        end_of_document: the token after each document.
+        encode: returns a text's tokens. Text that spells a special token is text.
+    """
+
+    name: str
+    vocabulary_size: int
+    end_of_document: int
+    encode: Callable[[str], Sequence[int] | NDArray[Any]]
+
+
+def make_tokenizer(name: str) -> Tokenizer:
+    """Return a tokenizer by its name.
+
+    Args:
+        name: "bytes": UTF-8's bytes, with 256 as the end of a document; "tiktoken:ENCODING";
+            "tokenizers:FILE", a `tokenizer.json`.
+
+    Raises:
+        ValueError: there is no such tokenizer, its package is not installed, its file cannot be
+            read, or it has no token that ends a document.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "bytes":
+        return Tokenizer(
+            name=name,
+            vocabulary_size=_NUM_BYTES + 1,
+            end_of_document=_NUM_BYTES,
+            encode=lambda text: np.frombuffer(text.encode(), np.uint8),
+        )
+    if kind == "tiktoken" and rest:
+        return _tiktoken(name, rest)
+    if kind == "tokenizers" and rest:
+        return _tokenizers(name, rest)
+    raise ValueError(f"no tokenizer {name!r}; there are {_NAMES}")
+
+
+def _tiktoken(name: str, encoding_name: str) -> Tokenizer:
+    tiktoken = _package("tiktoken")
+    try:
+        encoding = tiktoken.get_encoding(encoding_name)
+    except Exception as error:  # it fetches its tables: whatever the network raises
+        raise ValueError(f"tiktoken cannot make {encoding_name!r}: {_first_line(error)}") from error
+    return Tokenizer(
+        name=name,
+        vocabulary_size=encoding.n_vocab,
+        end_of_document=encoding.eot_token,
+        encode=lambda text: encoding.encode(text, disallowed_special=()),
+    )
+
+
+def _tokenizers(name: str, path: str) -> Tokenizer:
+    tokenizers = _package("tokenizers")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the package raises a plain Exception
+        raise ValueError(f"cannot read {path} as a tokenizer: {_first_line(error)}") from error
+    ends = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+    found = [token for end in ends if (token := tokenizer.token_to_id(end)) is not None]
+    if not found:
+        raise ValueError(f"{path} has no token that ends a document: none of {', '.join(ends)}")
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    return Tokenizer(
+        name=name,
+        vocabulary_size=highest + 1,
+        end_of_document=found[0],
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+    )
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"the package {name} is not installed: `pip install {name}`") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
