@@ -9,6 +9,9 @@ shows when a program asks for the backend, and no other program notices.
 `ECHELON_TORCH_BACKEND=echelon` (set by `echelon run --torch-backend echelon`) makes our backend
 stand in where a program asks for gloo, or for no backend by name, so that an unmodified program is
 recorded. What asks for nccl, or any other, gets that.
+
+Under `echelon run`, and anywhere with `ECHELON_RECORD=1`, a program that makes a process group is
+recorded whatever its backend (`echelon/recorder/torch/`); `ECHELON_RECORD=0` turns that off.
 """
 
 import os
@@ -27,16 +30,47 @@ def register() -> None:
     except Exception:  # noqa: BLE001 -- a torch built without distributed is not an error
         return
     wanted = os.environ.get(_VARIABLE, "")
-    if not wanted:
-        return
     try:
-        if wanted != _OURS:
+        if wanted not in ("", _OURS):
             raise ValueError(f"{wanted!r} is not {_OURS!r}")
-        _stand_in()
+        if wanted:
+            _stand_in()
     except Exception as err:  # noqa: BLE001 -- the program runs as it would without us
         sys.stderr.write(
             f"echelon: {_VARIABLE} has no effect, torch's own backends are used: {err}\n"
         )
+    if _is_recorded(os.environ):
+        _record()
+
+
+def _is_recorded(environ) -> bool:  # noqa: ANN001
+    """Return whether a rank of this environment keeps a record."""
+    wanted = environ.get("ECHELON_RECORD", "")
+    if wanted == "0" or environ.get("ECHELON_RECORDER_SIZE") == "0":
+        return False
+    return wanted == "1" or "ECHELON_RANK_DIR" in environ or "ECHELON_RECORD_DIR" in environ
+
+
+def _record() -> None:
+    """Begin the record when the program makes its first process group: nothing is loaded now."""
+    try:
+        c10d = sys.modules["torch.distributed.distributed_c10d"]
+        make = c10d._new_process_group_helper
+    except Exception:  # noqa: BLE001 -- a torch without distributed
+        return
+    made = []
+
+    def make_group(*args, **named):  # noqa: ANN002, ANN003, ANN202
+        if not made:
+            try:
+                from echelon.recorder.torch.start import recording
+
+                made.append(recording(make))
+            except Exception:  # noqa: BLE001 -- the program trains without its record
+                made.append(make)
+        return made[0](*args, **named)
+
+    c10d._new_process_group_helper = make_group
 
 
 def _create(options, group_options):  # noqa: ANN001, ANN202 -- no typing import either

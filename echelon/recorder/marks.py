@@ -9,6 +9,8 @@ from echelon.recorder.current import current, if_opened
 
 _T = TypeVar("_T")
 
+by_hand: set[str] = set()  # names of spans, and "step", that the program marks: hooks leave them
+
 
 class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
@@ -22,6 +24,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
         self._name = name
         self._detail = detail
         self._open: Any = None
+        by_hand.add(name)
 
     def __enter__(self) -> None:
         recorder = current()
@@ -38,6 +41,7 @@ def step(number: int | None = None) -> None:
     """Say that a training step begins: number `number`, or one more than the last."""
     recorder = current()
     if recorder is not None:
+        by_hand.add("step")
         recorder.step(number)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from echelon.errors import DumpFormatError
 from echelon.launcher.control import messages as m
@@ -42,7 +43,7 @@ class Sighting:
         self._workers = workers
         self._num_printed = num_printed
         self._rings: dict[int, LiveRing] = {}
-        self._activities: dict[int, Activity] = {}  # of ranks without a ring
+        self._activities: dict[int, Activity] = {}  # of ranks without a ring, and hooked ones
         self._num_signs: dict[int, int] = {}
         self._num_moves = 0
         self._lived = LivedTime(_STEP_S, time.monotonic_ns() / 1e9)
@@ -68,7 +69,7 @@ class Sighting:
             if ring is None or ring.is_closed:
                 rows.append([worker.rank, *self._from_outside(worker, now), own_dumps])
             else:
-                sights.append(ring.sight(worker.rank))
+                sights.append(self._sight(ring, worker, now))
                 dumps += own_dumps
         if not sights and not rows:
             return None
@@ -112,20 +113,36 @@ class Sighting:
             dumps,
         ]
 
+    def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
+        """Look at a rank that records.
+
+        A program that hooks record marks no phases of its own: a long evaluation shows in what it
+        uses and prints, and not in its ring.
+        """
+        sight = ring.sight(worker.rank)
+        if not ring.is_hooked:
+            return sight
+        activity = self._active(worker, now)
+        return replace(sight, progress_mono_ns=max(sight.progress_mono_ns, activity.last_mono_ns))
+
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
         """Look at a rank that has no ring, not yet or never, or that is exiting and has closed it.
 
         Destructors may take long on a busy machine: as long as they use processor time, nothing
         hangs.
         """
+        activity = self._active(worker, now)
+        age_ms = self._age_ms(now, activity.last_mono_ns)
+        pending_ms = age_ms if activity.is_in_collective else -1
+        return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
+
+    def _active(self, worker: Worker, now: int) -> Activity:
         activity = self._activities.get(worker.rank)
         if activity is None:
             activity = Activity(worker.pid, self._store_port, self._quiet_s, now)
             self._activities[worker.rank] = activity
         activity.look(self._num_printed(worker.rank), now)
-        age_ms = self._age_ms(now, activity.last_mono_ns)
-        pending_ms = age_ms if activity.is_in_collective else -1
-        return [int(activity.has_met), age_ms, pending_ms, activity.num_signs, 0]
+        return activity
 
     def _age_ms(self, now_mono_ns: int, then_mono_ns: int) -> int:
         if not then_mono_ns:

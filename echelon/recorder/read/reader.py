@@ -176,6 +176,7 @@ class LiveRing:
             raise
         self._path, self._identity = path, _file_identity(path)
         self._protected = protect(self._map)
+        self._is_hooked = False
         self._live = np.frombuffer(self._map, "<u8", Live.NUM_WORDS, LIVE_OFFSET)
         self._slots = np.frombuffer(
             self._map, OPERATION_SLOT, layout.num_operations, layout.operations_offset
@@ -191,6 +192,17 @@ class LiveRing:
         """Whether its rank has closed it: the program has ended, the process may not have."""
         self._follow()
         return bool(self._live[Live.CLOSED])
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks record its rank's program, which marks no phases of its own."""
+        if not self._is_hooked:
+            try:
+                identity = read_identity(self._map[:_HEADER_BYTES], self._path, Damage())
+            except DumpFormatError:
+                return False
+            self._is_hooked = "hooked" in identity.settings
+        return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
         """Return (when the oldest operation that has not ended was called, how many there are)."""

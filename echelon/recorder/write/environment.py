@@ -5,6 +5,8 @@
 | ECHELON_RANK_DIR | folder of this rank and attempt, for the ring | launcher |
 | ECHELON_RECORD_DIR | where programs without the launcher record, in `rank_<r>/attempt_<n>` below
   it; with neither folder, nothing is recorded | user |
+| ECHELON_RECORD | 1: record torch programs everywhere, in `echelon_record` without one of these
+  folders; 0: never unless the program imports echelon itself (`echelon_torch_autoload`) | user |
 | ECHELON_RECORD_OWNER | who records there, so that what it starts does not | recorder |
 | ECHELON_RING_DIR | node-local folder for the rings (default: the rank's folder where that is on a
   local file system, else the temporary folder) | user |
@@ -71,7 +73,7 @@ class Settings:
         """Read the settings; a value that is no number counts as not given."""
         return cls(
             rank_dir=_folder("ECHELON_RANK_DIR"),
-            record_dir=_folder("ECHELON_RECORD_DIR"),
+            record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),
             ring_dir=_folder("ECHELON_RING_DIR"),
             stall_timeout_s=_seconds("ECHELON_STALL_TIMEOUT", DEFAULT_STALL_TIMEOUT_S),
             num_operations=_number("ECHELON_RECORDER_SIZE", DEFAULT_NUM_OPERATIONS, 0, MAX_SLOTS),
@@ -104,6 +106,10 @@ def claim_ownership(process: str) -> bool:
 def _folder(name: str) -> Path | None:
     text = os.environ.get(name)
     return Path(text) if text else None
+
+
+def _default_folder() -> Path | None:
+    return Path("echelon_record") if os.environ.get("ECHELON_RECORD") == "1" else None
 
 
 def _seconds(name: str, default: float) -> float:

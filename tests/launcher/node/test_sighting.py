@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from echelon.launcher.control import messages as m
 from echelon.launcher.node.sighting import Reports, Sighting
-from echelon.recorder.format.schema import Identity
+from echelon.recorder.format.schema import Identity, Live
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.ring import Ring
 
@@ -62,6 +64,27 @@ def test_a_node_that_stood_still_does_not_count_that_as_its_ranks_silence(
     sighting.close()
     recorder.close()
     assert 10_000 <= last <= 13_500
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path, hooked) -> None:
+    """It marks no phase of its own: a long evaluation is not a stall."""
+    identity = Identity(rank=0, pid=os.getpid(), settings={"hooked": "torch"} if hooked else {})
+    ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
+    recorder = Recorder(ring)
+    recorder.mark_initialised()
+    ring.live[Live.PROGRESS_MONO_NS] = time.monotonic_ns() - 3_600_000_000_000
+    worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0)
+    printed = iter(range(1, 9))
+    sighting = Sighting(start, [worker], lambda _: next(printed))
+    assert sighting.look() is not None
+    sight = sighting.look()
+    sighting.close()
+    recorder.close()
+    assert sight is not None
+    is_silent = sight.folded[2] > 60_000
+    assert is_silent is not hooked
 
 
 def _sights(pending_ms: int = -1, progress_ms: int = 10, ranks: tuple = ()) -> m.Sights:

@@ -1,0 +1,124 @@
+"""What an operation of torch was called with, read from the arguments of the operator.
+
+Torch's C++ and Python code both start a collective by calling an operator of the namespace c10d.
+The table says where in an operator's arguments each fact stands.
+
+[Note: flat shapes] Torch accepts tensors of unequal shapes and equal sizes in one collective, so a
+shape is recorded flat, as a number of elements: members that agree must not look as if they did
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_ABSENT = -1
+_REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where an operator's arguments stand; -1: it has no such argument."""
+
+    operation: str
+    data: int
+    group: int
+    reduce_op: int = _ABSENT
+    root: int = _ABSENT
+    is_async: int = _ABSENT
+    timeout: int = _ABSENT
+    peer: int = _ABSENT
+    tag: int = _ABSENT
+    is_message: bool = False
+
+
+LAYOUTS = {
+    "allreduce_": Layout("all_reduce", 0, 1, reduce_op=2, is_async=4, timeout=5),
+    "allreduce_coalesced_": Layout("all_reduce", 0, 1, reduce_op=2, is_async=3, timeout=4),
+    "allgather_": Layout("all_gather", 1, 2, is_async=3, timeout=4),
+    "_allgather_base_": Layout("all_gather", 1, 2, is_async=3, timeout=4),
+    "allgather_coalesced_": Layout("all_gather", 1, 2, is_async=3),
+    "allgather_into_tensor_coalesced_": Layout("all_gather", 1, 2, is_async=3),
+    "reduce_scatter_": Layout("reduce_scatter", 1, 2, reduce_op=3, is_async=4, timeout=5),
+    "_reduce_scatter_base_": Layout("reduce_scatter", 1, 2, reduce_op=3, is_async=4, timeout=5),
+    "reduce_scatter_tensor_coalesced_": Layout(
+        "reduce_scatter", 1, 2, reduce_op=3, is_async=4, timeout=5
+    ),
+    "reduce_": Layout("reduce", 0, 1, reduce_op=2, root=3, is_async=5, timeout=6),
+    "broadcast_": Layout("broadcast", 0, 1, root=2, is_async=4, timeout=5),
+    "gather_": Layout("gather", 1, 2, root=3, is_async=4, timeout=5),
+    "scatter_": Layout("scatter", 0, 2, root=3, is_async=4, timeout=5),
+    "alltoall_": Layout("all_to_all", 1, 2, is_async=3, timeout=4),
+    "alltoall_base_": Layout("all_to_all", 1, 2, is_async=5, timeout=6),
+    "barrier": Layout("barrier", 0, 1, is_async=3, timeout=4),
+    "monitored_barrier_": Layout("monitored_barrier", 0, 1, timeout=3),
+    "send": Layout("send", 0, 1, peer=2, tag=3, is_message=True),
+    "recv_": Layout("recv", 0, 1, peer=2, tag=3, is_message=True),
+    "recv_any_source_": Layout("recv", 0, 1, tag=2, is_message=True),
+}
+
+_WITHOUT_DATA = frozenset({"barrier", "monitored_barrier"})
+_dtypes: dict[Any, str] = {}
+
+
+class Data(NamedTuple):
+    """What is recorded of an operation's tensors."""
+
+    on_host: bool
+    dtype: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    num_bytes: int = 0
+
+
+def data_of(layout: Layout, args: Sequence[Any]) -> Data:
+    """Read the tensors of a call: one, a list, or a list of lists with one element."""
+    value = args[layout.data]
+    if not isinstance(value, (list, tuple)):
+        tensors: Sequence[Any] = (value,)
+    elif value and isinstance(value[0], (list, tuple)):
+        tensors = value[0]
+        total = sum(tensor.numel() for tensor in tensors)
+        return _described(tensors, ((total,),))
+    else:
+        tensors = value
+    if not tensors:
+        return Data(on_host=True)
+    if layout.operation in _WITHOUT_DATA:
+        return Data(on_host=tensors[0].is_cpu)
+    return _described(tensors, tuple((tensor.numel(),) for tensor in tensors))
+
+
+def _described(tensors: Sequence[Any], shapes: tuple[tuple[int, ...], ...]) -> Data:
+    first = tensors[0]
+    dtype = _dtypes.get(first.dtype)
+    if dtype is None:
+        dtype = _dtypes[first.dtype] = str(first.dtype).removeprefix("torch.")
+    num_elements = sum(shape[0] for shape in shapes)
+    return Data(first.is_cpu, dtype, shapes, num_elements * first.element_size())
+
+
+def address_of(value: Any) -> int:
+    """Return where a tensor, or the first one of lists, begins in memory; 0 without one."""
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())
+
+
+def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
+    """Return the name of a call's reduction; "" if it has none."""
+    if layout.reduce_op == _ABSENT:
+        return ""
+    number = int(args[layout.reduce_op].op())
+    return _REDUCE_OPS[number] if 0 <= number < len(_REDUCE_OPS) else ""
+
+
+def number_of(at: int, args: Sequence[Any], default: int = -1) -> int:
+    """Return a call's integer argument; `default` where it was not passed."""
+    return int(args[at]) if 0 <= at < len(args) else default
+
+
+def timeout_s_of(layout: Layout, args: Sequence[Any]) -> float:
+    """Return a call's own timeout in seconds; 0 if it has none."""
+    return max(number_of(layout.timeout, args, 0), 0) / 1e3

@@ -1,0 +1,71 @@
+"""The process groups of a torch program, and the numbers of their operations."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from echelon.recorder.write.recorder import Recorder
+
+_WORLD = "default_pg"  # torch's description of its first group
+_UNNAMED = ("", "undefined")
+
+
+class Group:
+    """One process group: its reference in the ring, and counters of what was called on it.
+
+    Collectives are numbered per group, messages per peer and direction: all members count alike.
+    """
+
+    __slots__ = ("_messages", "next_collective", "ranks", "reference")
+
+    def __init__(self, reference: int, ranks: tuple[int, ...]) -> None:
+        self.reference = reference
+        self.ranks = ranks
+        self.next_collective: Callable[[], int] = itertools.count().__next__
+        self._messages: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+
+    def next_message(self, operation: str, peer: int) -> int:
+        """Return the number of a message with a peer; -1 if the peer is not known yet."""
+        return -1 if peer < 0 else next(self._messages[operation, peer])
+
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a member; -1 stays."""
+        return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
+
+
+class Groups:
+    """The groups of this process, by torch's unique names."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Group] = {}
+
+    def forget(self, name: str) -> None:
+        """Forget a group: torch makes another one of this name, whose numbers begin at 0."""
+        self._known.pop(name, None)
+
+    def of(self, process_group: Any, recorder: Recorder) -> Group:
+        """Return a group, adding it if it is new."""
+        name = process_group.group_name
+        known = self._known.get(name)
+        if known is None:
+            ranks = tuple(_distributed().get_process_group_ranks(process_group))
+            title = _title(name, process_group.group_desc, ranks)
+            known = self._known[name] = Group(recorder.new_group(title, ranks), ranks)
+        return known
+
+
+def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
+    """Return how reports call a group: equal on all its members."""
+    if description == _WORLD:
+        return "world"
+    if description in _UNNAMED:
+        return f"group {name}" if len(name) <= 8 else f"group of {len(ranks)}"
+    return description
+
+
+def _distributed() -> Any:
+    return sys.modules["torch.distributed.distributed_c10d"]

@@ -1,0 +1,63 @@
+"""Modules that a program may import later: what is done to each once it is loaded.
+
+An entry of `sys.meta_path` sees the import of a module that is waited for, lets the others find
+it, and runs its action after the module's own code.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+from echelon.recorder.torch.guarding import quietly
+
+Action = Callable[[Any], object]
+_Spec = importlib.machinery.ModuleSpec
+
+
+class Later(importlib.abc.MetaPathFinder):
+    """Runs an action for each of some modules, now or once they are imported."""
+
+    def __init__(self) -> None:
+        self._actions: dict[str, Action] = {}
+
+    def run(self, name: str, action: Action) -> None:
+        """Run `action` with the module `name`, now if it is loaded."""
+        module = sys.modules.get(name)
+        if module is not None:
+            quietly(action, module)
+            return
+        self._actions[name] = action
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> _Spec | None:
+        """Find a module that is waited for, as the other finders do."""
+        action = self._actions.pop(fullname, None)
+        if action is None:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else cast("_Spec | None", find(fullname, path, target))
+            if spec is not None:
+                quietly(_act_after, spec.loader, action)
+                return spec
+        return None
+
+
+def _act_after(loader: Any, action: Action) -> None:
+    """Run `action` after a loader has executed its module."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        quietly(action, module)
+
+    loader.exec_module = exec_module

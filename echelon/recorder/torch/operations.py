@@ -1,0 +1,193 @@
+"""Every collective and message of torch.distributed, whatever starts it and carries it out.
+
+[Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
+process group in C++, so patched Python functions would miss them. A process group of ours around
+torch's would see them, but programs ask a group for its type. All of them call an operator of the
+namespace c10d, through torch's dispatcher. A kernel under the key BackendSelect, which c10d does
+not use, stands before the backend's own kernel: it records the call and passes it on unchanged.
+It is one Python call per operation, and takes about 10 us of processor time.
+
+Tensors on a device are not recorded: only the device knows when such an operation completes, and
+asking it from here could block. The ring says that there were some, and torch's own recorder, which
+the launcher asks for its dump, tells of them.
+
+Groups of echelon's own backend do not reach the dispatcher: they record themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import echelon.recorder.current as black_box
+from echelon.recorder.format.schema import Flag
+from echelon.recorder.torch.calls import (
+    LAYOUTS,
+    Layout,
+    address_of,
+    data_of,
+    number_of,
+    reduce_op_of,
+    timeout_s_of,
+)
+from echelon.recorder.torch.groups import Groups
+from echelon.recorder.torch.guarding import quietly, replace
+from echelon.recorder.torch.pending import Pending
+from echelon.recorder.write.recorder import NOT_RECORDED, Recorder
+
+_KEY = "BackendSelect"
+_ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)
+
+
+class Operations:
+    """Records the operators of c10d from `install` on."""
+
+    def __init__(self, torch: Any) -> None:
+        core = torch._C._distributed_c10d
+        self._torch = torch
+        self._unbox_group = core.ProcessGroup.unbox
+        self._unbox_work = core.Work.unbox
+        self._work_type = core.Work
+        self._below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        self._libraries: list[Any] = []  # a kernel is registered for as long as its library lives
+        self._task = -1  # the backward pass whose end is waited for
+        self._had_device = False
+        self.groups = Groups()
+        self.pending = Pending(core.Work.wait)
+
+    def install(self) -> None:
+        """Register the kernels.
+
+        Raises:
+            Exception: torch's dispatcher is not as expected.
+        """
+        library = self._torch.library.Library("c10d", "IMPL")
+        self._libraries.append(library)
+        for name, layout in LAYOUTS.items():
+            operator = quietly(getattr, self._torch.ops.c10d, name)
+            if operator is not None:
+                kernel = self._kernel(layout, operator.default)
+                library.impl(name, kernel, _KEY, with_keyset=True)
+        functional = self._torch.library.Library("_c10d_functional", "IMPL")
+        self._libraries.append(functional)
+        waiting = self._torch.ops._c10d_functional.wait_tensor.default
+        functional.impl("wait_tensor", self._waiting_kernel(waiting), _KEY, with_keyset=True)
+        replace(self._work_type, "wait", self._waiting)
+        self.pending.start()
+
+    def _kernel(self, layout: Layout, operator: Any) -> Callable[..., Any]:
+        below, pending, redispatch = self._below, self.pending, operator.redispatch
+
+        def call(keys: Any, *args: Any, **named: Any) -> Any:
+            record, recorder = NOT_RECORDED, black_box.if_opened()
+            if recorder is not None:
+                try:
+                    pending.sweep()
+                    record = self._begin(recorder, layout, args)
+                except Exception:  # noqa: BLE001 -- a program trains without its record
+                    record = NOT_RECORDED
+            if record == NOT_RECORDED:
+                return redispatch(keys & below, *args, **named)
+            assert recorder is not None
+            try:
+                result = redispatch(keys & below, *args, **named)
+            except BaseException as err:
+                recorder.failed(record, err)
+                raise
+            try:
+                self._follow(recorder, record, result, layout, args)
+            except Exception:  # noqa: BLE001 -- as above
+                recorder.completed(record)
+            return result
+
+        return call
+
+    def _begin(self, recorder: Recorder, layout: Layout, args: Sequence[Any]) -> int:
+        data = data_of(layout, args)
+        if not data.on_host:
+            self._note_device(recorder)
+            return NOT_RECORDED
+        group = self.groups.of(self._unbox_group(args[layout.group]), recorder)
+        if layout.is_message:
+            peer = group.global_rank(number_of(layout.peer, args))
+            return recorder.begin(
+                group.reference,
+                layout.operation,
+                p2p_sequence=group.next_message(layout.operation, peer),
+                dtype=data.dtype,
+                shapes=data.shapes,
+                num_bytes=data.num_bytes,
+                peer=peer,
+                tag=number_of(layout.tag, args),
+                flags=_P2P,
+                is_started=True,
+            )
+        return recorder.begin(
+            group.reference,
+            layout.operation,
+            sequence=group.next_collective(),
+            dtype=data.dtype,
+            shapes=data.shapes,
+            num_bytes=data.num_bytes,
+            reduce_op=reduce_op_of(layout, args),
+            root=group.global_rank(number_of(layout.root, args)),
+            timeout_s=timeout_s_of(layout, args),
+            flags=_ASYNC if number_of(layout.is_async, args, 1) else 0,
+            is_started=True,
+        )
+
+    def _follow(
+        self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
+    ) -> None:
+        """Note the work that an operation started; without one it is complete."""
+        boxed = result[-1] if isinstance(result, tuple) and result else result
+        if boxed is None or isinstance(boxed, tuple):
+            recorder.completed(record)
+            return
+        address = address_of(args[0])
+        work = self._unbox_work(boxed)
+        self.pending.add(record, work, is_message=layout.is_message, address=address)
+        task = self._torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            self._after_backward(lambda: self._after_backward(self.pending.sweep))
+
+    def _after_backward(self, run: Callable[[], None]) -> None:
+        """Have `run` called when the backward pass ends, behind what is queued there by now.
+
+        DDP queues its own wait with its last bucket, later than the first bucket is seen here:
+        hence twice.
+        """
+        self._torch.autograd.Variable._execution_engine.queue_callback(lambda: quietly(run))
+
+    def _waiting_kernel(self, operator: Any) -> Callable[..., Any]:
+        below, pending, redispatch = self._below, self.pending, operator.redispatch
+
+        def call(keys: Any, *args: Any, **named: Any) -> Any:
+            result = redispatch(keys & below, *args, **named)
+            quietly(lambda: pending.finish_at(address_of(args[0])))
+            return result
+
+        return call
+
+    def _waiting(self, original: Any) -> Callable[..., Any]:
+        pending = self.pending
+
+        # The name and the first argument are what pybind11 knows an overriding method by.
+        def wait(self: Any, *args: Any, **named: Any) -> Any:
+            try:
+                result = original(self, *args, **named)
+            except Exception as err:
+                quietly(pending.fail, self, err)
+                raise
+            quietly(pending.finish, self)
+            return result
+
+        wait.__doc__ = original.__doc__
+        return wait
+
+    def _note_device(self, recorder: Recorder) -> None:
+        if not self._had_device:
+            self._had_device = True
+            settings = {**recorder.identity.settings, "device_operations": True}
+            recorder.identify(settings=settings)

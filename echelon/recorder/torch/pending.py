@@ -1,0 +1,104 @@
+"""Operations that have been called and have not been seen to complete.
+
+A work is asked whether it is complete where the program itself waits: after `Work.wait`, after
+`wait_tensor`, at the end of a backward pass, before the next operation, after an optimizer's step;
+and four times a second by a thread, for programs that do none of these. No callback is attached to
+a work: it would run on the backend's own thread, which then had to take the interpreter's lock.
+
+Some works never say that they are complete (Gloo's reduce_scatter): for these the return of the
+program's own wait counts, which is known by the work, or by the memory that `wait_tensor` is about.
+
+A work keeps its tensors alive, so it is dropped as soon as it is seen complete.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import echelon.recorder.current as black_box
+
+_PERIOD_S = 0.25
+
+
+class _Started(NamedTuple):
+    work: Any
+    is_message: bool
+    address: int  # of what it writes; 0: not known
+
+
+class Pending:
+    """The works of this process that are not complete yet, by the number of their record.
+
+    Args:
+        wait: torch's own `Work.wait`; of a complete collective it returns at once, or raises its
+            error.
+    """
+
+    def __init__(self, wait: Callable[[Any], object]) -> None:
+        self._works: dict[int, _Started] = {}
+        self._closing = threading.Event()
+        self._wait = wait
+
+    def add(self, record: int, work: Any, *, is_message: bool, address: int) -> None:
+        """Note a work that was just started, and where it writes its result."""
+        self._works[record] = _Started(work, is_message, address)
+
+    def finish(self, work: Any) -> None:
+        """Record that waiting for a work has returned."""
+        self._end([record for record, one in list(self._works.items()) if one.work is work])
+        self.sweep()
+
+    def finish_at(self, address: int) -> None:
+        """Record that waiting for the memory at an address has returned."""
+        works = list(self._works.items())
+        self._end([record for record, one in works if address and one.address == address])
+        self.sweep()
+
+    def _end(self, records: list[int]) -> None:
+        recorder = black_box.if_opened()
+        for record in records:
+            if self._works.pop(record, None) is not None and recorder is not None:
+                recorder.completed(record)
+
+    def fail(self, work: Any, error: BaseException) -> None:
+        """Record that waiting for a work has raised an error."""
+        recorder = black_box.if_opened()
+        for record, one in list(self._works.items()):
+            if one.work is not work or self._works.pop(record, None) is None:
+                continue
+            if recorder is not None:
+                recorder.failed(record, error)
+
+    def sweep(self) -> None:
+        """Record the works that are complete by now. Thread-safe; blocks on nothing."""
+        if not self._works:
+            return
+        recorder = black_box.if_opened()
+        for record, one in list(self._works.items()):
+            if recorder is not None and not one.work.is_completed():
+                continue
+            # Of two threads that see it complete, one takes it out.
+            if self._works.pop(record, None) is None or recorder is None:
+                continue
+            if not one.is_message:  # a message cannot be waited for twice
+                try:
+                    self._wait(one.work)
+                except Exception as err:  # noqa: BLE001 -- the program gets it where it waits
+                    recorder.failed(record, err)
+                    continue
+            recorder.completed(record)
+
+    def start(self) -> None:
+        """Start the thread that looks after works for which the program does not wait."""
+        atexit.register(self._closing.set)
+        threading.Thread(target=self._watch, name="echelon-pending", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_PERIOD_S):
+            try:
+                self.sweep()
+            except Exception:  # noqa: BLE001 -- a program trains without its record
+                return

@@ -1,0 +1,116 @@
+"""Phases of a torch program as spans: waits for data and for the store, checkpoints, compilation.
+
+What a program marks itself counts: a name that it has used in `echelon.span` is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import echelon.recorder.current as black_box
+from echelon.recorder import marks
+from echelon.recorder.torch.guarding import quietly, replace
+
+_DETAIL_CHARS = 200
+
+
+def opened(name: str, detail: str = "") -> Any:
+    """Open a span; return what `closed` takes."""
+    recorder = black_box.if_opened()
+    if recorder is None or name in marks.by_hand:
+        return None
+    return recorder.open_span(name, detail, 2)
+
+
+def closed(span: Any) -> None:
+    """Close a span that `opened` opened."""
+    recorder = black_box.if_opened()
+    if span is not None and recorder is not None:
+        recorder.close_span(span)
+
+
+def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
+    """Return what puts a function into a span.
+
+    Args:
+        detail: makes the span's detail from the function's arguments.
+    """
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **named: Any) -> Any:
+            span = opened(name, quietly(detail, *args) or "")
+            try:
+                return original(*args, **named)
+            finally:
+                closed(span)
+
+        return call
+
+    return wrap
+
+
+def mark_loaders(torch: Any) -> None:
+    """Put every wait for a loader's next batch into a span."""
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    replace(iterator, "__next__", in_span("data_wait", lambda *_: ""))
+
+
+def mark_files(torch: Any) -> None:
+    """Put `torch.save` and `torch.load` into spans."""
+    for name, place in (("save", 1), ("load", 0)):
+        replace(torch, name, in_span("checkpoint", functools.partial(_path, name, place)))
+        setattr(torch.serialization, name, getattr(torch, name))
+
+
+def mark_stores(core: Any) -> None:
+    """Put the blocking calls of torch's stores into spans that name the keys."""
+    for name in ("get", "multi_get", "wait"):
+        replace(core.Store, name, functools.partial(_named, name))
+
+
+def _named(name: str, original: Any) -> Any:
+    made = in_span("store", functools.partial(_keys, name))(original)
+
+    # pybind11 knows an overriding method by its code's name and first argument.
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        return made(self, *args, **named)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    call.__doc__ = original.__doc__
+    return call
+
+
+def mark_compilation(callback: Any) -> None:
+    """Put the work of torch.compile into a span."""
+    spans: list[Any] = []
+
+    def begin(*_: Any) -> None:
+        spans.append(opened("compile", "torch.compile"))
+
+    def end(*_: Any) -> None:
+        if spans:
+            closed(spans.pop())
+
+    callback.callback_handler.register_start_callback(begin)
+    callback.callback_handler.register_end_callback(end)
+
+
+def mark_function(name: str, module: Any) -> None:
+    """Put a function of a module that writes or reads checkpoints into a span."""
+    replace(module, name, in_span("checkpoint", lambda *_: name))
+
+
+def _path(name: str, place: int, *args: Any) -> str:
+    target = args[place] if place < len(args) else ""
+    text = os.fspath(target) if isinstance(target, (str, os.PathLike)) else type(target).__name__
+    return f"torch.{name} {text}"[:_DETAIL_CHARS]
+
+
+def _keys(name: str, *args: Any) -> str:
+    keys = args[1] if len(args) > 1 else ""
+    text = keys if isinstance(keys, str) else ", ".join(map(str, keys))
+    return f"{name}({text!r})"[:_DETAIL_CHARS]
