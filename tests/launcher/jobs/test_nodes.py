@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.background import Node
-from tests.launcher.cluster import Cluster
 from tests.ranks import read_json
 
 pytestmark = pytest.mark.ranks
@@ -31,22 +30,8 @@ signal.pause()
 """
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(*args: str) -> Cluster:
-        made.append(Cluster(tmp_path, _SCRIPT, *args))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.left() == []
-
-
 def test_ranks_follow_the_nodes_and_all_end_well(cluster):
-    job = cluster("end", "-")
+    job = cluster(_SCRIPT, "end", "-")
     first = job.start("--nnodes", "2", rank=0)
     second = job.start("--nnodes", "2", rank=1)
     assert (first.end(), second.end()) == (0, 0), (first.lines, second.lines)
@@ -62,7 +47,7 @@ def test_ranks_follow_the_nodes_and_all_end_well(cluster):
 
 
 def test_a_failure_anywhere_is_explained_everywhere(cluster):
-    job = cluster("fail", "-")
+    job = cluster(_SCRIPT, "fail", "-")
     first = job.start("--nnodes", "2", rank=0)
     second = job.start("--nnodes", "2", rank=1)
     assert (first.end(), second.end()) == (42, 42), (first.lines, second.lines)
@@ -75,7 +60,7 @@ def test_a_failure_anywhere_is_explained_everywhere(cluster):
 
 
 def test_a_node_that_is_killed_leaves_a_smaller_world(cluster):
-    job = cluster("wait", "1")
+    job = cluster(_SCRIPT, "wait", "1")
     first = job.start("--nnodes", "1:2", *_WAIT_FOR_ALL, rank=0)
     second = job.start("--nnodes", "1:2", rank=1)
     second.wait_for("place", 2)
@@ -90,7 +75,7 @@ def test_a_node_that_is_killed_leaves_a_smaller_world(cluster):
 
 
 def test_a_node_that_falls_silent_is_lost_too(cluster):
-    job = cluster("wait", "1")
+    job = cluster(_SCRIPT, "wait", "1")
     first = job.start("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60,lost_after=4", rank=0)
     second = job.start("--nnodes", "1:2", rank=1)
     second.wait_for("place", 2)
@@ -103,7 +88,7 @@ def test_a_node_that_falls_silent_is_lost_too(cluster):
 
 
 def test_when_the_coordinator_is_lost_nodes_keep_their_story_and_end(cluster):
-    job = cluster("wait", "-")
+    job = cluster(_SCRIPT, "wait", "-")
     first = job.start("--nnodes", "2", rank=0)
     second = job.start("--nnodes", "2", rank=1)
     second.wait_for("place", 2)
@@ -116,7 +101,7 @@ def test_when_the_coordinator_is_lost_nodes_keep_their_story_and_end(cluster):
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(cluster):
-    job = cluster("wait", "1")
+    job = cluster(_SCRIPT, "wait", "1")
     options = ("--nnodes", "2", "--spares", "1", "--rdzv-conf")
     first = job.start(*options, "is_host=true")
     options = (*options, "is_host=false")
@@ -138,7 +123,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(cluster):
 
 
 def test_too_few_nodes_is_one_line_that_names_who_came(cluster):
-    job = cluster("end", "-")
+    job = cluster(_SCRIPT, "end", "-")
     node = job.start("--nnodes", "2", "--rdzv-conf", "join_timeout=1", rank=0)
     assert node.end() == 1
     host = socket.gethostname()
@@ -149,7 +134,7 @@ def test_too_few_nodes_is_one_line_that_names_who_came(cluster):
 
 
 def test_a_node_that_is_killed_before_it_has_workers_leaves_nothing_in_memory(cluster):
-    job = cluster("end", "-")
+    job = cluster(_SCRIPT, "end", "-")
     node = job.start("--nnodes", "2", rank=0)
     node.wait_for("ranks on each of 2 nodes")
     node.process.kill()
@@ -160,7 +145,7 @@ def test_a_node_that_is_killed_before_it_has_workers_leaves_nothing_in_memory(cl
 
 
 def test_an_endpoint_that_is_taken_is_one_line(cluster):
-    job = cluster("end", "-")
+    job = cluster(_SCRIPT, "end", "-")
     with socket.create_server(("127.0.0.1", int(job.endpoint.rpartition(":")[2]))):
         node = job.start("--nnodes", "2", rank=0)
         assert node.end() == 2
@@ -169,7 +154,7 @@ def test_an_endpoint_that_is_taken_is_one_line(cluster):
 
 
 def test_nobody_to_join_is_one_line(cluster):
-    job = cluster("end", "-")
+    job = cluster(_SCRIPT, "end", "-")
     node = job.start("--nnodes", "2", "--rdzv-conf", "join_timeout=1", rank=1)
     assert node.end() == 1
     assert any("could not reach the coordinator at" in line for line in node.lines), node.lines
@@ -177,7 +162,7 @@ def test_nobody_to_join_is_one_line(cluster):
 
 
 def test_a_stranger_with_another_secret_is_kept_out(cluster):
-    job = cluster("end", "-")
+    job = cluster(_SCRIPT, "end", "-")
     first = job.start("--nnodes", "2", rank=0)
     stranger = job.start("--nnodes", "2", rank=1, secret="a-guess-of-a-stranger")
     assert stranger.end() == 1
@@ -187,7 +172,7 @@ def test_a_stranger_with_another_secret_is_kept_out(cluster):
 
 
 def test_a_node_that_comes_late_joins_at_the_next_start(cluster):
-    job = cluster("wait", "1")
+    job = cluster(_SCRIPT, "wait", "1")
     first = job.start("--nnodes", "1:2", "--max-restarts", "1", rank=0)
     first.wait_for("place 0 0 0 2 0")
     second = job.start("--nnodes", "1:2", rank=1)

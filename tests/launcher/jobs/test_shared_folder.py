@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from echelon.launcher.job.rundir import RunDirectory, write_json
-from tests.launcher.cluster import Cluster
 from tests.ranks import read_json
 
 _WRITERS, _ROUNDS = 4, 40
@@ -63,21 +62,17 @@ signal.pause()
 @pytest.mark.parametrize(
     "num_starts", [1, pytest.param(100, marks=pytest.mark.slow)], ids=["1", "100"]
 )
-def test_nodes_that_share_a_folder_start_and_fail_together(tmp_path, num_starts):
-    job = Cluster(tmp_path, _FAILING)
+def test_nodes_that_share_a_folder_start_and_fail_together(cluster, tmp_path, num_starts):
+    job = cluster(_FAILING)
     job.run_dir = tmp_path / "shared"
-    try:
-        for start in range(num_starts):
-            nodes = [job.start("--nnodes", "4", rank=rank) for rank in range(4)]
-            assert [node.end() for node in nodes] == [9] * 4, job.told()
-            assert not any("Traceback" in line for node in nodes for line in node.lines)
-            incident = tmp_path / f"shared/dump/incident_{start}"
-            names = {path.name for path in incident.glob("rank_*")}
-            assert names == {f"rank_{rank}" for rank in range(8)}
-            assert read_json(incident / "verdict.json")["verdict"]["culprit_ranks"] == [5]
-            assert (tmp_path / "shared/dump/latest").readlink() == Path(incident.name)
-            job.close()
-            job.nodes.clear()
-    finally:
+    for start in range(num_starts):
+        nodes = [job.start("--nnodes", "4", rank=rank) for rank in range(4)]
+        assert [node.end() for node in nodes] == [9] * 4, job.told()
+        assert not any("Traceback" in line for node in nodes for line in node.lines)
+        incident = tmp_path / f"shared/dump/incident_{start}"
+        names = {path.name for path in incident.glob("rank_*")}
+        assert names == {f"rank_{rank}" for rank in range(8)}
+        assert read_json(incident / "verdict.json")["verdict"]["culprit_ranks"] == [5]
+        assert (tmp_path / "shared/dump/latest").readlink() == Path(incident.name)
         job.close()
-        assert job.left() == []
+        job.nodes.clear()

@@ -40,20 +40,6 @@ while True:
 """
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(*args: str) -> Cluster:
-        made.append(Cluster(tmp_path, _SCRIPT, *args))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.left() == []
-
-
 def _started(job: Cluster, num_nodes: int, *options: str, nproc: int = 1) -> list[Node]:
     nodes = [
         job.start(*(options or ("--nnodes", str(num_nodes))), rank=rank, nproc=nproc)
@@ -82,7 +68,7 @@ def _saved(folder: Path) -> list[str]:
 def test_all_launchers_are_signalled_at_once_and_every_rank_saves(
     cluster, tmp_path, num_nodes, number
 ):
-    job = cluster("0.4")
+    job = cluster(_SCRIPT, "0.4")
     nodes = _started(job, num_nodes)
     for node in nodes:
         node.process.send_signal(number)
@@ -96,7 +82,7 @@ def test_all_launchers_are_signalled_at_once_and_every_rank_saves(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("target", ["all", "host", "other"])
 def test_ranks_that_save_for_three_seconds_have_saved(cluster, tmp_path, number, target):
-    job = cluster("3")
+    job = cluster(_SCRIPT, "3")
     nodes = _started(job, 2, nproc=2)
     targets = {"all": nodes, "host": nodes[:1], "other": nodes[1:]}[target]
     for node in targets:
@@ -109,7 +95,7 @@ def test_ranks_that_save_for_three_seconds_have_saved(cluster, tmp_path, number,
 
 @pytest.mark.slow
 def test_the_shutdown_timeout_ends_the_patience(cluster, tmp_path):
-    job = cluster("60")
+    job = cluster(_SCRIPT, "60")
     nodes = _started(job, 2, "--nnodes", "2", "--shutdown-timeout", "0.5")
     nodes[1].process.send_signal(signal.SIGTERM)
     assert [node.end() for node in nodes] == [143, 143], job.told()
@@ -117,7 +103,7 @@ def test_the_shutdown_timeout_ends_the_patience(cluster, tmp_path):
 
 
 def test_ctrl_c_twice_is_one_persons_impatience_on_one_node(cluster, tmp_path):
-    job = cluster("600", "gate")
+    job = cluster(_SCRIPT, "600", "gate")
     first, second = _started(job, 2, "--nnodes", "2", "--shutdown-timeout", "300")
     first.process.send_signal(signal.SIGINT)
     first.wait_for("got SIGINT")
@@ -136,7 +122,7 @@ def test_ctrl_c_twice_is_one_persons_impatience_on_one_node(cluster, tmp_path):
 def test_one_node_of_an_elastic_job_leaves_with_time_to_save_and_the_rest_goes_on(
     cluster, tmp_path
 ):
-    job = cluster("0.4", "once")
+    job = cluster(_SCRIPT, "0.4", "once")
     options = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60")
     first, second = _started(job, 2, *options)
     second.process.send_signal(signal.SIGTERM)
@@ -154,7 +140,7 @@ def test_one_node_of_an_elastic_job_leaves_with_time_to_save_and_the_rest_goes_o
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_launcher_that_still_dials_ends_at_once(cluster, number):
-    job = cluster("0")
+    job = cluster(_SCRIPT, "0")
     node = job.start("--nnodes", "2", rank=1)
     node.wait_for("joining")
     node.process.send_signal(number)
@@ -163,7 +149,7 @@ def test_a_launcher_that_still_dials_ends_at_once(cluster, number):
 
 @pytest.mark.slow
 def test_a_node_that_waits_for_others_leaves_and_the_host_goes_on_waiting(cluster):
-    job = cluster("0")
+    job = cluster(_SCRIPT, "0")
     host = job.start("--nnodes", "3", rank=0)
     other = job.start("--nnodes", "3", rank=1)
     host.wait_for("connected")
@@ -176,7 +162,7 @@ def test_a_node_that_waits_for_others_leaves_and_the_host_goes_on_waiting(cluste
 
 
 def test_a_stop_during_an_incident_does_not_wait_for_it(cluster, tmp_path):
-    job = cluster("0.3", "fail")
+    job = cluster(_SCRIPT, "0.3", "fail")
     nodes = _started(job, 2)
     nodes[0].wait_for("collecting")
     for node in nodes:
@@ -187,7 +173,7 @@ def test_a_stop_during_an_incident_does_not_wait_for_it(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_a_stop_during_a_restart_ends_the_job(cluster, tmp_path):
-    job = cluster("0.2", "fail")
+    job = cluster(_SCRIPT, "0.2", "fail")
     nodes = _started(job, 2, "--nnodes", "2", "--max-restarts", "100")
     nodes[0].wait_for("restart 2 of 100")
     for node in nodes:

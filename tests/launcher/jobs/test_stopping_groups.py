@@ -37,20 +37,6 @@ print("saved", flush=True)
 """
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(*args: str) -> Cluster:
-        made.append(Cluster(tmp_path, _SCRIPT, *args))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.left() == []
-
-
 def _started(job: Cluster, num_nodes: int, *options: str, nproc: int = 1) -> list[Node]:
     nodes = [job.start(*options, rank=rank, nproc=nproc) for rank in range(num_nodes)]
     for node in nodes:
@@ -73,7 +59,7 @@ def _saved(folder: Path) -> list[str]:
 
 
 def test_the_store_outlives_the_ranks_that_meet_there_to_save(cluster, tmp_path):
-    job = cluster()
+    job = cluster(_SCRIPT)
     nodes = _started(job, 2, "--nnodes", "2")
     _signal_group(job, signal.SIGTERM, 0, 1)
     assert [node.end() for node in nodes] == [143, 143], job.told()
@@ -83,7 +69,7 @@ def test_the_store_outlives_the_ranks_that_meet_there_to_save(cluster, tmp_path)
 
 
 def test_a_node_that_is_signalled_whole_leaves_and_the_others_continue(cluster, tmp_path):
-    job = cluster("once")
+    job = cluster(_SCRIPT, "once")
     options = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=60")
     first, second = _started(job, 2, *options)
     _signal_group(job, signal.SIGTERM, 1)
@@ -95,7 +81,7 @@ def test_a_node_that_is_signalled_whole_leaves_and_the_others_continue(cluster, 
 
 
 def test_ranks_that_the_signal_ends_at_once_have_not_failed(cluster):
-    job = cluster("die")
+    job = cluster(_SCRIPT, "die")
     (node,) = _started(job, 1, "--nnodes", "1", "--max-restarts", "3", nproc=2)
     _signal_group(job, signal.SIGTERM, 0)
     assert node.end() == 143, job.told()

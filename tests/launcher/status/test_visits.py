@@ -9,7 +9,6 @@ import subprocess
 
 import pytest
 
-from tests.launcher.cluster import Cluster
 from tests.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
@@ -38,20 +37,6 @@ signal.pause()
 def _environ(secret: str = "") -> dict[str, str]:
     rest = {name: value for name, value in os.environ.items() if name != "ECHELON_SECRET"}
     return rest | ({"ECHELON_SECRET": secret} if secret else {})
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = []
-
-    def make(script: str) -> Cluster:
-        made.append(Cluster(tmp_path, script))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-        assert one.left() == []
 
 
 def test_all_nodes_ranks_are_shown_to_who_knows_the_secret(cluster, tmp_path):
