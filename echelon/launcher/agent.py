@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import secrets
 import selectors
 import signal
@@ -37,6 +36,7 @@ from echelon.launcher.node.patience import UNKILLABLE_S, Asked, UserRequest
 from echelon.launcher.node.workers import Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
+from echelon.launcher.shortage import is_shortage, raise_descriptor_limit
 
 if TYPE_CHECKING:  # gRPC only where several nodes need it
     from echelon.launcher.election.standby import Standby
@@ -59,7 +59,7 @@ def run(options: Options) -> int:
     directory = RunDirectory(
         options.run_dir, options.rdzv_id, node="" if is_host else options.node_name
     )
-    _raise_descriptor_limit()
+    raise_descriptor_limit(options.nproc_per_node, options.max_nodes)
     terminal = Terminal(as_json=options.logs.as_json, fold=options.logs.fold)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(contextlib.closing(Workers()))
@@ -91,6 +91,7 @@ def _host(
     stack.callback(events.close)
     hosting = Hosting(options, directory, report, terminal, events)
     stack.callback(hosting.close)
+    directory.forget_report()
     hosting.start_store(secret)
     if standby is not None:
         hosting.server = standby.server
@@ -130,7 +131,7 @@ def _host(
         report.ended_by, report.exit_code = decide.EndedBy.AGENT, 1
         report.error = str(err) if isinstance(err, LaunchError) else f"{type(err).__name__}: {err}"
         terminal.say(f"ended: {report.error}")
-        if not isinstance(err, LaunchError | OSError):
+        if not isinstance(err, LaunchError | OSError) and not is_shortage(err):
             raise  # a defect of the launcher: its traceback is wanted
     finally:
         agent.close()
@@ -192,7 +193,9 @@ def _take_part(
     terminal.say(f"joining {meeting.address} with {_ranks(options)}")
     try:
         agent.run()
-    except (LaunchError, OSError) as err:
+    except (LaunchError, OSError, RuntimeError) as err:
+        if isinstance(err, RuntimeError) and not is_shortage(err):
+            raise
         terminal.say(f"ended: {err}")
         return 1
     finally:
@@ -467,10 +470,3 @@ def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
             signal.signal(number, handler)
         os.close(read_end)
         os.close(write_end)
-
-
-def _raise_descriptor_limit() -> None:
-    """Use all descriptors that are allowed: a rank needs four, a node one, a shell allows 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

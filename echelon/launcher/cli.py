@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from echelon.errors import LaunchError
 from echelon.launcher.job.report import EXIT_USAGE
 from echelon.launcher.options.options import parse
+from echelon.launcher.shortage import is_shortage
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,6 +23,11 @@ def main(argv: Sequence[str]) -> int:
         code = run(options)
     except LaunchError as err:
         print(f"echelon run: {err}", file=sys.stderr)
+        return EXIT_USAGE
+    except (OSError, RuntimeError) as err:
+        if not is_shortage(err):
+            raise
+        print(f"echelon run: cannot start: {err}", file=sys.stderr)
         return EXIT_USAGE
     if "grpc" in sys.modules:
         # Everything is closed. gRPC's own teardown takes up to seconds on a busy machine, and the

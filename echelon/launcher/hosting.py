@@ -123,7 +123,7 @@ class Hosting:
     def write_report(self) -> None:
         """Write report.json; a disk that does not take it costs only that."""
         try:
-            self.report.write(self._directory.path / "report.json")
+            self.report.write(self._directory.report_file)
         except OSError as err:
             self._terminal.say(f"cannot write report.json: {err.strerror or err}")
 

@@ -10,10 +10,12 @@ every attempt meets at an empty store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
 import sys
+from pathlib import Path
 from typing import Protocol
 
 from echelon.errors import LaunchError
@@ -37,7 +39,7 @@ class MeetingPlace(Protocol):
         """Forget all that past attempts left."""
 
     def how_it_died(self) -> str:
-        """Return how the server ended, "" while it serves."""
+        """Return how the server ended or stopped, "" while it serves."""
 
 
 class StoreProcess:
@@ -59,6 +61,15 @@ class StoreProcess:
         self.port = self._read_port()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            process = self._start_server()
+        except OSError as err:
+            raise LaunchError(f"cannot start the store server: {err.strerror or err}") from err
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        return process
+
+    def _start_server(self) -> subprocess.Popen[bytes]:
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "echelon.store", "--host", self._bind, "--port", "0"]
         try:
@@ -73,8 +84,6 @@ class StoreProcess:
         finally:
             os.close(read_end)
             os.close(write_end)
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
         return process
 
     def admit(self, address: str) -> None:
@@ -87,11 +96,18 @@ class StoreProcess:
         self._tell(f"admit {address}")
 
     def how_it_died(self) -> str:
-        """Return how the server ended, "" while it serves."""
+        """Return how the server ended or stopped, "" while it serves."""
         code = self._process.poll()
         if code is None:
-            return ""
+            return "is stopped by a signal" if self._is_stopped() else ""
         return describe_code(code)
+
+    def _is_stopped(self) -> bool:
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
     def renew(self) -> None:
         """Drop all members and keys, or begin a new server, at another port, for one that is gone.
@@ -101,7 +117,7 @@ class StoreProcess:
         Raises:
             LaunchError: no server can be had.
         """
-        if self._is_renewed():
+        if not self._is_stopped() and self._is_renewed():
             return
         self._process.kill()
         self.close()
@@ -130,6 +146,8 @@ class StoreProcess:
 
     def close(self) -> None:
         """End the server; waits at most 5 s. Safe to call twice."""
+        if self._is_stopped():
+            self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -147,6 +165,10 @@ class StoreProcess:
         try:
             return int(line)
         except ValueError:
+            if ready:  # the end of its output: it has ended, or is about to
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_CLOSE_S)
+            why = self.how_it_died() or f"no answer in {_START_S:g} s"
             self._process.kill()
             self.close()
-            raise LaunchError("the store server did not start; its message is above") from None
+            raise LaunchError(f"the store server did not start: {why}") from None

@@ -21,6 +21,7 @@ threads wait for speak. If it is a torch program, torch's own recorder is asked 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable, Generator, Sequence
 
@@ -112,13 +113,18 @@ def _wait_for_answers(witnesses: Sequence[Witness], is_urgent: Callable[[], bool
 def _on_threads(
     looks: Sequence[Callable[[], None]], limit_s: float, is_urgent: Callable[[], bool]
 ) -> Waits:
-    """Look at some processes at a time; what is not done after `limit_s` is left out."""
+    """Look at some processes at a time; what is not done after `limit_s` is left out.
+
+    Where no thread can be started, nothing is looked at: ranks are asked by signal instead.
+    """
     if is_urgent() or not looks:
         return
     deadline_s = time.monotonic() + limit_s
     pool = concurrent.futures.ThreadPoolExecutor(_SPIES)
+    begun: list[concurrent.futures.Future[None]] = []
     try:
-        begun = [pool.submit(look) for look in looks]
+        with contextlib.suppress(RuntimeError):  # the limit of processes and threads is reached
+            begun += (pool.submit(look) for look in looks)
         while not all(look.done() for look in begun) and time.monotonic() < deadline_s:
             if is_urgent():
                 return

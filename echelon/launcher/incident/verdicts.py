@@ -54,6 +54,7 @@ class Verdicts:
         self._terminal = terminal
         self._show_others = show_others
         self._next: Analysis | None = None
+        self._why_none = ""
         self._open: list[_Open] = []
 
     @property
@@ -64,8 +65,10 @@ class Verdicts:
     def expect(self) -> None:
         """Start a process for an incident that is about to be collected."""
         self.expect_none()
-        with contextlib.suppress(OSError):  # said when there is something to explain
+        try:
             self._next = Analysis()
+        except OSError as err:  # printed when there is something to explain
+            self._why_none = err.strerror or str(err)
 
     def expect_none(self) -> None:
         """End a process that has nothing to explain."""
@@ -79,7 +82,8 @@ class Verdicts:
         one = _Open(incident, list(nodes), analysis, is_due)
         shown = self._directory.shown / "dump" / incident.folder.name
         if analysis is None:
-            text = f"echelon: no analysis could be started: run fr-analyze {shown}\n"
+            why = self._why_none
+            text = f"echelon: no analysis could be started ({why}): run fr-analyze {shown}\n"
             one.explanation = Explanation(None, None, text)
         else:
             analysis.begin(incident.folder, shown, self._terminal.error_columns)

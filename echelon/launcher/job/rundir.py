@@ -60,6 +60,16 @@ class RunDirectory:
         """This node's file with the endpoint and the secret."""
         return self.path / (f"job.{self._node}.json" if self._node else "job.json")
 
+    @property
+    def report_file(self) -> Path:
+        """How the job ended; it is there only once this job has."""
+        return self.path / "report.json"
+
+    def forget_report(self) -> None:
+        """Remove the report of the job that used the directory before: this one may leave none."""
+        with contextlib.suppress(OSError):
+            self.report_file.unlink()
+
     def forget_secret(self, job: dict[str, Any]) -> None:
         """Write job.json again without the secret: the job is over, and runs are passed around."""
         with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ is killed.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group} + 3 descriptors
                      signal {index, signal, alone} | sweep {signal} | hold {folder} | fence {at_s}
+                     end {}, before it hangs up
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 
@@ -76,6 +77,7 @@ class Guard:
         self._held: set[str] = set()  # such folders, locked until this process ends
         self._fence_s = float("inf")
         self._is_fenced = False  # the moment has passed
+        self._is_agent_done = False  # it will hang up, having said so
 
     def run(self) -> None:
         """Obey the agent; when it is gone, kill everything and return."""
@@ -101,6 +103,8 @@ class Guard:
         except OSError:
             return  # the agent is gone in the middle of a message
         finally:
+            if not self._is_agent_done:
+                _print(f"the launcher (pid {self._agent_pid}) died; ending all that it started")
             self._kill_everything()
             for rank_dir, folder in self._rings.items():
                 _bring_home(rank_dir, folder)
@@ -137,6 +141,8 @@ class Guard:
             self._signal(
                 int(str(message["index"])), int(str(message["signal"])), bool(message["alone"])
             )
+        elif do == "end":
+            self._is_agent_done = True
         elif do == "fence":
             self._fence_s, self._is_fenced = float(str(message["at_s"])), False
         elif do == "hold":
@@ -319,6 +325,14 @@ class Guard:
         except BlockingIOError:
             return
         del self._output[:sent]
+
+
+def _print(text: str) -> None:
+    """Print a line where the launcher printed its own."""
+    try:
+        os.write(2, f"echelon: {text}\n".encode())
+    except OSError:
+        return
 
 
 def _bring_home(rank_dir: str, folder: str) -> None:

@@ -21,7 +21,7 @@ from typing import BinaryIO, cast
 
 from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
-from echelon.host.process import oom_kills, sample
+from echelon.host.process import oom_kills
 from echelon.launcher.control import messages as m
 from echelon.launcher.incident.harvest import harvest
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
@@ -34,6 +34,7 @@ from echelon.launcher.node.examination import Examination, keep_alone
 from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
 from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
+from echelon.launcher.node.unkillable import why_it_lives
 from echelon.launcher.node.workers import Exited, Failed, Started, Swept, Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Source, Stream, Terminal
@@ -486,12 +487,3 @@ class NodeAgent:
 
 def _ranks(ranks: range) -> str:
     return f"ranks {ranks[0]}-{ranks[-1]}"
-
-
-def why_it_lives(pid: int) -> str:
-    """Explain why a process that was killed is still there: its state, and what it waits for."""
-    seen = sample(pid)
-    if seen.state == "D":
-        where = f" in {seen.wait_channel}" if seen.wait_channel not in ("", "0") else ""
-        return f"uninterruptible sleep{where}"
-    return "the kernel has not ended it, or the signal was not permitted"

@@ -70,19 +70,32 @@ _KINDS: dict[str, type[Any]] = {
 
 
 class Workers:
-    """The workers of this node, through their guard."""
+    """The workers of this node, through their guard.
+
+    Raises:
+        LaunchError: the guard cannot be started.
+    """
 
     def __init__(self) -> None:
         _become_subreaper()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARD), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the agent's to handle
-            )
+        try:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs, contextlib.ExitStack() as unused:
+                unused.callback(self._socket.close)
+                self._guard = self._start(theirs.fileno())
+                unused.pop_all()
+        except OSError as err:
+            raise LaunchError(f"cannot start the guard process: {err.strerror or err}") from err
         self._input = b""
+
+    @staticmethod
+    def _start(fd: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_GUARD), str(fd)],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the agent's to handle
+        )
 
     def fileno(self) -> int:
         """Readable when events may have come."""
@@ -171,6 +184,7 @@ class Workers:
     def close(self) -> None:
         """Kill whatever is left and end the guard; waits at most 5 s. Safe to call twice."""
         with contextlib.suppress(OSError):
+            self._socket.send(_framed({"do": "end"}), socket.MSG_DONTWAIT)
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         try:
@@ -180,14 +194,18 @@ class Workers:
             self._guard.wait()
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        data = json.dumps(message).encode()
-        data = len(data).to_bytes(4, "little") + data
+        data = _framed(message)
         try:
             sent = socket.send_fds(self._socket, [data], list(descriptors))
             self._socket.sendall(data[sent:])
         except OSError as err:
             _kill_descendants()
             raise LaunchError(f"the guard process died ({err}); all workers were killed") from err
+
+
+def _framed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(4, "little") + data
 
 
 def _become_subreaper() -> None:

@@ -338,6 +338,7 @@ def test_a_signal_reaches_the_workers_and_ends_the_job(script, start, run_dir, n
     job.wait_for("got SIGUSR1", 2)
     job.process.send_signal(number)
     assert job.end() == code, job.lines
+    assert not job.has("died; ending all that it started")
     assert sum(f"got {number.name}" in line for line in job.lines) == 2
     report = read_json(run_dir / "report.json")
     assert (report["ended_by"], report["incidents"]) == ("signal", [])
@@ -361,6 +362,8 @@ def test_nothing_outlives_an_agent_that_is_killed(script, start, run_dir, monkey
     in_memory = link.resolve()
     job.process.kill()
     job.end()
+    line = f"the launcher (pid {job.process.pid}) died; ending all that it started"
+    assert sum(line in printed for printed in job.lines) == 1, job.lines
     assert left(mark) == []
     assert read(link).live[Live.STEP] == 1
     assert not link.is_symlink()
@@ -598,6 +601,8 @@ def test_a_full_disk_ends_no_job(script, small_disk):
     done = run_echelon("run", "--run-dir", str(small_disk / "run"), program, "7")
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (2, 7), done.stderr  # whether there is room for a folder is chance
+    report = small_disk / "run/report.json"
+    assert not report.exists() or read_json(report)["exit_code"] == 7, "the first job's success"
 
 
 @pytest.mark.slow
