@@ -16,7 +16,7 @@ from echelon.dist.fsdp.parameters.flat import Flat, Source, member_of
 from echelon.dist.fsdp.parameters.marks import attach
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of, unit_of
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
-from echelon.dist.fsdp.step import hooks
+from echelon.dist.fsdp.step import agreement, hooks
 from echelon.dist.fsdp.step.driver import Driver
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh
@@ -43,7 +43,9 @@ def fully_shard(
 
     Call it on the blocks first and on the whole model last: each call makes one unit of all
     parameters that no earlier call took. Every rank of the group makes the same calls in the same
-    order; each blocks until all have come. All ranks start from group rank 0's values.
+    order; each blocks until all ranks joined. All ranks start from group rank 0's values. A model
+    that is deleted takes its shards, its hooks and its memory along; call `gc.collect()` where that
+    must happen at once.
 
     Args:
         module: a module, or several that form one unit and run one after the other.
@@ -62,8 +64,8 @@ def fully_shard(
         memory_budget_bytes: what sharding may use on a rank beyond the unit that computes, for all
             units of the group: a third each for units gathered ahead, for gradients being reduced,
             and for memory between two gathers. One unit ahead and one reduction are always allowed.
-            The last call that passes a number sets it. None: six times the largest unit that
-            contains no other, more if `prefetch` is above 2. Must be equal on all ranks.
+            The last call that passes a number sets it, until all units of the group are deleted.
+            None: six times the largest unit that contains no other, more if `prefetch` is above 2.
         device: where parameters that are on the meta device are to be made; None: the CPU.
         init: called with each module that has parameters on the meta device, after they were made;
             None: its `reset_parameters()`. Only one unit at a time is ever whole.
@@ -72,8 +74,9 @@ def fully_shard(
         The module itself.
 
     Raises:
-        ValueError: a bad argument, or a module that was sharded before.
-        CollectiveError: the ranks did not come.
+        ValueError: a bad argument, settings that differ between ranks, or a module that was sharded
+            before.
+        CollectiveError: a rank is lost or did not join.
     """
     modules: tuple[nn.Module, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
     _check_modules(modules)
@@ -89,6 +92,17 @@ def fully_shard(
         raise ValueError(
             f"offload_policy must be a CPUOffloadPolicy or None, got {offload_policy!r}"
         )
+    agreement.check_settings(
+        driver,
+        type(modules[0]).__name__,
+        {
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": repr(precision),
+            "offload_policy": repr(offload_policy),
+            "prefetch": prefetch,
+            "memory_budget_bytes": memory_budget_bytes,
+        },
+    )
     skipped = {id(parameter) for parameter in ignored_params or ()}
     meta.make_real(_parts(modules), skipped, device, init)
     sources, borrowed = _sources(modules, skipped)
@@ -97,7 +111,7 @@ def fully_shard(
     unit = Unit(
         modules,
         [_flat(part, driver, precision, offload_policy) for part in _alike(sources)],
-        len(driver.units),
+        driver.next_unit(),
         precision,
         reshard=reshard_after_forward is not False,
         near=driver.near(near_size) if near_size else None,
@@ -108,9 +122,9 @@ def fully_shard(
     _name(unit, modules)
     if memory_budget_bytes is not None:
         driver.order.budget.num_bytes = memory_budget_bytes
-    driver.order.budget.measure(driver.order.entries)
-    hooks.install(unit, driver)
-    states.install(unit)
+    driver.measure(unit)
+    hooks.install(unit, modules, driver)
+    states.install(unit, modules)
     optimizers.install()
     torch_calls.install()
     driver.memory.pages.trim()
@@ -200,7 +214,7 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
                 source = sources.setdefault(id(parameter), Source(parameter, title))
                 source.slots.append((module, name))
             elif not any(part is module and key == name for part, key in member.slots):
-                member.slots.append((module, name))
+                member.add_slot(module, name)
                 borrowed[owner_of(member)] = None
             elif module not in sharded:
                 raise ValueError(

@@ -7,7 +7,7 @@ whole parameters. `shards` says what each shard is a part of, which is what chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,7 +142,7 @@ def _gather(flat: Flat, rank0_only: bool) -> dict[Member, torch.Tensor]:
     return {member: member.within(buffer).detach().cpu().clone() for member in flat.members}
 
 
-def install(unit: Unit) -> None:
+def install(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Make the modules' own `state_dict` and `load_state_dict` work with shards."""
 
     def before_save(*_: Any) -> None:
@@ -151,7 +151,7 @@ def install(unit: Unit) -> None:
     def before_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         _before_load(unit, module, state, prefix, metadata)
 
-    for module in unit.modules:
+    for module in modules:
         hookable: Any = module  # torch leaves these two without types
         hookable.register_state_dict_pre_hook(before_save)
         hookable.register_load_state_dict_pre_hook(before_load)

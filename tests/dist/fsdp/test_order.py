@@ -6,6 +6,7 @@ No torch, no ranks: events in, actions out.
 from __future__ import annotations
 
 import ast
+import gc
 import random
 from pathlib import Path
 
@@ -48,7 +49,6 @@ class Memory:
         self.collected = {}  # by entry: how often each member's gradient was taken
         self.reducing = []
         self.reduced = []
-        self.text = []
 
     def do(self, actions):
         for action in actions:
@@ -108,14 +108,15 @@ class Memory:
 
 
 def make(*names, budget=None, **settings):
-    order = Order(Budget(budget))
+    order, entries = Order(Budget(budget)), []
     for number, name in enumerate(names):
         settings_of = {"num_bytes": 100, "gradient_bytes": 100, "facts": Facts(), **settings}
         if "facts" not in settings:
             settings_of["facts"] = Facts()
-        order.add(Entry(number=number, name=name, **settings_of))
-    order.budget.measure(order.entries)
-    return order, Memory(order), order.entries
+        entries.append(Entry(number=number, name=name, **settings_of))
+        order.add(entries[-1])
+    order.budget.measure(entries)
+    return order, Memory(order), entries
 
 
 def forward(order, memory, entries):
@@ -271,7 +272,7 @@ def test_a_unit_that_lends_a_parameter_stays_until_its_borrower_is_through():
     """Its own gradients are complete, but autograd is inside the unit that uses its weight."""
     order, memory, (owner, borrower, root) = make("owner", "borrower", "root")
     borrower.borrowed.append(owner)
-    owner.borrowers.append(borrower)
+    owner.borrowers.add(borrower)
     forward(order, memory, [owner, borrower, root])
     owner.end_call(owner.number + 1)  # its input needs no gradient, as an embedding's
     owner.begin_call(UNWATCHED)
@@ -328,6 +329,90 @@ def test_the_order_imports_neither_torch_nor_anything_that_acts():
             assert all(name.startswith("echelon.dist.fsdp.order") for name in own), path
 
 
+# ---- several models ----
+
+
+def two_models():
+    """Return an order, its memory, and a generator and a critic of two units and a root each."""
+    order, memory, entries = make("g0", "g1", "G", "d0", "d1", "D")
+    for root in (entries[2], entries[5]):
+        root.outer = True
+    return order, memory, entries[:3], entries[3:]
+
+
+def test_a_step_of_the_critic_neither_gathers_nor_reduces_the_generator():
+    order, memory, generator, critic = two_models()
+    for step in range(3):
+        forward(order, memory, generator)
+        forward(order, memory, critic)
+        said = back_through(order, memory, [critic], lambda words: words)
+        assert not [one for one in said if one.startswith(("gather g", "gather G"))]
+        assert [one for one in said if one.startswith("reduce")] == [
+            "reduce d1", "reduce d0", "reduce D",
+        ]  # fmt: skip
+        assert said.index("reduce d1") < said.index("wait d0")
+        forward(order, memory, critic)  # the generator's step goes through both
+        said = back_through(order, memory, [critic, generator], lambda words: words)
+        assert [one for one in said if one.startswith("reduce")] == [
+            "reduce d1", "reduce d0", "reduce D", "reduce g1", "reduce g0", "reduce G",
+        ]  # fmt: skip
+        assert all(entry.state is State.SHARDED for entry in order.entries), step
+
+
+def test_a_model_that_another_rank_reached_takes_part_with_zeros():
+    order, memory, generator, critic = two_models()
+    forward(order, memory, generator)
+    forward(order, memory, critic)
+    said = back_through(order, memory, [critic], lambda _: [1, 1])
+    assert [one for one in said if one.startswith("gather g")] == ["gather g1", "gather g0"]
+    assert [one for one in said if one.startswith("reduce")][-3:] == [
+        "reduce g1", "reduce g0", "reduce G",
+    ]  # fmt: skip
+
+
+def test_a_model_that_another_rank_has_deleted_is_left_alone_for_good():
+    order, memory, generator, critic = two_models()
+    forward(order, memory, generator)
+    for agreed in ([2, 1], []):
+        forward(order, memory, critic)
+        said = back_through(order, memory, [critic], lambda _, agreed=agreed: agreed)
+        assert [one for one in said if one.startswith("reduce")] == [
+            "reduce d1", "reduce d0", "reduce D",
+        ]  # fmt: skip
+    assert not order._pending.recordings()
+
+
+def test_a_deleted_model_leaves_its_number_until_the_ranks_agree():
+    order, memory, generator, critic = two_models()
+    forward(order, memory, generator)
+    forward(order, memory, critic)
+    while generator:
+        memory.state.pop(generator.pop())
+    gc.collect()
+    assert [entry.name for entry in order.entries] == ["d0", "d1", "D"]
+    asked = []
+    back_through(order, memory, [critic], lambda words: asked.append(words) or words)
+    forward(order, memory, critic)
+    back_through(order, memory, [critic], lambda words: asked.append(words) or words)
+    assert asked == [[2, 1], []]
+
+
+def back_through(order, memory, models, agree):
+    """Run a backward through models, the last first; `agree` says what the ranks agree on."""
+    said = memory.do(order.backward_begins())
+    for *inner, root in models:
+        said += memory.do(order.outputs_have_gradients(root, UNWATCHED))
+        for entry in reversed(inner):
+            said += memory.do(order.outputs_have_gradients(entry, entry.number + 1))
+            for member in ("w", "b"):
+                said += memory.do(order.gradient_arrives(entry, member))
+            said += memory.do(order.inputs_have_gradients(entry, entry.number + 1))
+        for member in ("w", "b"):
+            said += memory.do(order.gradient_arrives(root, member))
+    said += memory.do(order.backward_ends(agree(order.backward_asks()) or ()))
+    return said + memory.do(order.backward_completes())
+
+
 # ---- random programs ----
 
 
@@ -338,6 +423,7 @@ class Program:
         self.draw = draw = random.Random(seed)
         self.order = Order(Budget(draw.choice([None, None, 0, 500, 5000])))
         self.memory = Memory(self.order)
+        self.entries = []
         self.roots = [self._tree(2) for _ in range(draw.choice([1, 1, 2]))]
         self.order.budget.measure(self.order.entries)
         self._borrow()
@@ -359,6 +445,7 @@ class Program:
             outer=bool(children),
         )
         self.order.add(entry)
+        self.entries.append(entry)
         return entry, children
 
     def _borrow(self):
@@ -368,7 +455,7 @@ class Program:
                 owner = self.draw.choice(owners)
                 if not self._contains(entry, owner):
                     entry.borrowed.append(owner)
-                    owner.borrowers.append(entry)
+                    owner.borrowers.add(entry)
 
     def _contains(self, entry, other):
         return any(

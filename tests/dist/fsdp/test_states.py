@@ -225,6 +225,9 @@ def test_an_optimizer_that_is_not_elementwise_is_refused():
     run_ranks(_optimizers, 2)
 
 
+DTYPES = (torch.float32, torch.float64)
+
+
 def _arguments(rank, size):
     from echelon.dist.fsdp import MixedPrecisionPolicy, fully_shard
     from echelon.dist.mesh import DeviceMesh
@@ -249,6 +252,19 @@ def _arguments(rank, size):
             fully_shard(*arguments, **settings)
     with pytest.raises(ValueError, match=r"torch\.dtype"):
         MixedPrecisionPolicy(param_dtype="bf16")
+    kinds = (nn.Linear, nn.Conv1d)
+    for arguments, text in [
+        (
+            {"memory_budget_bytes": (0, 1 << 30)[rank]},
+            "_bytes .* is 0 on rank 0, 107.* on rank 1",
+        ),
+        ({"prefetch": rank}, "prefetch must be equal .* 'world', and is 0 on rank 0, 1 on rank 1"),
+        ({"reshard_after_forward": bool(rank)}, "reshard_after_forward must be equal"),
+        ({"mp_policy": MixedPrecisionPolicy(output_dtype=DTYPES[rank])}, "mp_policy must be eq"),
+        ({"module": kinds[rank](2, 2, 1)}, "module must be equal .* 'Linear' on rank 0, 'Conv1d'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            fully_shard(**{"module": layer, **arguments})
     fully_shard(layer)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(layer)

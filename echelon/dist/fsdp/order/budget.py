@@ -8,9 +8,39 @@ reduction under way while the next begins are always allowed: without them nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from echelon.dist.fsdp.order.entry import Entry
+
+class Sized(Protocol):
+    """What the default budget depends on, of one unit: see `Entry`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the gathered parameters."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the buffer that reduces the gradients."""
+
+    @property
+    def depth(self) -> int:
+        """How many units are gathered ahead."""
+
+    @property
+    def outer(self) -> bool:
+        """Whether the unit contains others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The sizes of a unit that may be deleted on this rank and not yet on another."""
+
+    num_bytes: int
+    gradient_bytes: int
+    depth: int
+    outer: bool
 
 
 class Budget:
@@ -25,11 +55,12 @@ class Budget:
         self.num_bytes = num_bytes
         self._default_third = 0
 
-    def measure(self, entries: Sequence[Entry]) -> None:
-        """Find the default from the units there are."""
-        inner = [entry for entry in entries if not entry.outer] or list(entries)
+    def measure(self, units: Iterable[Sized]) -> None:
+        """Find the default from the units' sizes."""
+        every = list(units)
+        inner = [unit for unit in every if not unit.outer] or every
         largest = max((max(one.num_bytes, one.gradient_bytes) for one in inner), default=0)
-        depth = max((entry.depth for entry in inner), default=0)
+        depth = max((one.depth for one in inner), default=0)
         self._default_third = max(2, depth) * largest
 
     @property

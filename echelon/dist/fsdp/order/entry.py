@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from echelon.dist.fsdp.order.recording import Recording
 
 UNWATCHED = 0  # a call of which no input has a gradient
 
@@ -46,7 +50,7 @@ class Facts(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """One unit, as the order sees it.
+    """One unit, as the order sees it. It lives as long as its unit: see [Note: ownership].
 
     Attributes:
         number: of the unit on its group.
@@ -59,6 +63,10 @@ class Entry:
             to its backward if it is the outermost one: it would be gathered again at once.
         borrowed: units that own parameters which this one uses too.
         borrowers: units that use parameters of this one.
+        recording: of the forwards in which this unit is the outermost; None: there was none.
+        place: by which the units' forwards began in order; -1: none did.
+        has_begun: whether a forward began whose backward is not complete.
+        ended_at: by which the units' forwards ended in order.
         held: the program unsharded it: it is not released, and no gradient is reduced.
         sync: whether backward reduces its gradients.
         calls: forward calls whose backward has not reached their inputs.
@@ -77,7 +85,11 @@ class Entry:
     has_near: bool = False
     outer: bool = False
     borrowed: list[Entry] = field(default_factory=list)
-    borrowers: list[Entry] = field(default_factory=list)
+    borrowers: weakref.WeakSet[Entry] = field(default_factory=weakref.WeakSet)
+    recording: Recording | None = None
+    place: int = -1
+    has_begun: bool = False
+    ended_at: int = -1
     held: bool = False
     sync: bool = True
     state: State = State.SHARDED
@@ -115,6 +127,10 @@ class Entry:
         self.calls.discard(call)
         self._ended_calls.add(call)
 
+    def drop_call(self, call: int) -> None:
+        """Note that the graph of a call is gone: no backward will reach its inputs."""
+        self.calls.discard(call)
+
     def keep_calls(self) -> None:
         """Expect calls of which the backward is complete once more, if their graph is used again.
 
@@ -129,4 +145,4 @@ class Entry:
         self.missing = None
         self.calls.clear()
         self._kept_calls, self._ended_calls = self._ended_calls, set()
-        self.is_unwatched = False
+        self.is_unwatched = self.has_begun = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,15 +15,13 @@ class Residency:
     """Keeps `Entry.state`, and the actions of the event that is being handled.
 
     Attributes:
-        entries: all units of the group, by number.
         budget: bounds what is gathered ahead.
     """
 
     def __init__(self, budget: Budget) -> None:
-        self.entries: list[Entry] = []
         self.budget = budget
         self._actions: list[Action] = []
-        self._ahead: set[Entry] = set()
+        self._ahead: weakref.WeakSet[Entry] = weakref.WeakSet()
 
     def emit(self, action: Action) -> None:
         """Add an action to those of this event."""

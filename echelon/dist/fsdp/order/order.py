@@ -14,12 +14,15 @@ of a collective the group itself is unusable, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
 
 from echelon.dist.fsdp.order.actions import Abandon, Action, Trim
 from echelon.dist.fsdp.order.budget import Budget
 from echelon.dist.fsdp.order.entry import Entry, State
 from echelon.dist.fsdp.order.memory import Reductions, Residency
+from echelon.dist.fsdp.order.pending import Pending
+from echelon.dist.fsdp.order.recording import Recording, begun_before_in, begun_in, ended_in
 from echelon.dist.fsdp.order.run import Run, check_whole
 
 Actions = list[Action]
@@ -29,29 +32,33 @@ class Order:
     """The units of one group. Each method is an event; it returns what is to be done.
 
     Attributes:
-        entries: the units, by number.
         budget: of memory.
     """
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.budget = budget or Budget()
         self._residency = Residency(self.budget)
-        self.entries = self._residency.entries
+        self._entries: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        self._num_entries = 0
         self._run: Run | None = None
         self._failed = False
-        self._open: list[Entry] = []  # units whose forwards are running, the outermost first
-        self._last: Entry | None = None  # the one that was asked for last in this forward
-        self._next: dict[Entry, Entry] = {}  # as recorded in the last forward
-        self._final: Entry | None = None  # asked for last: its backward begins first
-        self._place: dict[Entry, int] = {}
-        self._ended: list[Entry] = []
-        self._begun: dict[Entry, None] = {}
-        self._begun_before: list[Entry] = []  # of the last backward
+        self._opened: list[weakref.ref[Entry]] = []
+        self._pending = Pending()
+        self._last_run: list[weakref.ref[Recording]] = []  # the recordings of the last backward
+        self._final: weakref.ref[Entry] | None = None  # asked for last in the last forward of all
+        self._clock = 0  # counts forwards that began or ended
 
     def add(self, entry: Entry) -> None:
         """Take a unit in; its number must be the next one."""
-        assert entry.number == len(self.entries), (entry.number, len(self.entries))
-        self.entries.append(entry)
+        assert entry.number == self._num_entries, (entry.number, self._num_entries)
+        self._num_entries += 1
+        self._entries[entry.number] = entry
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The units that exist, by number."""
+        found = list(self._entries.values())
+        return sorted(found, key=lambda entry: entry.number)
 
     @property
     def in_backward(self) -> bool:
@@ -60,7 +67,8 @@ class Order:
 
     def is_nested(self, entry: Entry) -> bool:
         """Return whether a unit's forward is running inside an outer unit's."""
-        return not self._failed and entry in self._open and self._open[0] is not entry
+        opened = self._open()
+        return not self._failed and entry in opened and opened[0] is not entry
 
     # ---- forward ----
 
@@ -74,36 +82,37 @@ class Order:
         if self.in_backward:  # activations are computed again
             self._running().enters(entry)
             return self._residency.take()
-        if self._failed or entry in self._open:
+        if self._failed or entry in self._open():
             self._start_over()
-        self._open.append(entry)
+        self._opened.append(weakref.ref(entry))
+        recording = self._recording()
         # A reentrant checkpoint runs forwards without gradients inside an outer unit's.
-        trains = records or (trains and self._open[0] in self._begun)
-        if trains and entry not in self._begun:
-            self._place[entry] = len(self._begun)
-            self._begun[entry] = None
+        if records or (trains and self._open()[0] in recording.begun):
+            self._begin(entry, recording)
         for one in (*entry.borrowed, entry):
-            self._ask(one)
+            self._ask(one, recording)
         return self._residency.take()
 
     def forward_ends(self, entry: Entry, *, has_graph: bool) -> Actions:
         """A unit's forward ends; `has_graph`: a backward will reach its outputs."""
         if self.in_backward:
             return []
-        if entry in self._open:
-            del self._open[self._open.index(entry) :]
+        recording = self._recording(entry)
+        self._close(entry)
         if has_graph:
-            if entry in self._ended:
-                self._ended.remove(entry)
-            self._ended.append(entry)
-        at_end = not self._open
-        is_kept = has_graph and (entry is self._final or (entry.outer and at_end))
+            self._clock += 1
+            entry.ended_at = self._clock
+            recording.ended[entry] = None
+            self._pending.add(recording, entry)
+        at_end = not self._opened
+        is_kept = has_graph and self._comes_first(entry, recording, at_end=at_end)
         if at_end:
-            self._final, self._last = self._last, None
+            recording.end_forward()
+            self._final = None if recording.final is None else weakref.ref(recording.final)
         if entry.reshard and not entry.held and not is_kept and not self._is_lent(entry):
             self._residency.release(entry, for_backward=has_graph)
         for owner in entry.borrowed:
-            in_use = owner.held or owner in self._open or self._is_lent(owner)
+            in_use = owner.held or owner in self._open() or self._is_lent(owner)
             if owner.reshard and not in_use:
                 self._residency.release(owner, for_backward=has_graph)
         if at_end and not has_graph:
@@ -118,12 +127,14 @@ class Order:
         assert not self.in_backward
         if self._failed:
             self._start_over()
-        begun = list(self._begun) or self._begun_before
-        self._run = Run(
-            self._residency, self._ended, begun, self._place_of, is_again=not self._begun
-        )
-        self._begun_before = begun
-        self._ended, self._begun, self._last = [], {}, None
+        pending = self._pending.recordings()
+        begun = begun_in(pending)
+        is_again = not begun
+        if is_again:
+            pending = [one for ref in self._last_run if (one := ref()) is not None]
+            begun = begun_before_in(pending)
+        ended = [] if is_again else ended_in(pending)
+        self._run = Run(self._residency, pending, ended, begun, is_again=is_again)
         return self._residency.take()
 
     def outputs_have_gradients(self, entry: Entry, call: int | None) -> Actions:
@@ -154,26 +165,43 @@ class Order:
         self._running().look(entry, passed=not entry.is_unwatched)
         return self._residency.take()
 
-    def backward_ends(self) -> Actions:
-        """Autograd ended. `backward_completes` is to follow if the run is over then."""
+    def backward_asks(self) -> list[int]:
+        """Return what the ranks are to agree on before the backward ends, which it is about to.
+
+        Each number is this rank's word on one recording; the greatest of all ranks' decides. Empty:
+        there is nothing to agree on, which is the same on all ranks.
+        """
+        run = self._running()
+        return [] if run.yields_nothing else self._pending.words(run)
+
+    def backward_ends(self, agreed: Sequence[int] = ()) -> Actions:
+        """Autograd ended. `backward_completes` is to follow if the run is over then.
+
+        Args:
+            agreed: the greatest of all ranks' numbers from `backward_asks`.
+        """
         run = self._running()
         if run.yields_nothing:
-            ended, begun = run.left()
-            self._ended = ended + [entry for entry in self._ended if entry not in ended]
-            self._begun = dict.fromkeys([*begun, *self._begun])
+            run.keep_rest()
             self._run = None
             for entry in self.entries:
                 entry.keep_calls()
         else:
-            run.finish()
+            run.finish(self._pending.concerned(run, agreed))
         return self._residency.take()
 
     def backward_completes(self) -> Actions:
         """All gradients are reduced: release what the program does not hold."""
+        run = self._running()
+        if run.recordings:
+            self._last_run = [weakref.ref(one) for one in run.recordings]
+        self._pending.complete(run.recordings)
         self._run = None
         self._residency.clear()
+        waiting = self._pending.entries()
         for entry in self.entries:
-            entry.forget_backward()
+            if entry not in waiting:
+                entry.forget_backward()
             if not entry.held:
                 self._residency.release(entry)
         self._residency.emit(Trim())
@@ -202,6 +230,7 @@ class Order:
         for entry in entries:
             entry.held = False
             self._residency.release(entry)
+            self._pending.note_release(entry)
         return self._residency.take()
 
     def reduce(self, entries: Iterable[Entry]) -> Actions:
@@ -217,46 +246,72 @@ class Order:
     def fail(self) -> None:
         """A hook or an action raised, or autograd stopped: the next forward starts over."""
         self._failed = True
+        self._run = None
         self._residency.clear()
 
     def _start_over(self) -> None:
         self._failed = False
         self._run = None
-        self._open, self._ended, self._begun, self._last = [], [], {}, None
+        self._opened = []
+        self._pending = Pending()
         self._residency.clear()
         self._residency.emit(Trim(all_buffers=True))
         for entry in self.entries:
             self._residency.emit(Abandon(entry))
             entry.state, entry.held = State.SHARDED, False
             entry.forget_backward()
+            if entry.recording is not None:
+                entry.recording.forget()
         self._residency.emit(Trim())
 
     # ---- recording ----
 
-    def _ask(self, entry: Entry) -> None:
+    def _open(self) -> list[Entry]:
+        """Return the units whose forwards are running, the outermost first."""
+        return [entry for ref in self._opened if (entry := ref()) is not None]
+
+    def _close(self, entry: Entry) -> None:
+        opened = self._open()
+        if entry in opened:
+            opened = opened[: opened.index(entry)]
+        self._opened = [weakref.ref(one) for one in opened]
+
+    def _recording(self, entry: Entry | None = None) -> Recording:
+        """Return the recording of the outermost forward that is running, or else of a unit."""
+        opened = self._open()
+        outermost = opened[0] if opened else entry
+        assert outermost is not None
+        if outermost.recording is None:
+            outermost.recording = Recording(outermost.number)
+        return outermost.recording
+
+    def _comes_first(self, entry: Entry, recording: Recording, *, at_end: bool) -> bool:
+        """Return whether the backward of a forward that ends will begin with this unit.
+
+        An outermost unit without others inside may be one of many that follow each other.
+        """
+        if at_end and not entry.outer:
+            return self._final is not None and entry is self._final()
+        return at_end or entry is recording.final
+
+    def _begin(self, entry: Entry, recording: Recording) -> None:
+        if not entry.has_begun:
+            self._clock += 1
+            entry.has_begun, entry.place = True, self._clock
+        recording.begun[entry] = None
+        self._pending.add(recording, entry)
+
+    def _ask(self, entry: Entry, recording: Recording) -> None:
         if entry.state is not State.SHARDED and entry.facts.is_stale():
             self._residency.release(entry)
         self._residency.gather(entry)
-        if self._last is not None and self._last is not entry:
-            self._next[self._last] = entry
-        self._last = entry
-        self._residency.gather_ahead(entry, self._following(entry))
+        recording.follow(entry)
+        self._residency.gather_ahead(entry, recording.after(entry))
         self._residency.wait(entry)
-
-    def _following(self, entry: Entry) -> list[Entry]:
-        following: list[Entry] = []
-        depth = entry.depth
-        while len(following) < depth and (due := self._next.get(entry)) is not None:
-            following.append(due)
-            entry = due
-        return following
 
     def _is_lent(self, entry: Entry) -> bool:
         """Whether a forward that is running uses parameters of a unit beside the unit's own."""
-        return any(entry in running.borrowed for running in self._open)
-
-    def _place_of(self, entry: Entry) -> int:
-        return self._place.get(entry, -1)
+        return any(entry in running.borrowed for running in self._open())
 
     def _running(self) -> Run:
         assert self._run is not None, "an event of backward outside of one"

@@ -17,50 +17,64 @@ need the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import itertools
+from collections.abc import Hashable, Sequence
 
 from echelon.dist.fsdp.order.actions import Collect, SetAside
 from echelon.dist.fsdp.order.entry import Entry, State
 from echelon.dist.fsdp.order.memory import Reductions, Residency
+from echelon.dist.fsdp.order.recording import Recording
 
 
 class Run:
     """One run.
 
     Args:
-        ended, begun: forwards since the last run, in these orders.
-        place: a number by which the units' forwards began in order.
+        recordings: of the outermost units that may take part.
+        ended, begun: their forwards since the last run, in these orders.
         is_again: there were no forwards, so this run goes through graphs that were kept; `begun`
             is then that of the last run, and units that this one does not reach are left out.
+
+    Attributes:
+        recordings: of the outermost units that take part; known when the run is finished.
+        is_again: see above.
     """
 
     def __init__(
         self,
         residency: Residency,
+        recordings: list[Recording],
         ended: list[Entry],
-        begun: Iterable[Entry],
-        place: Callable[[Entry], int],
+        begun: Sequence[Entry],
         *,
         is_again: bool,
     ) -> None:
+        self.recordings = recordings
         self._residency = residency
-        self._place = place
-        self._is_again = is_again
+        self.is_again = is_again
         self._to_gather = ended[::-1]
-        self._expected = [entry for entry in reversed(list(begun)) if entry.facts.trains]
+        self._expected = [entry for entry in reversed(begun) if entry.facts.trains]
         self._over: set[Entry] = set()
         self._entered: set[Entry] = set()  # units whose outputs have their gradients
-        self._any_arrived = False
+        self._arrived: set[Entry] = set()  # units of which a parameter has its gradient
         self._reductions = Reductions(residency)
 
     @property
     def yields_nothing(self) -> bool:
         """Whether gradients were expected and none arrived."""
-        return not self._any_arrived and bool(self._expected)
+        return not self._arrived and bool(self._expected)
 
-    def left(self) -> tuple[list[Entry], list[Entry]]:
-        """Return what was not gathered and not reduced, as forwards ended and began."""
-        return self._to_gather[::-1], self._expected[::-1]
+    def keep_rest(self) -> None:
+        """Leave to the next run what this one, which yielded nothing, did not gather."""
+        for recording in self.recordings:
+            recording.ended = {one: None for one in recording.ended if one in self._to_gather}
+
+    def reaches(self, recording: Recording) -> bool:
+        """Return whether autograd reached a unit of a recording."""
+        units = (*recording.begun, *recording.ended)
+        if self.is_again:
+            units = (*units, *recording.begun_before)
+        return any(entry in self._entered or entry in self._arrived for entry in units)
 
     def enters(self, entry: Entry) -> None:
         """Gather what autograd needs to go through a unit, which it is about to do."""
@@ -75,7 +89,7 @@ class Run:
             RuntimeError: the unit's parameters were not in memory, so the gradient is wrong.
         """
         check_whole(entry, f"the gradient of {member}")
-        self._any_arrived = True
+        self._arrived.add(entry)
         if entry in self._over:  # again, through another graph
             self._over.discard(entry)
             entry.missing = None
@@ -99,18 +113,28 @@ class Run:
             if owner not in self._over:
                 self.look(owner, passed=not owner.is_unwatched)
 
-    def finish(self) -> None:
-        """Reduce what is left, and agree with the other ranks on all of it."""
+    def finish(self, recordings: list[Recording]) -> None:
+        """Reduce what is left, and agree with the other ranks on all of it.
+
+        Args:
+            recordings: of the outermost units that take part; the others wait for their backward.
+        """
+        self.recordings = recordings
+        ended = {entry for one in recordings for entry in one.ended}
         for entry in self._to_gather:  # the other ranks may have needed it
-            self._residency.gather(entry)
+            if entry in ended:
+                self._residency.gather(entry)
         self._to_gather = []
-        if self._is_again:
-            reached = self._entered | self._over
-            self._expected = [entry for entry in self._expected if entry in reached]
-        for entry in self._residency.entries:
+        reached = self._entered | self._over | self._arrived
+        if not self.is_again:
+            reached.update(entry for one in recordings for entry in one.begun)
+        self._expected = [entry for entry in self._expected if entry in reached]
+        for entry in sorted(
+            {entry for one in recordings for entry in one.unreduced}, key=lambda one: one.number
+        ):
             is_known = entry in self._over or entry in self._expected
             if not is_known and entry.facts.has_gradients():
-                self._expect(entry)  # from an earlier backward that did not reduce
+                self._expect(entry)
         self._over.update(self._expected)
         self._reduce_ready()
         self._reductions.complete()
@@ -122,11 +146,27 @@ class Run:
                 self._residency.gather(due)
             del self._to_gather[: place + 1]
         self._residency.gather(entry)
-        self._residency.gather_ahead(entry, self._to_gather)
+        self._residency.gather_ahead(entry, self._after(entry))
         self._residency.wait(entry)
         is_known = entry in self._expected or entry in self._over
         if not is_known and entry.facts.trains:
             self._expect(entry)
+
+    def _after(self, entry: Entry) -> list[Entry]:
+        """Return the units that autograd will reach after a unit, unless it ends before.
+
+        Only as far as the recordings of both always took part together: else none may be needed.
+        """
+        if len(self.recordings) == 1:
+            return self._to_gather
+        own = [one for one in self.recordings if entry in one.ended]
+        likely = [two for two in self.recordings if any(one.is_with(two) for one in own)]
+        return list(
+            itertools.takewhile(
+                lambda due: any(due in one.ended for one in likely),
+                self._to_gather[: entry.depth],
+            )
+        )
 
     def _is_complete(self, entry: Entry, *, passed: bool) -> bool:
         """Whether no gradient of a unit's parameters is still to be computed."""
@@ -134,7 +174,7 @@ class Run:
             return False  # what it borrowed is not among what it awaits
         # A run that yields no gradient at all computes those of inputs only. Which parameters of
         # this unit got one may differ between ranks, so that must not decide.
-        return not entry.awaits() or (passed and self._any_arrived)
+        return not entry.awaits() or (passed and bool(self._arrived))
 
     def _is_lent(self, entry: Entry) -> bool:
         """Whether autograd is inside a unit that uses parameters of this one."""
@@ -142,7 +182,7 @@ class Run:
 
     def _expect(self, entry: Entry) -> None:
         self._expected.append(entry)
-        self._expected.sort(key=self._place, reverse=True)
+        self._expected.sort(key=lambda one: one.place, reverse=True)
 
     def _reduce_ready(self) -> None:
         while self._expected and self._expected[0] in self._over:

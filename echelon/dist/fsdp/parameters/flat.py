@@ -24,6 +24,7 @@ The module's attribute is the leaf while the unit is gathered and the shard othe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,12 +61,16 @@ class Source:
 
 
 class Member:
-    """One parameter of a flat."""
+    """One parameter of a flat.
+
+    It refers to the modules weakly: autograd's graph, which a module may store with an output of
+    its own, refers to the member, and the garbage collector does not look into graphs.
+    """
 
     def __init__(self, flat: Flat, source: Source, piece: Piece, part: Part) -> None:
         self.flat = flat
         self.name = source.name
-        self.slots = source.slots
+        self._slots = [(weakref.ref(module), name) for module, name in source.slots]
         self.piece = piece
         self.part = part
         self.shard = source.parameter
@@ -78,6 +83,16 @@ class Member:
 
     def __repr__(self) -> str:
         return repr(self.name)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The places where the parameter stands, in modules that exist."""
+        found = ((ref(), name) for ref, name in self._slots)
+        return [(module, name) for module, name in found if module is not None]
+
+    def add_slot(self, module: nn.Module, name: str) -> None:
+        """Note that the parameter stands in one more place."""
+        self._slots.append((weakref.ref(module), name))
 
     def show_leaf(self) -> None:
         """Put the leaf where the modules look for the parameter.
@@ -286,6 +301,7 @@ class Flat:
         self.compute_dtype = compute_dtype or first.dtype
         self.reduce_dtype = reduce_dtype or self.compute_dtype
         self.layout = self._plan(sources)
+        self._memory = memory  # shared: it lives as long as the flats that use it
         self.full = memory.make_storage(self.layout.numel, self.compute_dtype, self.device)
         self.full.take()
         self._offload = offload if self.device.type != "cpu" else None

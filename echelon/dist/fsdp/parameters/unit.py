@@ -43,7 +43,7 @@ class Unit:
         near: ProcessGroup | None,
         depth: int,
     ) -> None:
-        self.modules = modules
+        self.num_modules = len(modules)  # not the modules: see `Member`
         self.flats = flats
         self.precision = precision
         self.near = near
@@ -85,7 +85,7 @@ class Unit:
         for owner in owners:
             self.borrowed.append(owner)
             self.entry.borrowed.append(owner.entry)
-            owner.entry.borrowers.append(self.entry)
+            owner.entry.borrowers.add(self.entry)
 
     def __deepcopy__(self, memo: object) -> Unit:
         """Refuse: a copy would share the collectives and the memory of the original."""
@@ -93,6 +93,11 @@ class Unit:
             "a sharded model cannot be copied. Copy it before fully_shard and shard the copy too; "
             "for a moving average, keep clones of model.parameters(), which are the shards"
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit is gathered; the host if it has no parameters."""
+        return self.flats[0].device if self.flats else torch.device("cpu")
 
     @property
     def members(self) -> Iterator[Member]:

@@ -3,6 +3,9 @@
 One for each group that units are sharded over. It reports events to `order.Order` and does what
 that returns: starts collectives, waits for them, gives memory to units and takes it back. Gradients
 are reduced in a group of their own, so that neither kind of collective waits behind the other.
+
+It lives as long as its group and refers to units, and to the memory that they share, weakly: a
+model that the program deletes takes all of that along.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from echelon.dist.fsdp.memory.storage import Memory
 from echelon.dist.fsdp.order import actions as act
+from echelon.dist.fsdp.order.budget import Size
 from echelon.dist.fsdp.order.order import Order
 from echelon.dist.fsdp.parameters.flat import Member
 from echelon.dist.fsdp.parameters.layout import tag_of
@@ -59,6 +63,7 @@ class Driver:
         group: gathers. reducing: the same ranks; reduces.
         replicas: the ranks that hold the same chunk as this one; None: no other rank does.
         order: decides.
+        units: by number. sizes: of those, and of some that are deleted.
         hashes: of the gathers and of the reductions so far, each in their order. How the two kinds
             alternate may depend on which parameters a rank used.
     """
@@ -70,21 +75,50 @@ class Driver:
         if group.size > 1:
             self.reducing = group.split(0, group.rank, f"{group.name}/reduce")
         self.order = Order()
-        self.units: list[Unit] = []
-        self.memory = Memory(lambda: self.order.budget.third)
+        self.units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+        self.sizes: dict[int, Size] = {}
+        self._memory: weakref.ref[Memory] | None = None
         self.hashes = {"gather": 0, "reduce": 0}
         self._near: dict[int, ProcessGroup] = {}
-        self._num_flats = 0
-        self._reducer = self._new_reducer()
+        self._num_flats = self._num_units = 0
+        self._reducer: Reducer | None = None  # of the reductions under way
         self._run: weakref.ref[_Run] | None = None
 
     # ---- making ----
 
     def add(self, unit: Unit) -> None:
         """Take a unit in."""
-        self.units.append(unit)
+        self._num_units += 1
+        self.units[unit.number] = unit
         self.order.add(unit.entry)
         _drivers[unit] = weakref.ref(self)
+
+    def measure(self, unit: Unit) -> None:
+        """Count a unit for the budget, now that it is known what it contains."""
+        entry = unit.entry
+        self.sizes[unit.number] = Size(
+            entry.num_bytes, entry.gradient_bytes, entry.depth, entry.outer
+        )
+        self.order.budget.measure(self.sizes.values())
+
+    def keep_sizes(self, numbers: Iterable[int]) -> None:
+        """Count only these units for the budget from now on."""
+        self.sizes = {number: self.sizes[number] for number in sorted(numbers)}
+        if not self.sizes:
+            self.order.budget.num_bytes = None
+
+    @property
+    def memory(self) -> Memory:
+        """What the units share. It lives as long as any of them."""
+        memory = None if self._memory is None else self._memory()
+        if memory is None:
+            memory = Memory(lambda: self.order.budget.third)
+            self._memory = weakref.ref(memory)
+        return memory
+
+    def next_unit(self) -> int:
+        """Return the number of the next unit."""
+        return self._num_units
 
     def next_flat(self) -> int:
         """Return a number for a flat."""
@@ -114,8 +148,7 @@ class Driver:
     def in_backward(self) -> bool:
         """Whether autograd is running through the units."""
         if self._run is not None and self._run() is None:
-            self._run = None
-            self.order.fail()
+            self._fail()
         return self.order.in_backward
 
     def before_forward(self, unit: Unit, *, trains: bool) -> None:
@@ -154,13 +187,19 @@ class Driver:
             return
         self._do(self.order.backward_begins())
         run = _Run(self._end_backward)
-        self._run = weakref.ref(run)
+        self._run = weakref.ref(run, self._died)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(run.end)
 
+    def _died(self, run: weakref.ref[_Run]) -> None:
+        """Let go of what an exception in autograd's engine left."""
+        if self._run is run:
+            self._fail()
+
     def _end_backward(self) -> None:
         with self._failing():
-            self._do(self.order.backward_ends())
+            words = self.order.backward_asks()
+            self._do(self.order.backward_ends(self._agree(words) if words else ()))
             if self.order.in_backward:
                 self._do(self.order.backward_completes())
             self._run = None
@@ -185,10 +224,21 @@ class Driver:
     def reduce(self, units: Iterable[Unit]) -> None:
         """Reduce what lies in the leaves' gradients."""
         with self._failing():
-            self._reducer = self._new_reducer()
+            self._reducer = None
             self._do(self.order.reduce([unit.entry for unit in units]))
 
     # ---- actions ----
+
+    def _agree(self, words: Sequence[int]) -> list[int]:
+        """Return the greatest of all ranks' words, one by one."""
+        with self._explaining("agreeing on the models that a backward reached"):
+            unit = next(iter(self.units.values()))
+            agreed = torch.tensor(words, dtype=torch.int64, device=unit.device)
+            for group in (self.reducing, self.replicas):
+                if group is not None and group.size > 1:
+                    group.all_reduce(agreed, op="max")
+            result: list[int] = agreed.tolist()
+        return result
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -196,8 +246,12 @@ class Driver:
         try:
             yield
         except BaseException:
-            self.order.fail()
+            self._fail()
             raise
+
+    def _fail(self) -> None:
+        self._run = self._reducer = None
+        self.order.fail()
 
     def _do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
@@ -206,7 +260,7 @@ class Driver:
     def _do_one(self, action: act.Action) -> None:
         match action:
             case act.Collect(member=Member() as member):
-                self._reducer.collect(member)
+                self._reductions().collect(member)
             case act.SetAside(member=Member() as member):
                 member.set_aside()
             case act.Gather(entry, near):
@@ -221,15 +275,15 @@ class Driver:
             case act.Reduce(entry):
                 unit = self.units[entry.number]
                 with self._explaining(f"reducing the gradients of {unit}"):
-                    self._reducer.start(unit)
+                    self._reductions().start(unit)
             case act.Finish(entry):
                 unit = self.units[entry.number]
                 with self._explaining(f"reducing the gradients of {unit}"):
-                    self._reducer.finish_first(unit)
+                    self._reductions().finish_first(unit)
             case act.Exchange():
                 with self._explaining("reducing the last gradients"):
-                    self._reducer.finish(list(self.hashes.values()))
-                self._reducer = self._new_reducer()
+                    self._reductions().finish(list(self.hashes.values()))
+                self._reducer = None
             case act.Abandon(entry):
                 self._abandon(self.units[entry.number])
             case act.Trim(all_buffers):
@@ -252,11 +306,14 @@ class Driver:
     def _trim(self, all_buffers: bool) -> None:
         if all_buffers:
             self.memory.pool.clear()
-            self._reducer = self._new_reducer()
+            self._reducer = None
         self.memory.pages.trim()
 
-    def _new_reducer(self) -> Reducer:
-        return Reducer(self.memory.pool, self.reducing, self.replicas, self._note)
+    def _reductions(self) -> Reducer:
+        if self._reducer is None:
+            pool = self.memory.pool
+            self._reducer = Reducer(pool, self.reducing, self.replicas, self._note)
+        return self._reducer
 
     def _note(self, what: str, number: int) -> None:
         """Add a gather or a reduction to the hash of their order."""
@@ -276,5 +333,5 @@ class Driver:
 
     def _named(self, found: re.Match[str]) -> str:
         tag = tag_of([int(length) for length in found[1].split(",")])
-        units = [one for one in self.units if one.has_tag(tag)]
+        units = [one for one in self.units.values() if one.has_tag(tag)]
         return f" of {' or '.join(map(repr, units))}" if units else found[0]

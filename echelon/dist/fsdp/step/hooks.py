@@ -22,20 +22,20 @@ from echelon.dist.fsdp.step.driver import Driver
 from echelon.dist.fsdp.step.nested import map_tensors, tensors_in
 
 _numbers = itertools.count(UNWATCHED + 1)
-_hooks: weakref.WeakKeyDictionary[Unit, _ModuleHooks] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[_ModuleHooks]] = weakref.WeakKeyDictionary()
 
 
-def install(unit: Unit, driver: Driver) -> None:
+def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
     """Hook a unit's modules and parameters."""
     hooks = _ModuleHooks(unit, driver)
-    _hooks[unit] = hooks
+    _hooks[unit] = weakref.ref(hooks)  # the modules' hooks own it
     before = _uncompiled(hooks.before)
     after = _uncompiled(hooks.after)
-    for module in unit.modules:
+    for module in modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
     for part in {module for member in unit.members for module, _ in member.slots}:
-        if part not in unit.modules:
+        if part not in modules:
             part.register_forward_pre_hook(_PartHook(unit), prepend=True)
     for member in unit.members:
         _hook_gradient(unit, driver, member)
@@ -57,7 +57,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {name!r}")
-    hooks = _hooks[unit]
+    hooks = _hooks[unit]()
+    assert hooks is not None, unit
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,8 +69,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
+    # The garbage collector does not look into these hooks: what they own would never be freed.
+    unit_ref, member_ref = weakref.ref(unit), weakref.ref(member)
+
     def arrived(leaf: torch.Tensor) -> None:  # noqa: ARG001
-        driver.gradient_arrives(unit, member)
+        unit, member = unit_ref(), member_ref()
+        if unit is not None and member is not None:
+            driver.gradient_arrives(unit, member)
 
     if member.leaf.is_floating_point():
         wanted = member.leaf.requires_grad
@@ -123,7 +129,7 @@ class _ModuleHooks:
             output = _cast(output, unit.precision.output_dtype)
         output = self._detached_from_unit(output)
         has_graph = _watch(output, lambda: driver.outputs_have_gradients(unit, call))
-        if len(self._ran) == len(unit.modules):
+        if len(self._ran) == unit.num_modules:
             self._ran.clear()
             self._inputs = []
             driver.after_forward(unit, has_graph=has_graph)
@@ -166,6 +172,8 @@ class _ModuleHooks:
 
         # What a unit changes in place has no gradient of its own: its original's is complete later.
         told = _Told(lambda: driver.inputs_have_gradients(unit, call))
+        gone = weakref.finalize(told, unit.entry.drop_call, call)
+        gone.atexit = False
         _watch_all([one for one in tensors_in(inputs) if not one.is_leaf], told.by_originals)
         inputs = map_tensors(_inner, inputs)
         self._inputs = [weakref.ref(one) for one in tensors_in(inputs) if one.requires_grad]
@@ -224,7 +232,9 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
     def hook(gradients: Sequence[torch.Tensor | None]) -> None:  # noqa: ARG001
         told()
 
-    if watched:
+    if len(watched) == 1:  # a hook on several refers to the graph that refers to it
+        watched[0].register_hook(_uncompiled(lambda _: told()))  # type: ignore[no-untyped-call]
+    elif watched:
         torch.autograd.graph.register_multi_grad_hook(watched, _uncompiled(hook))
     return bool(watched)
 

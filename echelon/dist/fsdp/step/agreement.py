@@ -1,0 +1,55 @@
+"""What the ranks agree on when a unit is made: its settings, and which units still exist.
+
+The order of collectives follows from the units' settings, so they must be equal on all ranks. The
+default budget follows from the units that exist, and the garbage collector runs at other moments on
+other ranks: a unit counts until all of them have deleted it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.dist.fsdp.step.driver import Driver
+from echelon.dist.group import ProcessGroup
+
+
+def check_settings(driver: Driver, title: str, settings: dict[str, Any]) -> None:
+    """Check that all ranks make the next unit alike. Collective; blocks until all ranks joined.
+
+    Args:
+        driver: of the unit.
+        title: of its module, for messages.
+        settings: by the names of `fully_shard`'s arguments; plain values.
+
+    Raises:
+        ValueError: a setting differs, or the ranks call `fully_shard` on other modules.
+        CollectiveError: a rank is lost or did not join.
+    """
+    settings = {"module": title, **settings}
+    living = set(driver.units)
+    for group in (driver.group, driver.replicas):
+        if group is None or group.size == 1:
+            continue
+        rows = group.all_gather_object({"settings": settings, "units": sorted(living)})
+        for name in settings:
+            _check_equal(group, title, name, [row["settings"].get(name) for row in rows])
+        living.update(*(row["units"] for row in rows))
+    driver.keep_sizes(living & driver.sizes.keys())
+
+
+def _check_equal(group: ProcessGroup, title: str, name: str, values: list[Any]) -> None:
+    if all(value == values[0] for value in values):
+        return
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(group.ranks, values, strict=True):
+        found.setdefault(repr(value), []).append(rank)
+    text = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in found.items())
+    raise ValueError(
+        f"fully_shard({title}): {name} must be equal on all ranks of group {group.name!r}, "
+        f"and is {text}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
