@@ -15,7 +15,7 @@ import pytest
 
 from echelon.recorder.format.schema import Identity, Record
 from echelon.recorder.read import read_ring
-from echelon.recorder.write import native
+from echelon.recorder.write import native, operations
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.ring import Ring
 
@@ -35,10 +35,13 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
     ring.close()
 
 
-@pytest.fixture(params=["c", "python"])
-def recorder(ring: Ring, request: pytest.FixtureRequest) -> Recorder:
-    """Record with each of the two writers of operations."""
+@pytest.fixture(params=["c", "python", "locked"])
+def recorder(
+    ring: Ring, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Recorder:
+    """Record with each writer of operations: in C, in Python, and in Python under a lock."""
     in_c = request.param == "c"
+    monkeypatch.setattr(operations, "has_atomic_steps", lambda: request.param == "python")
     if in_c and not native.available():
         pytest.skip("the C core was not built")
     return Recorder(ring, in_c=in_c)

@@ -34,10 +34,15 @@ static void write_slot(struct bb_slot *slot, const struct bb_fixed *fixed)
     atomic_store_explicit(&slot->tail, stamp, memory_order_release);
 }
 
+static bool has_ended(const struct bb_slot *slot, uint64_t stamp)
+{
+    return bb_load(&slot->state.head) == stamp && slot->state.state >= BB_COMPLETED;
+}
+
 static bool is_open(const struct bb_slot *slot)
 {
     uint64_t stamp = bb_load(&slot->head);
-    return stamp && !(bb_load(&slot->state.head) == stamp && slot->state.state >= BB_COMPLETED);
+    return stamp && !has_ended(slot, stamp);
 }
 
 static struct bb_kept *kept_place(const struct bb_ring *ring, uint64_t stamp)
@@ -101,7 +106,7 @@ int64_t bb_operation_begin(struct bb_ring *ring, struct bb_fixed *fixed, bool is
     return (int64_t)fixed->record;
 }
 
-/* Find where an operation is; NULL: it has ended, or never was. */
+/* Find where an operation is that has not ended; NULL: it has, or never was. */
 static struct bb_slot *find(const struct bb_ring *ring, int64_t record, bool *is_kept)
 {
     uint64_t stamp = (uint64_t)record + 1;
@@ -110,7 +115,7 @@ static struct bb_slot *find(const struct bb_ring *ring, int64_t record, bool *is
         return NULL;
     struct bb_slot *slot = &ring->slots[(uint64_t)record % ring->num_slots];
     if (bb_load(&slot->head) == stamp)
-        return slot;
+        return has_ended(slot, stamp) ? NULL : slot;
     struct bb_kept *kept = bb_load(&ring->live[BB_NUM_KEPT]) ? kept_place(ring, stamp) : NULL;
     *is_kept = kept != NULL;
     return kept ? &kept->slot : NULL;

@@ -1,53 +1,50 @@
 """The writer of operations in Python: where the C core was not built, and its oracle in tests.
 
-Writers take turns by one lock; readers, which are other processes, check what they see (schema.py,
-[Note: what makes a slot readable]).
+[Note: why no lock] Where the interpreter lets one thread run at a time and changes threads only
+after calls and at backward jumps (CPython from 3.11 on, with its lock), statements without either
+are one step for all other threads, for signal handlers and for finalizers. So a slot is taken and
+filled by a comparison, a store and one `pack_into`, and an operation ends likewise: nothing is ever
+written over what another thread is writing. What is rare (a slot whose operation has not ended,
+an operation that has left its slot) takes a lock. Where the interpreter promises less,
+`LockedOperations` holds that lock around everything. An exception that a signal handler raises
+leaves a number unused, and never a lock held.
+
+Readers, which are other processes, check what they see (schema.py, [Note: what makes a slot
+readable]).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 from zlib import crc32
 
-from echelon.recorder.format.schema import (
-    MAX_DIMS,
-    MAX_SPLITS,
-    MAX_TENSORS,
-    OPERATION_FIXED,
-    OPERATION_SLOT,
-    Flag,
-    Live,
-    State,
-)
+from echelon.recorder.format.schema import OPERATION_FIXED, OPERATION_SLOT, Live, State
+from echelon.recorder.write.calls import TAIL_STRUCT, Calls
+from echelon.recorder.write.numbers import moment, pack_clamped
 from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.signatures import Shapes, Splits
 from echelon.recorder.write.sites import Sites
 
-Shapes = tuple[tuple[int, ...], ...]
-Splits = tuple[int, ...]
-
 NOT_RECORDED = -1
-MAX_CALLS = 4096  # cached signatures; a program with more dynamic shapes encodes again
-MAX_TIMEOUT_S = 1e9
 
-FIXED_STRUCT = struct.Struct("<QqqqqqqIIIIiiiiII")
+# Of an operation's fields: what differs in each call of a line, then what seldom does.
+HEAD_STRUCT = struct.Struct(f"<Qqqqq{TAIL_STRUCT.size}s")
 STATE_STRUCT = struct.Struct("<QqqIIIIQ")
-_SIGNATURE_STRUCT = struct.Struct("<IIIHH")
-_SLOT_STRUCT = struct.Struct(f"<QII{FIXED_STRUCT.size}s8xQ")
+_SLOT_STRUCT = struct.Struct(f"<QII{HEAD_STRUCT.size}s8xQ")
 _STATE_BODY_STRUCT = struct.Struct("<qqII")
-assert FIXED_STRUCT.size == OPERATION_FIXED.itemsize
+assert HEAD_STRUCT.size == OPERATION_FIXED.itemsize
 
 _SLOT_BYTES = OPERATION_SLOT.itemsize
-_FIXED_BYTES = FIXED_STRUCT.size
+_FIXED_BYTES = HEAD_STRUCT.size
 _STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
-_pack_fixed = FIXED_STRUCT.pack
+_pack_head = HEAD_STRUCT.pack
 _pack_slot = _SLOT_STRUCT.pack_into
 _pack_state = STATE_STRUCT.pack_into
 _pack_state_body = _STATE_BODY_STRUCT.pack
@@ -61,7 +58,6 @@ _STARTED = int(State.STARTED)
 _COMPLETED = int(State.COMPLETED)
 _FAILED = int(State.FAILED)
 _U32 = 0xFFFFFFFF
-_I64 = (-(1 << 63), (1 << 63) - 1)
 
 
 class OperationWriter(Protocol):
@@ -136,8 +132,24 @@ class _Thread(threading.local):
         self.native_id = threading.get_native_id()
 
 
+class _Outside:
+    """Stands for the frames above a thread's outermost one."""
+
+    f_code = None
+    f_lasti = -1
+    f_back = None
+
+
+_OUTSIDE: Any = _Outside()
+
+
 class Operations:
-    """See `OperationWriter`. Thread-safe; no method raises."""
+    """See `OperationWriter`. Thread-safe by [Note: why no lock]; no method raises."""
+
+    __slots__ = (
+        "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_now",
+        "_num_slots", "_numbers", "_owners", "_places", "_starts", "_states", "_thread",
+    )  # fmt: skip
 
     def __init__(
         self, ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
@@ -145,21 +157,21 @@ class Operations:
         self._map = ring.map
         self._live = ring.live
         self._kept = ring.kept
-        self._find = sites.find
         self._now = now
         self._num_slots = ring.num_operations
-        self._offset = ring.layout.operations_offset
-        self._stamps = array("Q", bytes(8 * ring.num_operations))  # who owns each slot now
-        self._started = array("q", bytes(8 * ring.num_operations))
-        self._ended = array("Q", bytes(8 * ring.num_operations))  # the last one of each that ended
-        # Held from an operation's number to its slot's last byte: no thread ever overwrites, or
-        # keeps, what another one is still writing. A signal handler may record inside.
-        self._lock = threading.RLock()
+        offset = ring.layout.operations_offset
+        self._places = [offset + slot * _SLOT_BYTES for slot in range(ring.num_operations)]
+        self._states = [place + _STATE_OFFSET for place in self._places]
+        # The stamp of the operation in each slot, negative once it has ended; and its start.
+        self._owners = [0] * ring.num_operations
+        self._starts = [0] * ring.num_operations
+        self._lock = threading.RLock()  # a signal handler may record inside
+        self._is_moving = False
         self._numbers = itertools.count().__next__
         self._thread = _Thread()
-        self._signatures = Signatures(ring)
-        self._calls: dict[tuple[Any, ...], tuple[int, int]] = {}
-        ring.texts.when_a_part_is_full(self._calls.clear)
+        self._calls = Calls(ring, sites)
+        self._find = self._calls.find
+        self._lines = self._calls.lines
 
     def begin(
         self,
@@ -186,48 +198,15 @@ class Operations:
         """Record that an operation was called; see `OperationWriter`."""
         try:
             now = self._now()
-            key = (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits)
+            what = (
+                operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
+                num_bytes, group, root, peer, tag, coalesced, self._thread.native_id, flags,
+            )  # fmt: skip
             try:
-                signature, timeout_ms = self._calls[key]
-            except (KeyError, TypeError):
-                signature, timeout_ms = self._new_call(key)
-            try:
-                site, stack = self._find(sys._getframe(depth))
+                frame = sys._getframe(depth)
             except ValueError:  # the stack is not that deep
-                site = stack = 0
-            live = self._live
-            thread = self._thread.native_id
-            with self._lock:
-                record = self._numbers()
-                try:
-                    payload = _pack_fixed(
-                        record, sequence, p2p_sequence, now, live[_STEP] - 1, num_bytes, timeout_ms,
-                        group, signature, site, stack, root, peer, tag, coalesced, thread, flags,
-                    )  # fmt: skip
-                except struct.error:
-                    fields = (
-                        record, sequence, p2p_sequence, now, live[_STEP] - 1, num_bytes, timeout_ms,
-                        group, signature, site, stack, root, peer, tag, coalesced, thread, flags,
-                    )  # fmt: skip
-                    payload = _pack_fixed(*_clamped(fields))
-                slot = record % self._num_slots
-                before = self._stamps[slot]
-                if self._ended[slot] != before or before > record:
-                    record = self._make_room(record)
-                    if record == NOT_RECORDED:
-                        return record
-                    slot = record % self._num_slots
-                    payload = record.to_bytes(8, "little") + payload[8:]
-                stamp = record + 1
-                self._stamps[slot] = stamp
-                self._started[slot] = 0
-                at = self._offset + slot * _SLOT_BYTES
-                _pack_slot(self._map, at, stamp, _FIXED_BYTES, crc32(payload), payload, stamp)
-                live[_NUM_OPERATIONS] = stamp
-                live[_PROGRESS] = now
-                if is_started:
-                    self._mark_started(record, now)
-            return record
+                frame = None
+            return self._write(frame, what, now, sequence, p2p_sequence, is_started)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
@@ -248,26 +227,33 @@ class Operations:
             int(group), int(num_bytes), int(root), float(timeout_s)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return None
-        same = {
-            "dtype": dtype,
-            "shapes": shapes,
-            "num_bytes": num_bytes,
-            "reduce_op": reduce_op,
-            "root": root,
-            "timeout_s": timeout_s,
-        }
-        return group, operation, same
+        return (
+            operation,
+            dtype,
+            reduce_op,
+            timeout_s,
+            shapes,
+            (),
+            (),
+            num_bytes,
+            group,
+            root,
+            -1,
+            -1,
+        )  # fmt: skip -- a call (calls.py) without what varies
 
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
         """Record that a prepared operation was called; see `OperationWriter`."""
         try:
-            group, operation, same = call
-            return self.begin(
-                group, operation, sequence=sequence, coalesced=coalesced, flags=flags,
-                depth=depth + 1, is_started=is_started, **same,
-            )  # fmt: skip
+            what = (*call, coalesced, self._thread.native_id, flags)
+            now = self._now()
+            try:
+                frame = sys._getframe(depth)
+            except ValueError:  # the stack is not that deep
+                frame = None
+            return self._write(frame, what, now, sequence, -1, is_started)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
@@ -275,167 +261,202 @@ class Operations:
         """Record that the backend started the operation, now or at a time already past."""
         try:
             now = self._now()
-            with self._lock:
-                self._mark_started(record, now if at_mono_ns is None else _moment(at_mono_ns, now))
+            if record >= 0:
+                self._mark_started(record, now if at_mono_ns is None else moment(at_mono_ns, now))
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return
 
-    def completed(self, record: int, at_mono_ns: int | None = None, /) -> None:
+    def completed(
+        self,
+        record: int,
+        at_mono_ns: int | None = None,
+        /,
+        _state: int = _COMPLETED,
+        _error: int = 0,
+    ) -> None:
         """Record that the operation is done on this rank, now or at a time already past."""
         try:
-            now = self._now()
-            ended = now if at_mono_ns is None else _moment(at_mono_ns, now)
-            self._mark_ended(record, ended, _COMPLETED, 0, now)
+            self._live[_PROGRESS] = now = self._now()
+            if record < 0:
+                return
+            ended = now if at_mono_ns is None else moment(at_mono_ns, now)
+            stamp = record + 1
+            slot = record % self._num_slots
+            owners, starts = self._owners, self._starts
+            at = self._states[slot]
+            while owners[slot] == stamp:
+                began = starts[slot]
+                crc = crc32(_pack_state_body(began, ended, _error, _state), stamp & _U32)
+                if owners[slot] == stamp and starts[slot] == began:
+                    owners[slot] = -stamp  # from the comparison on nothing comes between
+                    _pack_state(self._map, at, stamp, began, ended, _error, _state, crc, 0, stamp)
+                    return
+            if owners[slot] != -stamp:
+                with self._lock:
+                    self._kept.ended(stamp)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return
 
     def failed(self, record: int, error: int, /) -> None:
         """Record that the operation ended in an error, whose text `error` refers to."""
-        try:
-            now = self._now()
-            self._mark_ended(record, now, _FAILED, error, now)
-        except Exception:  # noqa: BLE001 -- recording never raises into training
-            return
+        Operations.completed(self, record, None, _FAILED, error)
 
-    def _make_room(self, record: int) -> int:
-        """Find the number whose slot can be taken, from `record` on; the lock is held.
+    def _write(
+        self,
+        frame: FrameType | None,
+        what: tuple[Any, ...],
+        now: int,
+        sequence: int,
+        p2p_sequence: int,
+        is_started: bool,
+    ) -> int:
+        """Store an operation; return its number, `NOT_RECORDED` if pending ones hold all slots."""
+        line = self._lines.get((id(frame.f_code), frame.f_lasti)) if frame is not None else None
+        if line is None or frame is None:
+            tail = self._find(frame, what)
+        else:
+            second = frame.f_back or _OUTSIDE
+            third = second.f_back or _OUTSIDE
+            fourth = third.f_back or _OUTSIDE
+            _, code_2, at_2, code_3, at_3, code_4, at_4, known, tail = line
+            if (
+                what != known
+                or second.f_lasti != at_2
+                or second.f_code is not code_2
+                or third.f_lasti != at_3
+                or third.f_code is not code_3
+                or fourth.f_lasti != at_4
+                or fourth.f_code is not code_4
+            ):
+                tail = self._find(frame, what)
+        live = self._live
+        step = live[_STEP] - 1
+        record = self._numbers()
+        try:
+            fields = _pack_head(record, sequence, p2p_sequence, now, step, tail)
+        except struct.error:
+            fields = pack_clamped(HEAD_STRUCT, record, sequence, p2p_sequence, now, step, tail)
+        crc = crc32(fields)
+        stamp = record + 1
+        slot = record % self._num_slots
+        owner = self._owners[slot]
+        if owner <= 0 < stamp + owner:  # ended, and not newer; from here on nothing comes between
+            self._starts[slot] = 0
+            self._owners[slot] = stamp
+            _pack_slot(self._map, self._places[slot], stamp, _FIXED_BYTES, crc, fields, stamp)
+        else:
+            record = self._make_room(record, fields)
+            if record == NOT_RECORDED:
+                return record
+            stamp = record + 1
+        if live[_NUM_OPERATIONS] < stamp:
+            live[_NUM_OPERATIONS] = stamp
+        live[_PROGRESS] = now
+        if is_started:
+            self._mark_started(record, now)
+        return record
+
+    def _make_room(self, record: int, fields: bytes) -> int:
+        """Store an operation under the first number, from `record` on, whose slot can be taken.
 
         What has not ended is never overwritten: it moves out, or its slot is passed by.
 
         Returns:
-            The number; NOT_RECORDED without one among the next slots.
+            The number; `NOT_RECORDED` without one among the next slots.
         """
-        for _ in range(_MAX_TRIES - 1):
-            if self._is_free(record % self._num_slots, record + 1):
-                return record
-            record = self._numbers()
-        if self._is_free(record % self._num_slots, record + 1):
-            return record
+        with self._lock:
+            for number in range(_MAX_TRIES):
+                if number:
+                    record = self._numbers()
+                    fields = record.to_bytes(8, "little") + fields[8:]
+                if self._take(record % self._num_slots, record + 1, fields):
+                    return record
         self._live[_KEPT_REFUSED] += 1
         return NOT_RECORDED
 
-    def _is_free(self, slot: int, stamp: int) -> bool:
-        before = self._stamps[slot]
-        if before >= stamp:  # a signal handler recorded a whole round within this very call
+    def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
+        """Store an operation in a slot, unless a newer one is there, or one that cannot move."""
+        crc = crc32(fields)
+        owner, began = self._owners[slot], self._starts[slot]
+        while owner > 0:
+            if owner >= stamp or not self._keep(slot):
+                return False
+            if self._owners[slot] == owner and self._starts[slot] == began:
+                break
+            self._kept.ended(owner)  # it started or ended meanwhile, in its slot
+            owner, began = self._owners[slot], self._starts[slot]
+        if self._owners[slot] != owner or -owner >= stamp:
             return False
-        return self._ended[slot] == before or self._kept.keep(slot)
+        self._starts[slot] = 0
+        self._owners[slot] = stamp
+        _pack_slot(self._map, self._places[slot], stamp, _FIXED_BYTES, crc, fields, stamp)
+        return True
 
-    def _mark_started(self, record: int, now: int) -> None:
-        if not isinstance(record, int) or record < 0:
-            return
-        slot, stamp = record % self._num_slots, record + 1
-        crc = crc32(_pack_state_body(now, 0, 0, _STARTED), stamp & _U32)
-        cell = (stamp, now, 0, 0, _STARTED, crc, 0, stamp)
-        if self._stamps[slot] != stamp:
-            self._kept.started(stamp, STATE_STRUCT.pack(*cell))
-            return
-        self._started[slot] = now
-        _pack_state(self._map, self._offset + slot * _SLOT_BYTES + _STATE_OFFSET, *cell)
+    def _keep(self, slot: int) -> bool:
+        """Copy what a slot holds to a place of its own; not within a signal handler that came."""
+        if self._is_moving:
+            return False
+        self._is_moving = True
+        try:
+            return self._kept.keep(slot)
+        finally:
+            self._is_moving = False
 
-    def _mark_ended(self, record: int, ended: int, state: int, error: int, now: int) -> None:
+    def _mark_started(self, record: int, began: int) -> None:
+        slot = record % self._num_slots
+        stamp = record + 1
+        crc = crc32(_pack_state_body(began, 0, 0, _STARTED), stamp & _U32)
+        at = self._states[slot]
+        if self._owners[slot] == stamp:  # from here on nothing comes between
+            self._starts[slot] = began
+            _pack_state(self._map, at, stamp, began, 0, 0, _STARTED, crc, 0, stamp)
+        elif self._owners[slot] != -stamp:
+            cell = STATE_STRUCT.pack(stamp, began, 0, 0, _STARTED, crc, 0, stamp)
+            with self._lock:
+                self._kept.started(stamp, cell)
+
+
+class LockedOperations(Operations):
+    """The same where the interpreter promises nothing between two instructions."""
+
+    __slots__ = ()
+
+    def begin(self, *args: Any, depth: int = 1, **fields: Any) -> int:
+        """Record that an operation was called; see `OperationWriter`."""
         with self._lock:
-            if isinstance(record, int) and record >= 0:
-                slot, stamp = record % self._num_slots, record + 1
-                if self._stamps[slot] == stamp:
-                    started = self._started[slot]
-                    self._ended[slot] = stamp
-                    crc = crc32(_pack_state_body(started, ended, error, state), stamp & _U32)
-                    at = self._offset + slot * _SLOT_BYTES + _STATE_OFFSET
-                    _pack_state(self._map, at, stamp, started, ended, error, state, crc, 0, stamp)
-                else:
-                    self._kept.ended(stamp)
-            self._live[_PROGRESS] = now
+            return super().begin(*args, depth=depth + 1, **fields)
 
-    def _new_call(self, key: tuple[Any, ...]) -> tuple[int, int]:
-        """Encode what a call site passes again and again; kept, up to a limit."""
-        operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
-        signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
-        call = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0
-        if len(self._calls) >= MAX_CALLS:
-            self._calls.clear()
-        with contextlib.suppress(TypeError):  # lists do, but cannot be cached
-            self._calls[key] = call
-        return call
-
-
-class Signatures:
-    """Entries of `recent` that say what an operation was called with."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._texts = ring.texts
-        self._known: dict[bytes, int] = {}
-        self._texts.when_a_part_is_full(self._known.clear)
-
-    def add(
-        self,
-        operation: str,
-        dtype: str,
-        reduce_op: str,
-        shapes: Shapes,
-        inputs: Splits,
-        outputs: Splits,
+    def begin_prepared(
+        self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
-        """Return the position of a signature, storing it if it is not among the newest."""
-        intern = self._texts.intern
-        flags, num_tensors, tail = encode_signature(shapes, inputs, outputs)
-        refs = intern(str(operation)), intern(str(dtype)), intern(str(reduce_op))
-        data = _SIGNATURE_STRUCT.pack(*refs, num_tensors, flags) + tail
-        known = self._known.get(data)
-        if known is None:
-            if len(self._known) >= MAX_CALLS:
-                self._known.clear()
-            known = self._texts.append(data)
-            if known:
-                self._known[data] = known
-        return known
+        """Record that a prepared operation was called; see `OperationWriter`."""
+        with self._lock:
+            return super().begin_prepared(call, sequence, coalesced, flags, depth + 1, is_started)
+
+    def started(self, record: int, at_mono_ns: int | None = None, /) -> None:
+        """Record that the backend started the operation, now or at a time already past."""
+        with self._lock:
+            super().started(record, at_mono_ns)
+
+    def completed(self, *args: Any) -> None:
+        """Record that the operation is done on this rank, now or at a time already past."""
+        with self._lock:
+            super().completed(*args)
+
+    def failed(self, record: int, error: int, /) -> None:
+        """Record that the operation ended in an error, whose text `error` refers to."""
+        with self._lock:
+            super().failed(record, error)
 
 
-def encode_signature(shapes: Shapes, inputs: Splits, outputs: Splits) -> tuple[int, int, bytes]:
-    """Return (flags, number of tensors, tail bytes), which `decode_signature` reads back."""
-    counts = len(inputs).to_bytes(4, "little") + len(outputs).to_bytes(4, "little")
-    fits = (
-        len(shapes) <= MAX_TENSORS
-        and all(len(shape) <= MAX_DIMS for shape in shapes)
-        and len(inputs) + len(outputs) <= MAX_SPLITS
-    )
-    numbers = [_i64(n) for shape in shapes for n in shape]
-    numbers += [_i64(n) for n in (*inputs, *outputs)]
-    data = struct.pack(f"<{len(numbers)}q", *numbers)
-    if fits:
-        return 0, len(shapes), counts + bytes(len(shape) for shape in shapes) + data
-    numel = 0
-    for shape in shapes:
-        size = 1
-        for n in shape:
-            size *= int(n)
-        numel += size
-    summary = struct.pack("<3q", len(shapes), _i64(numel), crc32(data))
-    return int(Flag.SUMMARISED), 0, counts + summary
+def has_atomic_steps() -> bool:
+    """Whether this interpreter is one of [Note: why no lock]."""
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return sys.implementation.name == "cpython" and sys.version_info >= (3, 11) and has_lock
 
 
-def _i64(number: Any) -> int:
-    return min(max(int(number), _I64[0]), _I64[1])
-
-
-def _moment(at_mono_ns: Any, now: int) -> int:
-    """Return a stamp that the caller passed, or now for what is not one."""
-    try:
-        return _i64(at_mono_ns) or now
-    except (TypeError, ValueError, OverflowError):
-        return now
-
-
-def _range_of(code: str) -> tuple[int, int]:
-    bits = 8 * struct.calcsize("<" + code)
-    return (0, (1 << bits) - 1) if code.isupper() else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
-
-
-_RANGES = [_range_of(code) for code in FIXED_STRUCT.format[1:]]
-
-
-def _clamped(fields: tuple[int, ...]) -> list[int]:
-    """Bring what a caller passed into its field's range."""
-    out = []
-    for value, (low, high) in zip(fields, _RANGES, strict=True):
-        out.append(min(max(int(value), low), high))
-    return out
+def make_operations(
+    ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
+) -> Operations:
+    """Return a writer of operations into `ring`, whose clock `now` counts nanoseconds."""
+    return (Operations if has_atomic_steps() else LockedOperations)(ring, sites, now)

@@ -18,7 +18,7 @@ from echelon.recorder.format.schema import Identity, LastWords, Live, encode_ran
 from echelon.recorder.write import native, sites
 from echelon.recorder.write.counting import counter
 from echelon.recorder.write.operations import NOT_RECORDED as NOT_RECORDED
-from echelon.recorder.write.operations import Operations, OperationWriter
+from echelon.recorder.write.operations import OperationWriter, make_operations
 from echelon.recorder.write.ring import Ring
 from echelon.recorder.write.spans import Spans, SpanWriter
 from echelon.recorder.write.texts import text_of
@@ -82,7 +82,7 @@ class Recorder:
         if self.is_in_c:
             operations = spans = self.native = native.make_writer(ring, self._sites, now)
         else:
-            operations = Operations(ring, self._sites, self._now)
+            operations = make_operations(ring, self._sites, self._now)
             spans = Spans(ring, self._sites, self._now)
         # No method stands between a record and its writer: a call costs as much as the record.
         self.begin = operations.begin

@@ -172,6 +172,35 @@ def test_both_writers_forget_signatures_alike(tmp_path):
         pair.close()
 
 
+def test_both_writers_know_a_line_by_its_callers_and_by_what_it_passes(tmp_path):
+    """The Python writer takes what a line passed last, from the same callers, as it was."""
+    choose = random.Random(11)
+    pair = Pair(tmp_path)
+
+    def begin(shapes: tuple, tag: int) -> None:
+        pair.do(("begin", 0, "send", {"shapes": shapes, "tag": tag, "depth": depth}))
+
+    def here(*what: object) -> None:
+        begin(*what)
+
+    def there(*what: object) -> None:
+        begin(*what)
+
+    try:
+        for i in range(400):
+            depth = choose.choice((1, 2, 3, 4, 5, 60, 61))
+            line = choose.choice((here, there, begin))
+            line(choose.choice((((3, 4),), ((3, 4.0),), ((5,),), [[6]])), choose.randrange(2))
+            pair.do(("completed", i - choose.randrange(3), None))
+            if i % 40 == 0:  # the log of recent texts moves on: all references are forgotten
+                for ring in pair.rings:
+                    for n in range(150):
+                        ring.texts.recent(f"{i} {n} {'y' * 600}")
+        pair.check()
+    finally:
+        pair.close()
+
+
 @pytest.mark.parametrize("wrong", [{"sequence": "x"}, {"timeout_s": None}, {"shapes": 5}])
 def test_what_cannot_be_recorded_is_not_and_raises_nothing(tmp_path, wrong):
     pair = Pair(tmp_path)

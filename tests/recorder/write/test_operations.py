@@ -108,6 +108,54 @@ def test_one_line_called_from_two_places_has_two_stacks(recorder, look):
     assert first["stack"] != second["stack"]
 
 
+def test_each_of_four_frames_tells_two_stacks_apart(recorder, look):
+    """Of a line that is called again and again, the last stack is never taken for the next one."""
+
+    def first() -> None:
+        recorder.completed(recorder.begin(0, "barrier"))
+
+    def second(is_other: int) -> None:
+        if is_other:
+            first()
+        else:
+            first()
+
+    def third(is_other: int, *others: int) -> None:
+        if is_other:
+            second(*others)
+        else:
+            second(*others)
+
+    def fourth(is_other: int, *others: int) -> None:
+        if is_other:
+            third(*others)
+        else:
+            third(*others)
+
+    stacks = []
+    for number in range(16):
+        gray = number ^ (number >> 1)  # one caller changes at a time
+        others = gray >> 2 & 1, gray >> 1 & 1, gray & 1
+        fourth(*others)
+        record = look()
+        stacks.append(record.strings[record.operations[-1]["stack"]])
+        lines = [int(line.rpartition(":")[2].split()[0]) for line in stacks[-1].splitlines()]
+        starts = [one.__code__.co_firstlineno for one in (second, third, fourth)]
+        offsets = [line - start for line, start in zip(lines[1:], starts, strict=True)]
+        assert offsets == [2 if is_other else 4 for is_other in reversed(others)]
+    assert len(set(stacks)) == 8
+
+
+def test_a_list_that_changed_is_another_signature(recorder, look):
+    shape = [3]
+    for n in (3, 4, 5):
+        shape[0] = n
+        recorder.completed(recorder.begin(0, "all_reduce", shapes=[shape]))
+    record = look()
+    shapes = [record.signatures[row["signature"]].shapes for row in record.operations]
+    assert shapes == [((3,),), ((4,),), ((5,),)]
+
+
 def test_states_follow_the_operation(recorder, look):
     group = recorder.group("world", (3,))
     numbers = [recorder.begin(group, "barrier", sequence=i) for i in range(4)]
@@ -211,9 +259,13 @@ def test_an_end_that_comes_after_its_slot_was_reused_changes_nothing(recorder, l
 
 
 def test_threads_never_share_a_slot(recorder, look):
+    numbers: list[list[int]] = [[] for _ in range(4)]
+
     def work(peer: int) -> None:
-        for _ in range(500):
-            recorder.completed(recorder.begin(0, "send", peer=peer, tag=peer))
+        for i in range(500):
+            number = recorder.begin(0, "send", peer=peer, tag=peer, sequence=i)
+            recorder.completed(number)
+            numbers[peer].append(number)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
     interval_s = sys.getswitchinterval()
@@ -225,10 +277,16 @@ def test_threads_never_share_a_slot(recorder, look):
             thread.join()
     finally:
         sys.setswitchinterval(interval_s)
+    all_of_them = sorted(number for own in numbers for number in own)
+    assert len(set(all_of_them)) == 2000
     record = look()
-    assert record.live[Live.NUM_OPERATIONS] == 2000
-    assert record.operations["record"].tolist() == list(range(2000 - NUM_OPERATIONS, 2000))
-    assert (record.operations["peer"] == record.operations["tag"]).all()
+    # A thread that is put aside for a whole round of the ring takes a later number.
+    assert record.live[Live.NUM_OPERATIONS] == all_of_them[-1] + 1
+    assert (record.operations["state"] == State.COMPLETED).all()
+    assert len(record.operations) == NUM_OPERATIONS
+    for row in record.operations:
+        assert row["peer"] == row["tag"]
+        assert numbers[row["peer"]][row["sequence"]] == row["record"]
 
 
 def test_a_live_ring_shows_the_oldest_pending_operation(recorder, ring):
@@ -350,12 +408,11 @@ def test_a_signal_handler_that_records_a_whole_round_takes_nothing_away(ring, lo
 
         __int__ = __index__
 
-    outer = recorder.begin(0, "send", tag=Late())
+    outer = recorder.begin(0, "send", sequence=Late())
     rows = look().operations
     assert rows["record"].tolist() == list(range(3, NUM_OPERATIONS + 3))
     assert rows["record"][-1] == outer
-    assert rows["tag"][-1] == 5
-    assert rows["sequence"].tolist() == [*range(2, NUM_OPERATIONS + 1), -1]
+    assert rows["sequence"].tolist() == [*range(2, NUM_OPERATIONS + 1), 5]
 
 
 def test_a_closed_ring_raises_nothing(ring):
@@ -401,3 +458,74 @@ def test_what_is_no_argument_at_all_raises_nothing_either(recorder, look, wrong)
     recorder.completed(recorder.begin(0, "all_reduce", **wrong))
     recorder.completed(recorder.begin(0, "barrier"))
     assert look().operations["state"].tolist()[-1] == State.COMPLETED
+
+
+def test_an_operation_has_no_start_of_the_one_before_it_in_its_slot(recorder, look):
+    for i in range(2 * NUM_OPERATIONS):
+        number = recorder.begin(0, "barrier", is_started=i < NUM_OPERATIONS)
+        recorder.completed(number)
+    assert look().operations["started_mono_ns"].tolist() == [0] * NUM_OPERATIONS
+
+
+@pytest.mark.parametrize("change", ["started", "completed"])
+def test_what_happens_to_an_operation_while_it_moves_out_is_not_lost(
+    ring, look, monkeypatch, change
+):
+    """Another thread's call, at the moment when the slot was copied and not yet taken."""
+    recorder = Recorder(ring, in_c=False)
+    moving = recorder.begin(0, "recv", tag=7)
+    keep, changed = ring.kept.keep, []
+
+    def keep_while_it_changes(slot: int) -> bool:
+        is_kept = keep(slot)
+        if not changed:
+            changed.append(slot)
+            getattr(recorder, change)(moving)
+        return is_kept
+
+    monkeypatch.setattr(ring.kept, "keep", keep_while_it_changes)
+    for _ in range(NUM_OPERATIONS):
+        recorder.completed(recorder.begin(0, "barrier"))
+    assert changed == [0]
+    record = look()
+    assert record.live[Live.NUM_KEPT] == (change == "started")
+    rows = {int(row["record"]): State(row["state"]) for row in record.operations}
+    assert rows.get(moving) == (State.STARTED if change == "started" else None)
+    assert rows[NUM_OPERATIONS] == State.COMPLETED
+
+
+def test_a_signal_handler_that_records_while_an_operation_moves_out_takes_no_place(
+    ring, look, monkeypatch
+):
+    recorder = Recorder(ring, in_c=False)
+    pending = [recorder.begin(0, "recv", tag=i) for i in range(NUM_OPERATIONS)]
+    keep, refused = ring.kept.keep, []
+
+    def keep_and_be_interrupted(slot: int) -> bool:
+        if not refused:
+            refused.append(recorder.begin(0, "send"))
+        return keep(slot)
+
+    monkeypatch.setattr(ring.kept, "keep", keep_and_be_interrupted)
+    number = recorder.begin(0, "barrier")
+    assert refused == [-1]
+    assert sorted(look().operations["record"].tolist()) == sorted([*pending, number])
+
+
+def test_an_operation_ends_once(recorder, ring, look):
+    """A thread that marks the start may come after the one that marks the end."""
+    number = recorder.begin(0, "barrier")
+    recorder.completed(number, 1000)
+    recorder.started(number)
+    recorder.failed(number, OSError("late"))
+    recorder.completed(number, 2000)
+    row = look().operations[0]
+    assert (row["state"], row["started_mono_ns"], row["completed_mono_ns"]) == (
+        State.COMPLETED,
+        0,
+        1000,
+    )
+    for _ in range(NUM_OPERATIONS):
+        recorder.completed(recorder.begin(0, "barrier"))
+    assert number not in look().operations["record"]
+    assert look().live[Live.NUM_KEPT] == 0

@@ -1,0 +1,103 @@
+"""What the lines of a program pass: the fields of an operation that a line seldom changes.
+
+A line that records calls mostly passes the same as the last time, from the same callers. So each
+line keeps where its callers stood, what it passed, and the packed fields; `Operations` compares
+them and takes the fields as they are. Whatever differs is found here.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import CodeType, FrameType
+from typing import Any
+
+from echelon.recorder.write.numbers import pack_clamped
+from echelon.recorder.write.ring import Ring
+from echelon.recorder.write.signatures import MAX_CALLS, Signatures
+from echelon.recorder.write.sites import Sites, user_frame
+
+MAX_TIMEOUT_S = 1e9
+TAIL_STRUCT = struct.Struct("<qqIIIIiiiiII")
+
+_SIGNATURE_FIELDS = 7  # of a call: those that come first
+_MAX_LINES = 1 << 14
+
+_Code = CodeType | None
+# Its code; where its three nearest callers stood; what it passed; the packed fields.
+Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], bytes]
+
+
+class Calls:
+    """The lines met so far, and the signatures of their calls. Thread-safe as dictionaries are.
+
+    A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
+    num_bytes, group, root, peer, tag, coalesced, thread, flags).
+    """
+
+    def __init__(self, ring: Ring, sites: Sites) -> None:
+        # By the identity of its code, which the line keeps alive, and by the instruction.
+        self.lines: dict[tuple[int, int], Line] = {}
+        self._num_forgotten = 0
+        self._find_site = sites.find
+        self._signatures = Signatures(ring)
+        self._calls: dict[tuple[Any, ...], tuple[int, int]] = {}
+        ring.texts.when_a_part_is_full(self._forget)
+
+    def find(self, frame: FrameType | None, call: tuple[Any, ...]) -> bytes:
+        """Return the packed fields of a call that a frame makes, and keep them with its line."""
+        key = call[:_SIGNATURE_FIELDS]
+        num_bytes, group, root, peer, tag, coalesced, thread, flags = call[_SIGNATURE_FIELDS:]
+        before = self._num_forgotten
+        try:
+            known = self._calls.get(key)
+            is_hashable = True
+        except TypeError:  # lists, which may change
+            known, is_hashable = None, False
+        if known is None:
+            known = self._add(key, is_hashable)
+        signature, timeout_ms = known
+        first = user_frame(frame) if frame is not None else None
+        site, stack = self._find_site(first) if first is not None else (0, 0)
+        fields = (
+            num_bytes, timeout_ms, group, signature, site, stack, root, peer, tag, coalesced,
+            thread, flags,
+        )  # fmt: skip
+        try:
+            tail = TAIL_STRUCT.pack(*fields)
+        except struct.error:
+            return pack_clamped(TAIL_STRUCT, *fields)
+        if first is not None and is_hashable:
+            line = (first.f_code, *_callers(first), call, tail)
+            where = id(first.f_code), first.f_lasti
+            if len(self.lines) >= _MAX_LINES:
+                self.lines.clear()
+            if self._num_forgotten == before:
+                self.lines[where] = line
+        return tail
+
+    def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
+        """Encode what a call is recorded with; kept, up to a limit."""
+        operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
+        signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
+        known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0
+        if len(self._calls) >= MAX_CALLS:
+            self._forget()
+        if is_hashable:
+            self._calls[key] = known
+        return known
+
+    def _forget(self) -> None:
+        """Forget references into `recent`, whose entries may be overwritten from now on."""
+        self._num_forgotten += 1
+        self._calls.clear()
+        self.lines.clear()
+
+
+def _callers(frame: FrameType) -> tuple[_Code, int, _Code, int, _Code, int]:
+    """Return where the three nearest callers of a frame stand."""
+    found: list[Any] = []
+    caller = frame.f_back
+    for _ in range(3):
+        found += (None, -1) if caller is None else (caller.f_code, caller.f_lasti)
+        caller = caller and caller.f_back
+    return tuple(found)

@@ -1,0 +1,46 @@
+"""Numbers that callers pass, brought into the range of the field that stores them."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+_I64 = (-(1 << 63), (1 << 63) - 1)
+
+
+def clamped_i64(number: Any) -> int:
+    """Return the nearest number that 64 bits hold.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is not a number.
+    """
+    return min(max(int(number), _I64[0]), _I64[1])
+
+
+def moment(at_mono_ns: Any, now: int) -> int:
+    """Return a stamp that the caller passed, or now for what is not one."""
+    try:
+        return clamped_i64(at_mono_ns) or now
+    except (TypeError, ValueError, OverflowError):
+        return now
+
+
+def pack_clamped(form: struct.Struct, *fields: Any) -> bytes:
+    """Pack integers, each brought into its field's range; bytes are packed as they are.
+
+    Raises:
+        TypeError, ValueError, OverflowError: a field is not a number.
+    """
+    codes = [code for code in form.format if code.isalpha()]
+    return form.pack(
+        *(
+            field if code == "s" else _clamped(field, code)
+            for field, code in zip(fields, codes, strict=True)
+        )
+    )
+
+
+def _clamped(number: Any, code: str) -> int:
+    bits = 8 * struct.calcsize("<" + code)
+    low, high = (0, 1 << bits) if code.isupper() else (-(1 << (bits - 1)), 1 << (bits - 1))
+    return min(max(int(number), low), high - 1)
