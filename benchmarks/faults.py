@@ -3,6 +3,7 @@
     python benchmarks/faults.py                  # the whole matrix, a few minutes
     python benchmarks/faults.py --only host_hang,exception
     python benchmarks/faults.py --torch          # plain torch programs instead, over Gloo
+    python benchmarks/faults.py --part 2/3       # the second third of the cases
     python benchmarks/faults.py --list
 
 Every case is a job of 2 to 8 processes under `echelon run`; one rank does something wrong at step
@@ -27,6 +28,7 @@ import faulty
 
 STALL_S = 4.0
 JOB_TIMEOUT_S = 90.0
+GRACE_S = 20.0  # for a job that is stopped
 _JOB = Path(faulty.__file__)
 _TORCH_JOB = _JOB.with_name("faulty_torch.py")
 
@@ -193,8 +195,25 @@ def missing(case: Case | TorchCase) -> str:
     return ""
 
 
-def run(case: Case | TorchCase, folder: Path) -> Outcome:
-    """Run a case's job to its end and read its folder."""
+def _ended(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """Wait for a job's exit code; stop one that outlasts the limit, and return None."""
+    try:
+        return job.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        job.terminate()
+    try:
+        job.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+    return None
+
+
+def run(case: Case | TorchCase, folder: Path, *, timeout_s: float = JOB_TIMEOUT_S) -> Outcome:
+    """Run a case's job to its end and read its folder.
+
+    A job that outlasts `timeout_s` is stopped: the others' cases are still worth running.
+    """
     from echelon.analysis import analyze
 
     run_dir = folder / case.name
@@ -206,10 +225,11 @@ def run(case: Case | TorchCase, folder: Path) -> Outcome:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
     with (folder / f"{case.name}.log").open("wb") as log:
-        code = subprocess.run(
-            command, stdout=log, stderr=log, env=environment, timeout=JOB_TIMEOUT_S, check=False
-        ).returncode
+        code = _ended(subprocess.Popen(command, stdout=log, stderr=log, env=environment), timeout_s)
     seconds = time.perf_counter() - began
+    if code is None:
+        words = f"the job still ran after {timeout_s:g} s; its log: {folder / case.name}.log"
+        return Outcome(("no end", ()), "", seconds, words)
     if isinstance(case, TorchCase) and code == 0 and not (run_dir / "dump").exists():
         return Outcome(("healthy", ()), "", seconds, "")  # nothing recorded, and nothing collected
     report = analyze(run_dir)
@@ -230,6 +250,8 @@ def main() -> int:
     options = _parser().parse_args()
     cases: Sequence[Case | TorchCase] = TORCH_CASES if options.torch else CASES
     chosen = [case for case in cases if not options.only or _is_chosen(case, options.only)]
+    part, parts = options.part
+    chosen = chosen[part - 1 :: parts]
     if options.list:
         print("\n".join(case.name for case in chosen))
         return 0
@@ -265,6 +287,13 @@ def _is_chosen(case: Case | TorchCase, only: str) -> bool:
     return any(part in case.name for part in only.split(","))
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not 1 <= int(part) <= int(parts or 0):
+        raise ValueError(text)
+    return int(part), int(parts)
+
+
 def _ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks)) or "-"
 
@@ -273,6 +302,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only", default="", metavar="TEXT,...", help="cases whose names hold these"
+    )
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="N/PARTS", help="each PARTSth case only"
     )
     parser.add_argument("--torch", action="store_true", help="plain torch programs instead")
     parser.add_argument("--list", action="store_true", help="print the names and do nothing")

@@ -24,6 +24,17 @@ Rule = Callable[[Picture], list[Finding]]
 _WEAK = 0.75  # of a record: how much a rank without a record counts against one that shows a fault
 _ORDER = (Confidence.POSSIBLE, Confidence.LIKELY, Confidence.CERTAIN)
 _MAX_ALTERNATIVES = 3
+_SELF_EVIDENT = frozenset(
+    {
+        Cause.OP_MISMATCH,
+        Cause.SHAPE_MISMATCH,
+        Cause.DTYPE_MISMATCH,
+        Cause.REDUCE_OP_MISMATCH,
+        Cause.ROOT_MISMATCH,
+        Cause.SPLIT_MISMATCH,
+        Cause.SKIPPED_COLLECTIVE,
+    }
+)
 _MAX_MERGED = 4
 
 
@@ -155,7 +166,7 @@ def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
 
 def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) -> Finding:
     """Lower the root's confidence by its rivals, and name them."""
-    finding = root.finding
+    finding = _as_sure_as_seen(picture, root.finding)
     alternatives: list[Alternative] = []
     for rival in rivals:
         against = _against(picture, root, rival)
@@ -173,6 +184,22 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
                 )
             )
     return finding.changed(alternatives=tuple(alternatives))
+
+
+def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
+    """Lower `certain` where ranks left no record: one of them may have failed before.
+
+    A mismatch stands by itself: its vote has taken the ranks that are missing into account.
+    """
+    if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
+        return finding
+    unseen = sorted(picture.unseen - set(finding.culprit_ranks))
+    if not unseen:
+        return finding
+    settles = f"the record of {rank_list(unseen)}: what it did, and when, is not known"
+    return finding.changed(
+        confidence=Confidence.LIKELY, would_settle=(*finding.would_settle, settles)
+    )
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:

@@ -122,6 +122,22 @@ class Picture:
         return frozenset(inside | failed | ended)
 
     @cached_property
+    def unseen(self) -> frozenset[int]:
+        """Ranks of which nothing is known: no record, or no word of their own while others have.
+
+        A rank whose end the coordinator heard of is known by that.
+        """
+        ranks = self.evidence.ranks
+        recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
+        silent = {
+            rank
+            for rank, facts in ranks.items()
+            if recorded and not facts.has_ring and not len(facts.rows) and facts.host.alive
+            and not facts.host.stacks
+        }  # fmt: skip
+        return frozenset(set(self.evidence.missing) | silent)
+
+    @cached_property
     def broken_links(self) -> tuple[BrokenLink, ...]:
         """Connections between ranks that carry nothing although something waits."""
         return broken_links(self.evidence.ranks)

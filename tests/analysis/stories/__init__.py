@@ -2,6 +2,7 @@
 
 from tests.analysis.stories import (
     crossed,
+    days,
     elsewhere,
     ended,
     machine,
@@ -16,6 +17,7 @@ from tests.analysis.stories.story import STORIES
 __all__ = [
     "STORIES",
     "crossed",
+    "days",
     "elsewhere",
     "ended",
     "machine",

@@ -36,6 +36,7 @@ _ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + 
 _ABORTS = frozenset({-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGABRT})
 _SIGABRT = frozenset({-signal.SIGABRT, 128 + signal.SIGABRT})
 LONG_WAIT_S = 30.0  # who aborts after waiting this long for a living rank is its victim
+_TOGETHER_NS = 10 * 10**9  # endings this near may be one shortage of memory
 _ORIGINAL = "Original Traceback (most recent call last):"
 _LOADER_DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (\d{1,10})[^)]*\) "
@@ -85,7 +86,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
     """Sort endings, the root first, and tell whether the order is known.
 
     Clocks of one host, and clocks that were compared, tell it; else the coordinator does, which
-    heard of every end. A death without a word of its own is explained by memory that was used up
+    heard of every end. A kill without a word of its own is explained by memory that was used up
     at the same time: of those, memory comes first.
     """
     ranks = picture.evidence.ranks
@@ -101,11 +102,18 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
         one_clock = True
     else:
         ordered = sorted(endings, key=lambda e: (_exit_order(ranks[e.rank]), e.rank))
-    wordless = ordered[0].cause is Cause.DEAD_PROCESS
     memory = next((e for e in ordered if e.cause is Cause.OUT_OF_MEMORY), None)
-    if wordless and memory is not None:
+    if memory is not None and _is_killed_for(ranks[ordered[0].rank], ordered[0], memory, one_clock):
         ordered = [memory, *(ending for ending in ordered if ending is not memory)]
     return ordered, one_clock or len(ordered) == 1
+
+
+def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
+    """Tell whether a kill may have been for the memory that another rank ran out of."""
+    if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
+        return False
+    apart_ns = abs(memory.moment_ns - first.moment_ns)
+    return not (is_timed and first.moment_ns and memory.moment_ns) or apart_ns < _TOGETHER_NS
 
 
 def _exit_order(facts: RankEvidence) -> int:
@@ -188,7 +196,7 @@ def is_victim(picture: Picture, facts: RankEvidence) -> bool:
 
 
 def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how long a dead rank had waited for ranks of which one lives; 0 if it had not."""
+    """Return how long a dead rank had waited for ranks of which one lived on; 0 if it had not."""
     if not facts.host.exited_mono_ns:
         return 0.0
     ranks = picture.evidence.ranks
@@ -197,9 +205,13 @@ def long_wait_s(picture: Picture, facts: RankEvidence) -> float:
         own_wait_s(facts, ended_ns)
         for wait in picture.graph.waits
         if facts.rank in wait.waiting
-        and any(rank in ranks and ranks[rank].host.alive for rank in wait.absent)
+        and any(rank in ranks and _lived_on(ranks[rank]) for rank in wait.absent)
     ]
     return max(waited, default=0.0)
+
+
+def _lived_on(facts: RankEvidence) -> bool:
+    return bool(facts.host.alive) or facts.host.stopped_by_agent
 
 
 def own_wait_s(facts: RankEvidence, until_ns: int) -> float:

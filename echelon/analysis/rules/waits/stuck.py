@@ -163,7 +163,7 @@ def suspects(picture: Picture) -> tuple[int, ...]:
     running = [
         rank
         for rank, facts in picture.evidence.ranks.items()
-        if facts.host.alive is not False and not is_inside(facts)
+        if (facts.host.alive is not False or facts.host.stopped_by_agent) and not is_inside(facts)
     ]
     running = [rank for rank in running if not has_moved(picture.evidence.ranks[rank])]
     apart = keeps_waiting(picture) or sleepers(picture)
