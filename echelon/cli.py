@@ -14,6 +14,7 @@ usage: echelon COMMAND [...]
   status   show what the ranks of a running job do
   doctor   check this machine before a job
   prepare  turn text into token shards
+  witness  let one of a job's two nodes continue where the other is lost
   store    serve a key-value store for torch's TCPStore clients and ours
 
 `echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps.
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from echelon.tokens.prepare import main as prepare
 
         return prepare(arguments)
+    if command == "witness":
+        from echelon.launcher.election.witness_command import main as witness
+
+        return witness(arguments)
     if command in ("--version", "-V"):
         print(f"echelon {__version__}")
         return 0
@@ -51,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0
     print(
-        f"echelon: no command {command!r}; there are run, status, doctor, prepare and store",
+        f"echelon: no command {command!r}; there are run, status, doctor, prepare, witness and "
+        "store",
         file=sys.stderr,
     )
     return 2

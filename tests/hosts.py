@@ -81,6 +81,10 @@ class Host:
             _ip("-n", self.name, "rule", "add", "priority", str(10 + number), *rule.split())
         _ip("-n", self.name, "rule", "add", "priority", "20", "to", "10.77.0.0/16", "blackhole")
 
+    def lose_way_to(self, other: Host) -> None:
+        """Let all that this host sends to another one vanish; nobody is told."""
+        _ip("-n", self.name, "route", "add", "blackhole", f"{other.address}/32")
+
     def heal(self) -> None:
         """Bring the link up again."""
         _ip("-n", self._network, "link", "set", f"to-{self.name[-6:]}", "up")

@@ -217,6 +217,7 @@ class Failover:
         self.hosting.server = standby.server
         office = Office(name, candidacy.term, mandate, standby.promise_s)
         standby.keep(office.mandate)
+        self.hosting.call_witness(office.mandate)
         self._takeover = Takeover(
             office,
             mandate,
@@ -281,6 +282,10 @@ def first_succession(
         name=name, host="", endpoint=meeting.address, num_workers=options.nproc_per_node,
         node_rank=options.node_rank,
     )  # fmt: skip
-    mandate = Mandate(term=0, index=0, electorates=((name,),), members=(own,), job_id=job_id)
+    mandate = Mandate(
+        term=0, index=0, electorates=((name,),), members=(own,), job_id=job_id,
+        witness=options.witness, founder=name,
+    )  # fmt: skip
+    hosting.call_witness(mandate)
     office = Office(name, 0, mandate, standby.promise_s)
     return Succession(office, standby, meeting.address, hosting.send, hosting.say)

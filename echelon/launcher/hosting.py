@@ -13,6 +13,7 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.control.link import LocalLink, Mailbox
 from echelon.launcher.coordinator.coordinator import Coordinator
 from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.election.mandate import WITNESS
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
@@ -20,7 +21,9 @@ from echelon.launcher.output.output import Terminal
 
 if TYPE_CHECKING:  # gRPC only where several nodes need it
     from echelon.launcher.control.server import ControlServer
+    from echelon.launcher.election.mandate import Mandate
     from echelon.launcher.election.succession import Succession
+    from echelon.launcher.election.testimony import Testimony
 
 _LOOPBACK = "127.0.0.1"
 
@@ -58,6 +61,7 @@ class Hosting:
         self.succession: Succession | None = None
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.link.close)
+        self._testimony: Testimony | None = None
         self._store: StoreProcess | None = None
         self._starting: Future[StoreProcess] | None = None
 
@@ -111,10 +115,24 @@ class Hosting:
         )  # fmt: skip
         self._stack.callback(self.coordinator.close)
 
+    def call_witness(self, mandate: Mandate) -> None:
+        """Begin to send to the witness what is sent to it by name, if the job has one."""
+        if not mandate.witness:
+            return
+        from echelon.launcher.election.testimony import Testimony  # gRPC only where needed
+
+        meeting = self._options.rendezvous
+        assert meeting is not None
+        self._testimony = Testimony(mandate, meeting.secret, self._options.tls, self.events)
+        self._stack.callback(self._testimony.close)
+
     def send(self, node: str, command: m.Command) -> None:
         """Send a command to a node; never blocks."""
         if node == self._options.node_name:
             self.link.commands.put(command)
+        elif node == WITNESS:
+            if self._testimony is not None:
+                self._testimony.send(command)
         elif self.server is not None:
             self.server.send(node, command)
             if isinstance(command, m.Over):

@@ -20,6 +20,7 @@ from echelon.launcher.control.conf import Conf
 from echelon.store.wire.trust import MIN_SECRET_BYTES
 
 DEFAULT_PORT = 29400
+WITNESS_PORT = 29402
 _LITERAL_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -85,7 +86,9 @@ def rendezvous(
     return Rendezvous(host=host, port=port, is_host=is_host, bind=bind, secret=secret)
 
 
-def split(endpoint: str) -> tuple[str, int]:
+def split(
+    endpoint: str, default_port: int = DEFAULT_PORT, option: str = "--rdzv-endpoint"
+) -> tuple[str, int]:
     """Split "host:port" or "[v6]:port".
 
     Raises:
@@ -93,13 +96,13 @@ def split(endpoint: str) -> tuple[str, int]:
     """
     host, colon, port = endpoint.rpartition(":")
     if not colon or "]" in port:
-        host, port = endpoint, str(DEFAULT_PORT)
+        host, port = endpoint, str(default_port)
     try:
         number = int(port)
     except ValueError:
         number = -1
     if not 0 < number < 65536 or not host:
-        raise ValueError(f"--rdzv-endpoint {endpoint!r} is not HOST:PORT")
+        raise ValueError(f"{option} {endpoint!r} is not HOST:PORT")
     return host.strip("[]"), number
 
 

@@ -53,6 +53,20 @@ class Poll:
     term: int
     version: list[int]
     is_binding: bool
+    founder: str = ""  # of the job, for a witness
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renew:
+    """A host's beat to the witness; answered by `LeaseReply`. `number` 0: the mandate alone."""
+
+    founder: str
+    term: int
+    host: str
+    number: int
+    holds: bool  # the lease lasts without the witness's reply
+    promise_ms: int
+    mandate: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +199,7 @@ class WaysTried:
 
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
-    | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll
+    | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll | Renew
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
@@ -211,6 +225,7 @@ class LeaseBeat:
     echo: int
     remaining_ms: int
     promise_ms: int  # how long it binds an elector; the host's setting holds on all nodes
+    holds: bool = False  # to the witness: the lease lasts without its reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +358,7 @@ _KINDS: dict[str, type[Any]] = {
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
-        LeaseBeat, LeaseReply, Entrust, Poll, Vote,
+        LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote,
     )
 }  # fmt: skip
 

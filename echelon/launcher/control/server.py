@@ -35,9 +35,7 @@ from echelon.launcher.control.messages import (
     Event,
     Hello,
     Left,
-    Poll,
     Resume,
-    Vote,
     Welcome,
     pack,
     unpack,
@@ -62,7 +60,8 @@ class ControlServer:
     Args:
         tls: None for plain connections.
         lost_after_s: silence after which a node is lost.
-        vote: answers a node that has lost its host, on the server's thread; None: no one does.
+        answer: answers a session of one question (`Poll`, `Renew`), on the server's thread; it
+            returns None for what begins a longer session.
         is_open: whether this node hosts the job; else it answers polls only.
         beat_s: how often both sides send something.
 
@@ -78,12 +77,12 @@ class ControlServer:
         *,
         tls: TlsFiles | None = None,
         lost_after_s: float = LOST_AFTER_S,
-        vote: Callable[[Poll], Vote] | None = None,
+        answer: Callable[[Event | Command], Event | Command | None] | None = None,
         is_open: bool = True,
         beat_s: float = BEAT_S,
     ) -> None:
         _check_free(address)
-        self._vote = vote
+        self._answer = answer
         self._is_open = is_open
         self._tls = tls
         self._lost_after_s = lost_after_s
@@ -212,8 +211,9 @@ class ControlServer:
             seal = Seal(self._secret, nonce, mine, is_host=True)
             await context.write(mine)
             hello = unpack(seal.open(await asyncio.wait_for(anext(frames), _GREETING_S)))
-            if isinstance(hello, Poll) and self._vote is not None:
-                await context.write(seal.close(pack(self._vote(hello))))
+            answer = None if self._answer is None else self._answer(hello)
+            if answer is not None:
+                await context.write(seal.close(pack(answer)))
                 return
             member = self._member_of(hello)
         except (_TryAgainError, asyncio.TimeoutError, StopAsyncIteration) as err:

@@ -12,6 +12,7 @@ from echelon.launcher.election.elector import VOTE_S, Answer, Canvass, Elector
 
 _ROUND_S = 1.0  # for the votes
 _STAGGER_S = 0.2  # per place in the order of electors
+_RETRY_STAGGER_S = 0.4  # the same after the votes were split, on machines that must be slow
 _ASK_S = 0.3
 
 
@@ -64,11 +65,14 @@ class Candidacy:
         if self.is_elected or self.found is not None or now_s < self._next_ask_s:
             return None
         self._next_ask_s = now_s + _ASK_S
+        if now_s < self._stand_s < self._next_ask_s:
+            self._next_ask_s = self._stand_s  # not later: another elector's turn comes soon
         asked = self._asked
         if asked is None or not asked.is_binding:
             asked = self._sound_out(now_s)
         elif now_s >= self._round_ends_s:  # the votes are split
-            self._stand_s = now_s + VOTE_S / 2 + _STAGGER_S * self._place
+            self._stand_s = now_s + VOTE_S / 2 + _RETRY_STAGGER_S * self._place
+            self._next_ask_s = min(self._next_ask_s, self._stand_s)
             asked = self._sound_out(now_s)
         return asked
 

@@ -119,7 +119,10 @@ class Elector:
         return Answer(term=self.term, granted=True, early=now_s < self._promised_until_s)
 
     def _may_vote(self, asked: Canvass, now_s: float) -> bool:
-        if self.mandate is None or asked.node not in self.mandate.electors:
+        if self.mandate is None:
+            return False
+        # A later mandate may name other electors, and the candidate holds it.
+        if asked.version <= self.version and asked.node not in self.mandate.electors:
             return False
         # A mandate that only removes this elector may be held by no other: a candidate that lacks
         # it needs a majority of the remaining electors as well, and that decides.

@@ -63,13 +63,24 @@ class Lease:
         if sent_s is not None:
             self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
 
-    def remaining_s(self, electorates: Sequence[Sequence[str]], now_s: float) -> float:
-        """Return how long the lease lasts yet; 0 if it has expired, or never was."""
-        return min(self._of(electors, now_s) for electors in electorates)
+    def remaining_s(
+        self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
+    ) -> float:
+        """Return how long the lease lasts yet; 0 if it has expired, or never was.
 
-    def _of(self, electors: Sequence[str], now_s: float) -> float:
+        Args:
+            without: an elector whose replies are not to count.
+        """
+        return min(self._of(electors, now_s, without) for electors in electorates)
+
+    def _of(self, electors: Sequence[str], now_s: float, without: str) -> float:
+        never = float("-inf")
         since = [
-            now_s if name == self._name else self._acknowledged.get(name, float("-inf"))
+            now_s
+            if name == self._name
+            else never
+            if name == without
+            else self._acknowledged.get(name, never)
             for name in electors
         ]
         since.sort(reverse=True)

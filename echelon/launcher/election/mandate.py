@@ -7,19 +7,21 @@ mandate that names both the former and the next ones and needs a majority of eac
 consensus): no two disjoint majorities can ever decide.
 
 A world of two nodes has no majority that survives the host: its only elector is the host, so that
-it continues alone after the loss of the other node, and no node replaces it.
+it continues alone after the loss of the other node, and no node replaces it. A witness gives it
+one: it is the third elector there, and one more wherever the number of electing nodes is even.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from echelon.errors import LaunchError
 
 MAX_ELECTORS = 9
 _LEAST_ELECTORS = 3
+WITNESS = "witness"  # its name as an elector; those of nodes end in random digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,8 @@ class Mandate:
     attempt: int = -1
     restarts: int = 0
     num_attempts: int = 0
+    witness: str = ""  # its endpoint, "" without one
+    founder: str = ""  # the job's first host: no other job has it
 
     @property
     def version(self) -> tuple[int, int]:
@@ -80,6 +84,8 @@ class Mandate:
 
     def member(self, name: str) -> Member | None:
         """Return a member or another elector by name, None if it is neither."""
+        if name == WITNESS and self.witness:
+            return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
 
     def is_majority(self, names: Collection[str]) -> bool:
@@ -87,16 +93,27 @@ class Mandate:
         return all(2 * sum(name in names for name in one) > len(one) for one in self.electorates)
 
 
-def electors_of(members: Sequence[Member], host: str) -> tuple[str, ...]:
+def electors_of(
+    members: Sequence[Member], host: str, *, has_witness: bool = False
+) -> tuple[str, ...]:
     """Return the electors of a world: its host, and the next members in rank order.
 
     Args:
         members: in rank order; those without an endpoint cannot vote.
         host: the hosting node, an elector always.
+        has_witness: a witness answers; it votes where the nodes alone may come to a draw.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]
+    if has_witness and len(names) % 2 == 0:
+        names.append(WITNESS)
     return tuple(names) if len(names) >= _LEAST_ELECTORS else (host,)
+
+
+def ballot_of(mandate: Mandate) -> Mandate:
+    """Return what the witness needs of a mandate: its electors alone."""
+    found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
+    return replace(mandate, members=tuple(one for one in found if one is not None), others=())
 
 
 def pack_mandate(mandate: Mandate) -> bytes:
@@ -134,7 +151,8 @@ def _check(mandate: Mandate) -> None:
         *(one.num_workers for one in nodes), *(one.node_rank for one in nodes),
     )  # fmt: skip
     texts = (
-        mandate.job_id, *(name for one in mandate.electorates for name in one),
+        mandate.job_id, mandate.witness, mandate.founder,
+        *(name for one in mandate.electorates for name in one),
         *(text for one in nodes for text in (one.name, one.host, one.endpoint)),
     )  # fmt: skip
     if not all(type(number) is int for number in numbers):

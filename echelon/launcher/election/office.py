@@ -11,20 +11,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.launcher.election.lease import Lease, beat_interval_s
-from echelon.launcher.election.mandate import Mandate, Member, electors_of
+from echelon.launcher.election.mandate import WITNESS, Mandate, Member, electors_of
 
 KILL_S = 1.0  # a node's guard kills ranks whose permit has run out; the kernel takes its time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What the host sends to each node. `echo`: the last reply that it received, 0 for none."""
+    """What the host sends to each node.
+
+    Attributes:
+        echo: the last reply that it received, 0 for none.
+        holds: the lease lasts without the witness's replies.
+    """
 
     term: int
     host: str
     number: int
     echo: int
     remaining_ms: int
+    holds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +47,7 @@ class Reply:
 class _Node:
     stamp: int = 0
     index: int = -1
-    replied_s: float = 0.0
+    replied_s: float = float("-inf")
     permit_ends_s: float = float("-inf")  # at the latest
 
 
@@ -59,6 +65,8 @@ class Office:
         self.promise_s = promise_s
         self.mandate = replace(mandate, term=term, index=0)
         self.is_deposed = False
+        self._is_following = False  # the witness, that appeared or vanished
+        self._next = self.mandate.electorates[-1]  # alone once they are settled
         self._lease = Lease(name, promise_s)
         self._nodes: dict[str, _Node] = {}
         self._next_beat_s = float("-inf")
@@ -107,7 +115,18 @@ class Office:
         return Beat(
             term=self.term, host=self.name, number=number, echo=node.stamp,
             remaining_ms=remaining_ms,
+            holds=name == WITNESS and self._holds_without_witness(now_s),
         )  # fmt: skip
+
+    def _holds_without_witness(self, now_s: float) -> bool:
+        electorates = self.mandate.electorates
+        lasts = self._lease.remaining_s(electorates, now_s, without=WITNESS) > 0
+        return lasts and not self.is_deposed
+
+    def is_heard(self, name: str, now_s: float) -> bool:
+        """Return whether a node has replied within the time that an elector's promise lasts."""
+        node = self._nodes.get(name)
+        return node is not None and now_s - node.replied_s < self.promise_s
 
     def on_reply(self, name: str, reply: Reply, now_s: float) -> None:
         """Take in a node's reply."""
@@ -137,11 +156,18 @@ class Office:
         attempt: int,
         restarts: int,
         num_attempts: int,
+        has_witness: bool = False,
     ) -> None:
-        """Make the mandate of a next world; the former electors have a say until it is held."""
-        electors = electors_of(members, self.name)
+        """Make the mandate of a next world; the former electors have a say until it is held.
+
+        Args:
+            has_witness: the witness answers.
+        """
+        self._is_following = False
+        electors = self._next = electors_of(members, self.name, has_witness=has_witness)
         former = self.mandate.electorates
         names = {one.name for one in members}
+        names.add(WITNESS)
         others = [self.mandate.member(name) for name in self.mandate.electors if name not in names]
         self.mandate = replace(
             self.mandate,
@@ -166,6 +192,7 @@ class Office:
         self.mandate = replace(
             self.mandate, index=self.mandate.index + 1, others=(), electorates=alone
         )
+        self._next = alone[0]
         return True
 
     def is_held(self) -> bool:
@@ -183,10 +210,33 @@ class Office:
             for name in names
         )
 
+    def follow_witness(self, now_s: float) -> bool:
+        """Let the witness vote while it answers, and no longer: it must not be missed itself.
+
+        Only while a world runs. Returns whether there is another mandate, to be sent.
+        """
+        mandate = self.mandate
+        if self._is_following:
+            if not self.is_held():
+                return False
+            self._is_following = False
+            self.settle()
+            return True
+        has_witness = self.is_heard(WITNESS, now_s)
+        electors = electors_of(mandate.members, self.name, has_witness=has_witness)
+        if mandate.electorates == (electors,):
+            return False
+        self.propose(
+            mandate.members, attempt=mandate.attempt, restarts=mandate.restarts,
+            num_attempts=mandate.num_attempts, has_witness=has_witness,
+        )  # fmt: skip
+        self._is_following = True
+        return True
+
     def settle(self) -> None:
         """Let the former electors go, once `is_held`."""
-        electors = electors_of(self.mandate.members, self.name)
-        if self.mandate.electorates != (electors,):
+        electorates = (self._next,)
+        if self.mandate.electorates != electorates:
             self.mandate = replace(
-                self.mandate, index=self.mandate.index + 1, others=(), electorates=(electors,)
+                self.mandate, index=self.mandate.index + 1, others=(), electorates=electorates
             )

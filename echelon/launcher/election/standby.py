@@ -15,9 +15,10 @@ from echelon.launcher.control.server import ControlServer
 from echelon.launcher.control.tls import TlsFiles
 from echelon.launcher.election.candidacy import Candidacy
 from echelon.launcher.election.canvasser import Canvasser
-from echelon.launcher.election.elector import Answer, Canvass, Elector
+from echelon.launcher.election.elector import Elector
 from echelon.launcher.election.lease import Permit, now_s
 from echelon.launcher.election.mandate import Mandate, unpack_mandate
+from echelon.launcher.election.polls import answer_of, asked_of, poll_of, vote_of
 
 _OVERDUE_SHARE = 0.75  # of the promise: ranks are examined before their permit runs out
 
@@ -61,7 +62,7 @@ class Standby:
         self._secret, self._tls = secret, tls
         self.events: Mailbox[tuple[str, m.Event]] = Mailbox()
         self.server = ControlServer(
-            bind_address, secret, self.events, tls=tls, lost_after_s=promise_s, vote=self._vote,
+            bind_address, secret, self.events, tls=tls, lost_after_s=promise_s, answer=self._answer,
             is_open=is_open,
         )  # fmt: skip
 
@@ -158,13 +159,13 @@ class Standby:
             return candidacy
         with self._lock:
             for name, poll, vote in canvasser.votes.take():
-                candidacy.on_answer(name, _asked(poll), _answer(vote), now_s())
+                candidacy.on_answer(name, asked_of(poll), answer_of(vote), now_s())
             asked = candidacy.due(now_s())
         if asked is not None:
             for name in mandate.electors:
                 member = mandate.member(name)
                 if name != self.name and member is not None:
-                    canvasser.ask(name, member.endpoint, _poll(asked))
+                    canvasser.ask(name, member.endpoint, poll_of(asked, mandate.founder))
         return candidacy
 
     def fileno(self) -> int:
@@ -172,30 +173,8 @@ class Standby:
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 
-    def _vote(self, poll: m.Poll) -> m.Vote:
+    def _answer(self, question: m.Event | m.Command) -> m.Vote | None:
+        if not isinstance(question, m.Poll):
+            return None
         with self._lock:
-            answer = self._elector.on_canvass(_asked(poll), now_s())
-        return m.Vote(
-            term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
-            endpoint=answer.endpoint,
-        )  # fmt: skip
-
-
-def _asked(poll: m.Poll) -> Canvass:
-    first, second = (*poll.version, -1, -1)[:2]
-    return Canvass(
-        node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
-    )
-
-
-def _poll(asked: Canvass) -> m.Poll:
-    return m.Poll(
-        node=asked.node, term=asked.term, version=list(asked.version), is_binding=asked.is_binding
-    )
-
-
-def _answer(vote: m.Vote) -> Answer:
-    return Answer(
-        term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
-        endpoint=vote.endpoint,
-    )  # fmt: skip
+            return vote_of(self._elector.on_canvass(asked_of(question), now_s()))

@@ -14,11 +14,12 @@ from echelon.launcher.control.endpoint import join
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.election.fences import Fences
 from echelon.launcher.election.lease import now_s
-from echelon.launcher.election.mandate import Mandate, Member, pack_mandate
+from echelon.launcher.election.mandate import WITNESS, Mandate, Member, pack_mandate
 from echelon.launcher.election.office import Office
 from echelon.launcher.election.standby import Standby
 from echelon.launcher.election.takeover import Inheritance, beat_message, reply_of
 
+_WITNESS_S = 2.0
 Send = Callable[[str, m.Command], None]
 
 
@@ -49,6 +50,11 @@ class Succession:
         self._held_s = now_s()
         self.inherited = inherited
         self.waits_for = ""
+        self._has_world = False
+        self._witness_due_s = float("-inf")  # a world waits so long for its first answer
+        if office.mandate.witness:
+            office.add(WITNESS)
+            self._witness_due_s = now_s() + _WITNESS_S
         if inherited is not None:
             self._fences.wait_until("former world", inherited.fenced_until_s)
 
@@ -97,6 +103,10 @@ class Succession:
             self._standby.hold(office.term)
         for name, beat in office.beats(now_s()):
             self._send(name, beat_message(beat, self._office.promise_s))
+        if self._has_world and office.mandate.witness and office.follow_witness(now_s()):
+            self._publish()
+            if len(self.mandate.electorates) == 1:
+                self._say_majority(len(self.mandate.members))
 
     def why_lapsed(self, *, has_world: bool) -> str:
         """Return why this host has to stop, "" while it may continue.
@@ -122,13 +132,18 @@ class Succession:
         It may once a majority holds the mandate that describes it, all its nodes are reached, and
         all ranks of lost nodes are dead.
         """
+        if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
+            self.waits_for = "the witness to answer"
+            return False
         names = tuple(node.name for node in nodes)
         if names != self._proposed:
             self._proposed = names
             members = [self._member(node) for node in nodes]
+            self._has_world = False
             self._office.propose(
-                members, attempt=attempt, restarts=restarts, num_attempts=num_attempts
-            )
+                members, attempt=attempt, restarts=restarts, num_attempts=num_attempts,
+                has_witness=self._office.is_heard(WITNESS, now_s()),
+            )  # fmt: skip
             self._publish()
         office = self._office
         if not office.is_held() or not office.is_held_by(names):
@@ -144,13 +159,22 @@ class Succession:
         self._proposed = ()
         self._office.settle()
         self._publish()
-        if len(nodes) > 1 and not self.mandate.survives_host:
-            self._say(
-                f"a world of {len(nodes)} nodes has no majority without its host: "
-                "the loss of this node ends the job"
-            )
+        self._has_world = True
+        self._say_majority(len(nodes))
         for name, beat in self._office.beat_to([node.name for node in nodes], now_s()):
             self._send(name, beat_message(beat, self._office.promise_s))
+
+    def _say_majority(self, num_nodes: int) -> None:
+        """Report whether another node may replace this one."""
+        mandate = self.mandate
+        if WITNESS in mandate.electors:
+            self._say(f"the witness at {mandate.witness} votes: another node may replace this one")
+        elif num_nodes > 1 and not mandate.survives_host:
+            missing = f" (the witness at {mandate.witness} does not answer)"
+            self._say(
+                f"a world of {num_nodes} nodes has no majority without its host: "
+                f"the loss of this node ends the job{missing if mandate.witness else ''}"
+            )
 
     def _member(self, node: Node) -> Member:
         return Member(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.election.lease import now_s
-from echelon.launcher.election.mandate import Mandate, pack_mandate
+from echelon.launcher.election.mandate import WITNESS, Mandate, pack_mandate
 from echelon.launcher.election.office import KILL_S, Beat, Office, Reply
 
 _ASSEMBLE_S = 3.0  # for the nodes of the last world
@@ -67,6 +67,8 @@ class Takeover:
         self._send = send
         self._hellos: dict[str, m.Hello] = {}
         self._events: list[tuple[str, m.Event]] = []
+        if mandate.witness:
+            office.add(WITNESS)
         self._began_s = now_s()
         # A dead launcher's guard takes a moment too; a node that is cut off keeps its permit.
         self._ranks_end_s = self._began_s + (2 if was_early else 1) * KILL_S
@@ -124,7 +126,7 @@ def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
     """Return a beat as it is sent."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
-        remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3),
+        remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3), holds=beat.holds,
     )  # fmt: skip
 
 

@@ -151,6 +151,13 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
         "failover=true|false (another node hosts the job if the hosting one is lost)",
     )
     nodes.add_argument(
+        "--rdzv-witness",
+        default=default("rdzv_witness", ""),
+        metavar="HOST[:PORT]",
+        help="an `echelon witness` on a third machine: it votes where the number of nodes is even, "
+        "so that one of two nodes may replace the other (with failover=true; the host's counts)",
+    )
+    nodes.add_argument(
         "--rdzv-secret-file",
         type=Path,
         default=default("rdzv_secret_file", None),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.launcher.control.conf import Conf, read_conf
-from echelon.launcher.control.endpoint import Rendezvous, rendezvous
+from echelon.launcher.control.endpoint import WITNESS_PORT, Rendezvous, join, rendezvous, split
 from echelon.launcher.control.tls import TlsFiles, tls_files
 from echelon.launcher.options import scheduler
 from echelon.launcher.options.arguments import Parser, make_parser
@@ -38,6 +38,7 @@ class Options:
     node_rank: int  # -1: any
     rendezvous: Rendezvous | None  # None: one node, nobody to meet
     conf: Conf
+    witness: str  # "host:port", "" without one
     tls: TlsFiles | None
     role: str
     logs: LogPlan
@@ -69,6 +70,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         conf = read_conf(args.rdzv_conf)
         meeting = rendezvous(args, conf, environ)
         tls = tls_files(args, meeting)
+        witness = _witness(args, conf, meeting)
     except ValueError as err:
         parser.error(str(err))
     misused = scheduler.misuse(environ)
@@ -84,6 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         node_rank=args.node_rank,
         rendezvous=meeting,
         conf=conf,
+        witness=witness,
         tls=tls,
         role=args.role,
         logs=LogPlan(
@@ -111,6 +114,19 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     )
 
 
+def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -> str:
+    """Return the witness's endpoint as "host:port".
+
+    Raises:
+        ValueError: it is malformed, or nothing would use it.
+    """
+    if not args.rdzv_witness or meeting is None:
+        return ""
+    if not conf.failover:
+        raise ValueError("--rdzv-witness needs --rdzv-conf failover=true, on all nodes")
+    return join(*split(args.rdzv_witness, WITNESS_PORT, "--rdzv-witness"))
+
+
 def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
     """Return a line for each option that changes nothing on a single node."""
     if meeting is not None:
@@ -123,6 +139,7 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
         "--rdzv-key": args.rdzv_key,
         "--rdzv-ca": args.rdzv_ca,
         "--rdzv-secret-file": args.rdzv_secret_file,
+        "--rdzv-witness": args.rdzv_witness,
     }
     return [f"{name} has no effect on a single node" for name, value in given.items() if value]
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from echelon.launcher.election.candidacy import Candidacy
 from echelon.launcher.election.elector import Canvass, Elector
 from echelon.launcher.election.lease import Permit
-from echelon.launcher.election.mandate import Mandate, Member
+from echelon.launcher.election.mandate import WITNESS, Mandate, Member, ballot_of
 from echelon.launcher.election.office import KILL_S, Beat, Office, Reply
+from echelon.launcher.election.witness import Renewal, Witness
 
 PROMISE_S = 3.0
 _STEP_S = 0.05
@@ -39,6 +40,7 @@ class Network:
         self.t = 0.0
         self.island: dict[str, int] = dict.fromkeys(names, 0)
         self.slow_s = 0.1  # the mean delay
+        self.deaf: set[frozenset[str]] = set()  # pairs that do not reach each other
         self._dice = dice
         self._queue: list[tuple[float, int, str, str, Callable[[], None], bool]] = []
         self._ids = itertools.count()
@@ -46,7 +48,7 @@ class Network:
 
     def reaches(self, a: str, b: str) -> bool:
         """Return whether packets go from a to b."""
-        return self.island[a] == self.island[b]
+        return self.island[a] == self.island[b] and frozenset({a, b}) not in self.deaf
 
     def send(self, a: str, b: str, act: Callable[[], None], *, kept: bool) -> None:
         """Deliver after a random delay; `kept`: in order, and after a cut; else it may be lost."""
@@ -159,6 +161,8 @@ class SimNode:
             self._stop_all()
         if self.current is None:
             self._gather(office)
+        elif self.job.witness is not None and office.follow_witness(now):
+            self._entrust(office)
 
     def _stand_down(self, office: Office) -> None:
         """A minority stops itself; a host that never had a lease becomes a node again."""
@@ -194,11 +198,12 @@ class SimNode:
         if self.now < self.gathers_until_s and any(name not in here for name in members):
             return
         ready = self.world is None and all(name in self.idle for name in self.sessions)
-        if self.chosen != here and ready and len(here) >= 2:
+        least = 1 if self.job.witness is not None and self.number > 0 else 2
+        if self.chosen != here and ready and len(here) >= least:
             self.chosen = here
             office.propose(
                 [self.job.member(name) for name in here], attempt=self.number, restarts=0,
-                num_attempts=0,
+                num_attempts=0, has_witness=office.is_heard(WITNESS, self.now),
             )  # fmt: skip
             self._entrust(office)
         if self.chosen is None or not office.is_held() or not office.is_held_by(self.chosen):
@@ -222,8 +227,35 @@ class SimNode:
         self.elector.on_mandate(mandate)
         for name in self.sessions:
             self._to(name, lambda node: node.on_mandate(mandate))
+        self._to_witness(Beat(term=office.term, host="", number=0, echo=0, remaining_ms=0))
+
+    def _to_witness(self, beat: Beat) -> None:
+        witness, office = self.job.witness, self.office
+        if witness is None or office is None:
+            return
+        renewal = Renewal(
+            term=beat.term, host=beat.host, number=beat.number, holds=beat.holds,
+            promise_s=PROMISE_S, mandate=ballot_of(office.mandate),
+        )  # fmt: skip
+
+        def answered(reply: Reply) -> None:
+            if self.alive and self.office is office:
+                office.on_reply(WITNESS, reply, self.now)
+
+        def deliver() -> None:
+            renewed = witness.witness.on_renewal("job", renewal, witness.now)
+            reply = Reply(
+                term=renewed.term, number=renewed.number, stamp=renewed.number,
+                version=renewed.version,
+            )  # fmt: skip
+            self.job.net.send(WITNESS, self.name, lambda: answered(reply), kept=False)
+
+        self.job.net.send(self.name, WITNESS, deliver, kept=False)
 
     def _send_beat(self, name: str, beat: Beat) -> None:
+        if name == WITNESS:
+            self._to_witness(beat)
+            return
         self._to(name, lambda node: node.on_beat(beat))
 
     def _to(self, name: str, act: Callable[[SimNode], None]) -> None:
@@ -326,7 +358,9 @@ class SimNode:
         asked = candidacy.due(self.now)
         if asked is not None and self.elector.mandate is not None:
             for name in self.elector.mandate.electors:
-                if name != self.name:
+                if name == WITNESS:
+                    self.job.ask_witness(self, candidacy, asked)
+                elif name != self.name:
                     self.job.ask(self, self.job.nodes[name], candidacy, asked)
         if candidacy.found is not None:
             self.join(candidacy.found[1])
@@ -337,6 +371,9 @@ class SimNode:
         assert self.elector.mandate is not None
         self.candidacy = None
         self.office = Office(self.name, candidacy.term, self.elector.mandate, PROMISE_S)
+        self.elector.on_mandate(self.office.mandate)
+        if self.job.witness is not None:
+            self.office.add(WITNESS)
         self.fences_s = self.now + KILL_S + (PROMISE_S if candidacy.was_early else 0.0)
         self.number = self.elector.mandate.attempt + 1
         self.held_s, self.began = self.now, False
@@ -344,13 +381,37 @@ class SimNode:
         self.kill_ranks()
 
 
+class SimWitness:
+    """A witness with a clock of its own."""
+
+    def __init__(self, job: Simulation) -> None:
+        self._job = job
+        self._rate, self._offset = job.dice.uniform(0.98, 1.02), job.dice.uniform(0, 1000)
+        self.witness = Witness()
+
+    @property
+    def now(self) -> float:
+        """The witness's own clock."""
+        return self._job.net.t * self._rate + self._offset
+
+    def restart(self) -> None:
+        """Forget everything."""
+        self.witness = Witness()
+
+    def vote_counts(self, version: tuple[int, int]) -> bool:
+        """Return whether it would vote for a candidate that holds this version."""
+        elector = self.witness._electors.get("job")
+        return elector is not None and elector.version <= version
+
+
 class Simulation:
     """A job of `count` nodes; the first one hosts it."""
 
-    def __init__(self, seed: int, count: int) -> None:
+    def __init__(self, seed: int, count: int, *, has_witness: bool = False) -> None:
         self.dice = random.Random(seed)
         names = [f"n{i}" for i in range(count)]
-        self.net = Network(self.dice, names)
+        self.net = Network(self.dice, [*names, WITNESS])
+        self.witness = SimWitness(self) if has_witness else None
         self.history = History()
         self.sessions = itertools.count(1)
         self.nodes = {name: SimNode(self, name) for name in names}
@@ -358,9 +419,11 @@ class Simulation:
         first = self.nodes[names[0]]
         mandate = Mandate(
             term=0, index=0, electorates=((names[0],),), members=(self.member(names[0]),),
-            job_id="job",
+            job_id="job", witness="w:1" if has_witness else "", founder="job",
         )  # fmt: skip
         first.office = Office(names[0], 0, mandate, PROMISE_S)
+        if has_witness:
+            first.office.add(WITNESS)
         for name in names[1:]:
             self.nodes[name].join(names[0])
 
@@ -387,6 +450,22 @@ class Simulation:
             self.net.send(b.name, a.name, answered, kept=False)
 
         self.net.send(a.name, b.name, deliver, kept=False)
+
+    def ask_witness(self, a: SimNode, candidacy: Candidacy, asked: Canvass) -> None:
+        """Carry a question to the witness, and its answer; either may be lost."""
+        witness = self.witness
+        assert witness is not None
+
+        def deliver() -> None:
+            answer = witness.witness.on_canvass("job", asked, witness.now)
+
+            def answered() -> None:
+                if a.alive and a.candidacy is candidacy:
+                    candidacy.on_answer(WITNESS, asked, answer, a.now)
+
+            self.net.send(WITNESS, a.name, answered, kept=False)
+
+        self.net.send(a.name, WITNESS, deliver, kept=False)
 
     def run(self, seconds: float) -> None:
         """Let time pass, and hold every moment against the rule."""
@@ -424,6 +503,12 @@ class Simulation:
         alive = [n for n in self.nodes.values() if n.alive]
         mandates = [n.office.mandate if n.office else n.elector.mandate for n in alive]
         known = [one for one in mandates if one is not None]
-        if len(alive) < 2 or not known:
+        if len(alive) < (1 if self.witness else 2) or not known:
             return False
-        return max(known, key=lambda one: one.version).is_majority([n.name for n in alive])
+        if self.witness is not None and not self.history.worlds:
+            return False  # the host still waits for the second node
+        latest = max(known, key=lambda one: one.version)
+        votes = [n.name for n in alive]
+        if self.witness is not None and self.witness.vote_counts(latest.version):
+            votes.append(WITNESS)
+        return latest.is_majority(votes)

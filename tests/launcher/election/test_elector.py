@@ -12,6 +12,7 @@ from echelon.launcher.election.fences import Fences
 from echelon.launcher.election.lease import Lease, Permit
 from echelon.launcher.election.mandate import (
     MAX_ELECTORS,
+    WITNESS,
     Mandate,
     Member,
     electors_of,
@@ -19,6 +20,8 @@ from echelon.launcher.election.mandate import (
     unpack_mandate,
 )
 from echelon.launcher.election.office import KILL_S, Office, Reply
+from echelon.launcher.election.witness import UNKNOWN_TERM, Renewal, Witness
+from echelon.launcher.options.options import parse
 
 _P = 10.0
 
@@ -83,6 +86,7 @@ def test_a_candidate_that_lacks_a_change_gets_no_vote():
     elector = _elector()
     assert not elector.on_canvass(_ask("c", 1, version=(0, 0)), _P).granted
     assert not elector.on_canvass(_ask("stranger", 1), _P).granted
+    assert elector.on_canvass(_ask("d", 1, version=(0, 2)), _P).granted, "an elector since"
 
 
 def test_an_elector_that_a_change_removes_votes_for_one_that_lacks_only_that_change():
@@ -209,3 +213,67 @@ def test_a_fence_stands_until_the_permit_ends():
     assert fences.until_s() == 30.0
     fences.lose("c", "", 10.0, 20.0)
     assert fences.until_s() == 30.0, "a permit that has ended needs no fence"
+
+
+def _renewal(number: int, *, holds: bool = True, term: int = 0, host: str = "a") -> Renewal:
+    members = (_member("a"), _member("b"))
+    mandate = Mandate(
+        term=term, index=1, electorates=(("a", "b", WITNESS),), members=members, job_id="j",
+        witness="w:1", founder="a",
+    )  # fmt: skip
+    return Renewal(term=term, host=host, number=number, holds=holds, promise_s=_P, mandate=mandate)
+
+
+def test_a_witness_votes_once_its_promise_has_expired():
+    witness = Witness()
+    assert witness.on_renewal("a", _renewal(7), 0.0).number == 7
+    assert not witness.on_canvass("a", _ask("b", 1), _P - 0.1).granted
+    assert not witness.on_canvass("other job", _ask("b", 1), _P).granted
+    assert witness.on_canvass("a", _ask("b", 1), _P).granted
+    late = witness.on_renewal("a", _renewal(8), _P + 1)
+    assert (late.term, late.number) == (1, 0), "the former host learns that it was replaced"
+
+
+def test_a_witness_that_forgot_follows_only_a_host_that_holds_its_lease_without_it():
+    witness = Witness()
+    assert not witness.on_canvass("a", _ask("b", 1), 0.0).granted
+    assert witness.on_renewal("a", _renewal(7, holds=False), 0.0).term == UNKNOWN_TERM
+    assert not witness.on_canvass("a", _ask("b", 1), 2 * _P).granted
+    assert witness.on_renewal("a", _renewal(8), 2 * _P).number == 8
+    assert witness.on_renewal("a", _renewal(9, holds=False), 2 * _P).number == 9, "known since"
+
+
+def test_the_host_tells_the_witness_whether_the_other_nodes_follow():
+    office = Office("a", 0, _mandate("a", "b", WITNESS), _P)
+    for name in ("b", WITNESS):
+        office.add(name)
+
+    def beat(now_s: float, *names: str) -> bool:
+        beats = dict(office.beats(now_s))
+        for name in names:
+            number = beats[name].number
+            office.on_reply(name, Reply(term=0, number=number, stamp=number, version=(0, 0)), now_s)
+        return beats[WITNESS].holds
+
+    beat(0.0, "b", WITNESS)
+    assert beat(2.0, WITNESS)
+    assert not beat(10.0, WITNESS), "b has not answered for as long as the lease lasts"
+    assert office.remaining_s(10.0) > 0, "the witness has"
+
+
+def test_a_witness_is_an_elector_where_nodes_alone_may_come_to_a_draw():
+    nodes = [_member(f"n{i}") for i in range(12)]
+    for count, votes in ((1, False), (2, True), (3, False), (4, True), (9, False), (12, False)):
+        electors = electors_of(nodes[:count], "n0", has_witness=True)
+        assert (WITNESS in electors) == votes, count
+        assert len(electors) % 2 == 1
+
+
+def test_a_witness_needs_failover():
+    script = ["--no-python", "true"]
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", "--rdzv-witness", "w"]
+    environ = {"ECHELON_SECRET": "a-secret-of-the-tests"}
+    with pytest.raises(SystemExit):
+        parse([*meeting, *script], environ)
+    options = parse([*meeting, "--rdzv-conf", "failover=true", *script], environ)
+    assert options.witness == "w:29402"

@@ -6,104 +6,21 @@ all of them wrote.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import select
 import signal
 import time
-from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from tests.hosts import Host, hosts, needs_hosts
+from tests.hosts import needs_hosts
 from tests.launcher.background import Node
-from tests.launcher.cluster import Cluster
+from tests.launcher.election.failing_over import elastic
 from tests.ranks import read_json
 
 pytestmark = [pytest.mark.netns, needs_hosts]
-
-_RANK = """
-import os, sys, time
-env = os.environ
-world = env["MASTER_ADDR"] + ":" + env["MASTER_PORT"] + "-" + env["TORCHELASTIC_RESTART_COUNT"]
-with open(env["HISTORY"], "a", buffering=1) as history:
-    print("training", env["WORLD_SIZE"], flush=True)
-    while True:
-        history.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME):.3f} {world}\\n")
-        time.sleep(0.01)
-"""
-
-
-def _elastic(nodes: str, lost_after_s: float) -> tuple[str, ...]:
-    """Return the options of an elastic job whose nodes may be silent for so long."""
-    conf = f"last_call_timeout=60,lost_after={lost_after_s},failover=true"
-    return ("--nnodes", nodes, "--shutdown-timeout", "1", "--rdzv-conf", conf)
-
-
-class _Job:
-    """A node on each host, one rank each."""
-
-    def __init__(self, folder: Path, made: list[Host], *options: str) -> None:
-        self.hosts = made
-        self.folder = folder
-        self.cluster = Cluster(folder, _RANK, endpoint=f"{made[0].address}:29400")
-        for index, host in enumerate(made):
-            self.cluster.start(
-                *options, rank=index, nproc=1, before=host.command(),
-                environ={"HISTORY": str(folder / f"history_{index}")},
-            )  # fmt: skip
-        for node in self.nodes:
-            node.wait_for(f"training {len(made)}")
-
-    @property
-    def nodes(self) -> list[Node]:
-        return self.cluster.nodes
-
-    def kill(self, index: int) -> None:
-        """Kill a node's launcher, its guard, its store and its ranks."""
-        for pid in self.cluster.marked(index):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def worlds(self) -> list[tuple[str, float, float]]:
-        """Return each world with the first and the last moment at which any rank of it ran."""
-        spans: dict[str, tuple[float, float]] = {}
-        for path in self.folder.glob("history_*"):
-            for line in path.read_text().splitlines():
-                moment, _, world = line.partition(" ")
-                if not world.rpartition("-")[2]:
-                    continue  # cut off by SIGKILL
-                first, last = spans.get(world, (float(moment), float(moment)))
-                spans[world] = min(first, float(moment)), max(last, float(moment))
-        return sorted(((w, *span) for w, span in spans.items()), key=lambda one: one[1])
-
-    def assert_one_world_at_a_time(self) -> None:
-        for (_, _, last), (_, first, _) in pairwise(self.worlds()):
-            assert last < first, self.worlds()
-
-    def stop(self) -> list[int]:
-        """End the nodes that remain; return all exit codes."""
-        for node in self.nodes:
-            node.process.send_signal(signal.SIGTERM)
-        return [node.end() for node in self.nodes]
-
-
-@pytest.fixture
-def begin(tmp_path) -> Iterator[object]:
-    with contextlib.ExitStack() as stack:
-
-        def make(count: int, *options: str, folder: Path = tmp_path) -> _Job:
-            folder.mkdir(exist_ok=True)
-            made = stack.enter_context(hosts(count))
-            job = _Job(folder, made, *options)
-            stack.callback(job.cluster.close)
-            return job
-
-        yield make
 
 
 def _host_of(nodes: list[Node]) -> Node:
@@ -112,7 +29,7 @@ def _host_of(nodes: list[Node]) -> Node:
 
 
 def test_the_hosting_nodes_death_costs_the_job_one_incident(begin):
-    job = begin(3, *_elastic("1:3", 10))
+    job = begin(3, *elastic("1:3", 10))
     job.kill(0)
     for node in job.nodes[1:]:
         node.wait_for("training 2")
@@ -134,7 +51,7 @@ def test_the_hosting_nodes_death_costs_the_job_one_incident(begin):
 
 
 def test_a_hosting_node_that_is_cut_off_stops_before_the_others_continue(begin):
-    job = begin(3, *_elastic("1:3", 4))
+    job = begin(3, *elastic("1:3", 4))
     job.hosts[0].cut()
     assert job.nodes[0].end() == 1, job.cluster.told()
     assert job.nodes[0].has("no majority of the 3 electing nodes answers"), job.cluster.told()
@@ -147,7 +64,7 @@ def test_a_hosting_node_that_is_cut_off_stops_before_the_others_continue(begin):
 
 
 def test_two_nodes_report_that_they_have_no_majority(begin):
-    job = begin(2, *_elastic("2", 10))
+    job = begin(2, *elastic("2", 10))
     assert job.nodes[0].has("a world of 2 nodes has no majority without its host"), (
         job.cluster.told()
     )
@@ -166,7 +83,7 @@ def test_100_random_moments(begin, tmp_path):
     delays = []
     for run in range(first, first + num_runs):
         dice = random.Random(run)
-        job = begin(3, *_elastic("1:3", 3), folder=tmp_path / str(run))
+        job = begin(3, *elastic("1:3", 3), folder=tmp_path / str(run))
         select.select([], [], [], dice.uniform(0, 2.0))
         began_s = time.monotonic()
         how = dice.choice(["kill", "cut"])

@@ -1,0 +1,38 @@
+"""Questions for a vote and their answers, as they are sent and as the electors take them."""
+
+from __future__ import annotations
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.election.elector import Answer, Canvass
+
+
+def asked_of(poll: m.Poll) -> Canvass:
+    """Return what a poll asks."""
+    first, second = (*poll.version, -1, -1)[:2]
+    return Canvass(
+        node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
+    )
+
+
+def poll_of(asked: Canvass, founder: str) -> m.Poll:
+    """Return a question as it is sent, in the job of this founder."""
+    return m.Poll(
+        node=asked.node, term=asked.term, version=list(asked.version),
+        is_binding=asked.is_binding, founder=founder,
+    )  # fmt: skip
+
+
+def answer_of(vote: m.Vote) -> Answer:
+    """Return what a vote answers."""
+    return Answer(
+        term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
+        endpoint=vote.endpoint,
+    )  # fmt: skip
+
+
+def vote_of(answer: Answer) -> m.Vote:
+    """Return an answer as it is sent."""
+    return m.Vote(
+        term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
+        endpoint=answer.endpoint,
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The host's line to the witness: what it sends there as to any node, a question each."""
+
+from __future__ import annotations
+
+from echelon.launcher.control.link import Mailbox
+from echelon.launcher.control.messages import (
+    Command,
+    Entrust,
+    Event,
+    LeaseBeat,
+    LeaseReply,
+    Renew,
+)
+from echelon.launcher.control.tls import TlsFiles
+from echelon.launcher.election.mandate import (
+    WITNESS,
+    Mandate,
+    ballot_of,
+    pack_mandate,
+    unpack_mandate,
+)
+from echelon.launcher.election.questions import Questions
+
+
+class Testimony:
+    """Asks the witness for its replies, which go to `events` as a node's do."""
+
+    def __init__(
+        self,
+        mandate: Mandate,
+        secret: bytes,
+        tls: TlsFiles | None,
+        events: Mailbox[tuple[str, Event]],
+    ) -> None:
+        self._endpoint = mandate.witness
+        self._founder = mandate.founder
+        self._mandate = pack_mandate(ballot_of(mandate))
+        self._term = mandate.term
+        self._questions = Questions(secret, tls)
+        self._events = events
+
+    def send(self, command: Command) -> None:
+        """Send a beat, or a new mandate with the next one; never blocks."""
+        if isinstance(command, Entrust):
+            mandate = unpack_mandate(command.mandate)
+            self._mandate, self._term = pack_mandate(ballot_of(mandate)), mandate.term
+            # At once, too: a world may wait for it.
+            self._ask(Renew(
+                founder=self._founder, term=mandate.term, host="", number=0, holds=False,
+                promise_ms=0, mandate=self._mandate,
+            ))  # fmt: skip
+        elif isinstance(command, LeaseBeat):
+            self._ask(Renew(
+                founder=self._founder, term=command.term, host=command.host,
+                number=command.number, holds=command.holds, promise_ms=command.promise_ms,
+                mandate=self._mandate,
+            ))  # fmt: skip
+
+    def _ask(self, renew: Renew) -> None:
+        def take(answer: Event | Command) -> None:
+            if isinstance(answer, LeaseReply):
+                self._events.put((WITNESS, answer))
+
+        self._questions.ask(self._endpoint, renew, take)
+
+    def close(self) -> None:
+        """End the thread; waits at most 3 s."""
+        self._questions.close()

@@ -1,0 +1,81 @@
+"""A voter without ranks: it lets one of two nodes continue where the other is lost. Pure.
+
+The witness is an `Elector` per job, and keeps nothing else: whom it has promised not to replace,
+for how long, and which nodes may ask. It writes nothing to a disk. One that was started again does
+not know what it promised, so it votes in no job until that job's host registers it; and a host may
+do so only while its lease lasts without the witness's own reply: one that lost the others may have
+been replaced, with the vote that was forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.launcher.election.elector import Answer, Canvass, Elector
+from echelon.launcher.election.mandate import WITNESS, Mandate
+
+_KEEP_S = 86_400.0
+UNKNOWN_TERM = -1  # of a job that the witness does not know
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renewal:
+    """A host's beat to the witness.
+
+    Attributes:
+        number: of the beat, 0 for a mandate that no beat carries.
+        holds: the lease lasts without the witness's reply.
+    """
+
+    term: int
+    host: str
+    number: int
+    holds: bool
+    promise_s: float
+    mandate: Mandate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renewed:
+    """The witness's reply. `number`: of the beat that it acknowledges, 0 for none."""
+
+    term: int
+    number: int = 0
+    version: tuple[int, int] = (-1, -1)
+
+
+class Witness:
+    """The witness of any number of jobs, each known by its founder's unique name."""
+
+    def __init__(self) -> None:
+        self._electors: dict[str, Elector] = {}
+        self._renewed_s: dict[str, float] = {}
+
+    def on_renewal(self, founder: str, renewal: Renewal, now_s: float) -> Renewed:
+        """Take in a host's beat, or a new mandate; return what to reply."""
+        elector = self._electors.get(founder)
+        if elector is None:
+            if not renewal.holds:
+                return Renewed(term=UNKNOWN_TERM)
+            self._forget(now_s)
+            elector = self._electors[founder] = Elector(WITNESS, renewal.promise_s)
+        self._renewed_s[founder] = now_s
+        number = 0
+        if renewal.number:
+            elector.promise_s = renewal.promise_s
+            number = renewal.number if elector.on_beat(renewal.term, renewal.host, now_s) else 0
+        elector.on_mandate(renewal.mandate)
+        return Renewed(term=elector.term, number=number, version=elector.version)
+
+    def on_canvass(self, founder: str, asked: Canvass, now_s: float) -> Answer:
+        """Answer a node that asks for a vote or for the host."""
+        elector = self._electors.get(founder)
+        if elector is None:
+            return Answer(term=UNKNOWN_TERM)
+        return elector.on_canvass(asked, now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """Forget jobs that ended long ago: whether they did is not reported here."""
+        for founder, renewed_s in list(self._renewed_s.items()):
+            if renewed_s < now_s - _KEEP_S:
+                del self._electors[founder], self._renewed_s[founder]
