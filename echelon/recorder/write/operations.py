@@ -44,6 +44,7 @@ assert HEAD_STRUCT.size == OPERATION_FIXED.itemsize
 _SLOT_BYTES = OPERATION_SLOT.itemsize
 _FIXED_BYTES = HEAD_STRUCT.size
 _STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
+_getframe = sys._getframe
 _pack_head = HEAD_STRUCT.pack
 _pack_slot = _SLOT_STRUCT.pack_into
 _pack_state = STATE_STRUCT.pack_into
@@ -57,7 +58,7 @@ _MAX_TRIES = 64  # slots that are looked at for one operation
 _STARTED = int(State.STARTED)
 _COMPLETED = int(State.COMPLETED)
 _FAILED = int(State.FAILED)
-_U32 = 0xFFFFFFFF
+assert crc32(b"", 1 << 32) == 0, "crc32 takes the lower half of a stamp"
 
 
 class OperationWriter(Protocol):
@@ -197,13 +198,14 @@ class Operations:
     ) -> int:
         """Record that an operation was called; see `OperationWriter`."""
         try:
-            now = self._now()
+            clock = self._now
+            now = clock()
             what = (
                 operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
                 num_bytes, group, root, peer, tag, coalesced, self._thread.native_id, flags,
             )  # fmt: skip
             try:
-                frame = sys._getframe(depth)
+                frame = _getframe(depth)
             except ValueError:  # the stack is not that deep
                 frame = None
             return self._write(frame, what, now, sequence, p2p_sequence, is_started)
@@ -250,7 +252,7 @@ class Operations:
             what = (*call, coalesced, self._thread.native_id, flags)
             now = self._now()
             try:
-                frame = sys._getframe(depth)
+                frame = _getframe(depth)
             except ValueError:  # the stack is not that deep
                 frame = None
             return self._write(frame, what, now, sequence, -1, is_started)
@@ -276,7 +278,8 @@ class Operations:
     ) -> None:
         """Record that the operation is done on this rank, now or at a time already past."""
         try:
-            self._live[_PROGRESS] = now = self._now()
+            clock = self._now  # called as a method of a slot, it would be looked up each time
+            self._live[_PROGRESS] = now = clock()
             if record < 0:
                 return
             ended = now if at_mono_ns is None else moment(at_mono_ns, now)
@@ -284,13 +287,15 @@ class Operations:
             slot = record % self._num_slots
             owners, starts = self._owners, self._starts
             at = self._states[slot]
-            while owners[slot] == stamp:
+            while True:
                 began = starts[slot]
-                crc = crc32(_pack_state_body(began, ended, _error, _state), stamp & _U32)
+                crc = crc32(_pack_state_body(began, ended, _error, _state), stamp)
                 if owners[slot] == stamp and starts[slot] == began:
                     owners[slot] = -stamp  # from the comparison on nothing comes between
                     _pack_state(self._map, at, stamp, began, ended, _error, _state, crc, 0, stamp)
                     return
+                if owners[slot] != stamp:
+                    break
             if owners[slot] != -stamp:
                 with self._lock:
                     self._kept.ended(stamp)
@@ -331,7 +336,8 @@ class Operations:
                 tail = self._find(frame, what)
         live = self._live
         step = live[_STEP] - 1
-        record = self._numbers()
+        draw = self._numbers
+        record = draw()
         try:
             fields = _pack_head(record, sequence, p2p_sequence, now, step, tail)
         except struct.error:
@@ -405,7 +411,7 @@ class Operations:
     def _mark_started(self, record: int, began: int) -> None:
         slot = record % self._num_slots
         stamp = record + 1
-        crc = crc32(_pack_state_body(began, 0, 0, _STARTED), stamp & _U32)
+        crc = crc32(_pack_state_body(began, 0, 0, _STARTED), stamp)
         at = self._states[slot]
         if self._owners[slot] == stamp:  # from here on nothing comes between
             self._starts[slot] = began
