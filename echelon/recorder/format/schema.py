@@ -279,8 +279,9 @@ SPAN = np.dtype(
 class Identity:
     """Who wrote a black box, when and under which settings.
 
-    `mono_ns` and `wall_ns` were read together. A stamp of this rank lies on rank 0's clock at
-    `stamp + clock_offset_ns`, within `clock_error_ns`; -1 as error: the offset was never measured.
+    `mono_ns` and `wall_ns` were read together, and again whenever the wall clock had moved. A stamp
+    of this rank lies on rank 0's clock at `stamp + clock_offset_ns`, within `clock_error_ns` when
+    that was measured; -1 as error: never, or the host was suspended since.
     """
 
     rank: int

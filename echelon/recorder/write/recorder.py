@@ -14,6 +14,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from echelon.recorder.clock import NOT_MEASURED, HostClocks, HostTime
 from echelon.recorder.format.schema import Identity, LastWords, Live, encode_ranks
 from echelon.recorder.write import native, sites
 from echelon.recorder.write.counting import counter
@@ -74,6 +75,8 @@ class Recorder:
         self._now = now or monotonic_ns
         self._beating: threading.Thread | None = None
         self._is_owner = True
+        self._identifying = threading.RLock()
+        self._clocks = HostClocks(ring.identity.mono_ns, ring.identity.wall_ns)
         self.closing = threading.Event()
         self.is_in_c = in_c and native.available()
         self.native: native.NativeWriter | None = None
@@ -107,7 +110,24 @@ class Recorder:
     @_never_raises(None)
     def identify(self, **changes: Any) -> None:
         """Replace some of the identity's fields, such as the world size or the clock offset."""
-        self._ring.write_identity(self._ring.identity.changed(**changes))
+        with self._identifying:
+            self._ring.write_identity(self._ring.identity.changed(**changes))
+
+    @_never_raises(None)
+    def look_at_clocks(self, now: HostTime | None) -> None:
+        """Keep the identity true where the host's clocks have moved against each other.
+
+        Args:
+            now: the host's clocks, read together; None: they could not be.
+        """
+        if now is None:
+            return
+        has_moved, was_suspended = self._clocks.look(now)
+        with self._identifying:
+            if was_suspended and self.identity.clock_error_ns > 0:  # 0: rank 0's clock, too
+                self.identify(clock_error_ns=NOT_MEASURED)
+            if has_moved:
+                self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
     def mark_initialised(self) -> None:
         """Note that the world group stands: from here on silence counts as a stall."""
@@ -215,6 +235,7 @@ class Recorder:
     def _beat(self) -> None:
         while not self.closing.wait(HEARTBEAT_S):
             self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
+            self.look_at_clocks(HostTime.read())
 
 
 def _step_word(number: Any, before: int) -> int:
