@@ -8,14 +8,14 @@ Then, each time to the end of the restart that follows: a rank stalls and all se
 leaves without a word; a rank fails. At last all ranks succeed. Prints a table: seconds to meet, the
 processor time per agent, the share of a core in the steady state, the memory that grew meanwhile,
 and the delay of each decision: of a stall, from the moment its limit is reached to the order to
-collect; of a loss and a failure, from the event to the order to stop, less the pause for victims;
-each time until it has been handed to the last node's connection.
+collect; of a loss and a failure, from the event to the order to stop, less the pause for victims
+and the time in which a broken connection may be made again; each time until it has been handed to
+the last node's connection.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -31,197 +31,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SECRET = b"a-secret-of-the-benchmark"
+from agents import SECRET, STALL_S, simulate
+
 NUM_PROCESSES = 2
-STALL_S = 20.0  # `--stall-timeout`
 _LIMIT_S = 400.0  # beside the steady state
-_DUMP_BYTES = 24_000  # of one rank, as packed
-
-
-def simulate(endpoint: str, first: int, count: int, ranks: int, gate: Any) -> None:
-    """Run `count` agents that obey the coordinator, and do to it what the gate says."""
-    import grpc.aio
-
-    from echelon.launcher.control import messages as m
-    from echelon.launcher.control.client import METHOD, OPTIONS
-    from echelon.launcher.control.seal import Seal, new_nonce
-    from echelon.launcher.control.session import Session
-    from echelon.launcher.coordinator.decide import SETTLE_S
-
-    dump = os.urandom(_DUMP_BYTES)
-
-    class Agent:
-        def __init__(self, number: int) -> None:
-            self.channel = grpc.aio.insecure_channel(  # a connection of its own
-                endpoint, options=(*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-            )
-            self.name = f"agent-{number}"
-            self.state = Session()
-            self.writing = asyncio.Lock()
-            self.start: m.Start | None = None
-            self.started = asyncio.Event()
-            self.pending_since_s = 0.0  # 0: nothing waits
-            self.moves = 0
-            self.seen: set[str] = set()  # kinds of commands
-            self.tasks: list[asyncio.Future[Any]] = []
-
-        async def meet(self) -> None:
-            deadline_s = time.monotonic() + 120
-            while True:
-                try:
-                    await self.greet()
-                    break
-                except (grpc.RpcError, OSError):
-                    if time.monotonic() > deadline_s:
-                        raise
-                    await asyncio.sleep(0.25)
-            self.tasks = [asyncio.ensure_future(self.beats()), asyncio.ensure_future(self.obeys())]
-            await self.started.wait()
-
-        async def greet(self) -> None:
-            self.call = self.channel.stream_stream(METHOD)()
-            nonce = new_nonce()
-            await self.call.write(nonce)
-            self.seal = Seal(SECRET, nonce, await self.read(), is_host=False)
-            hello = m.Hello(node=self.name, host=self.name, num_workers=ranks)
-            await self.call.write(self.seal.close(m.pack(hello)))
-            welcome = m.unpack(self.seal.open(await self.read()))
-            assert isinstance(welcome, m.Welcome)
-            self.beat_s = welcome.beat_ms / 1e3
-
-        async def read(self) -> bytes:
-            frame = await self.call.read()
-            if not isinstance(frame, bytes):
-                raise OSError("the stream ended")
-            return frame
-
-        async def obeys(self) -> None:
-            while True:
-                body = self.state.take(self.seal.open(await self.read()))
-                if not self.state.is_idle or self.state.owes_acknowledgement:
-                    await self.flush()
-                command = m.unpack(body) if body is not None else None
-                if command is None:
-                    continue
-                self.seen.add(type(command).__name__)
-                if isinstance(command, m.Start):
-                    self.start = command
-                    self.started.set()
-                elif isinstance(command, m.Collect):
-                    await self.send_dumps(command)
-                elif isinstance(command, m.Stop):
-                    await self.end_ranks(-int(command.number))
-                elif isinstance(command, m.ClearUp):
-                    await self.say(m.Idle(attempt=command.attempt, exit_codes=[], stopped=[]))
-                elif isinstance(command, m.Over):
-                    return
-
-        async def send_dumps(self, command: m.Collect) -> None:
-            assert self.start is not None
-            for rank in range(self.start.first_rank, self.start.first_rank + ranks):
-                await self.say(m.DumpPart(incident=command.incident, rank=rank, data=dump))
-            await self.say(m.Harvested(incident=command.incident, exit_codes=[]))
-
-        async def end_ranks(self, code: int) -> None:
-            start = self.start
-            assert start is not None
-            for rank in range(start.first_rank, start.first_rank + ranks):
-                await self.say(m.WorkerEnded(attempt=start.attempt, rank=rank, code=code))
-
-        async def beats(self) -> None:
-            while True:
-                every_s = self.beat_s
-                if self.start is not None:
-                    every_s = self.start.sights_ms / 1e3
-                    await self.report()
-                else:
-                    async with self.writing:
-                        await self.call.write(self.seal.close(self.state.beat()))
-                await asyncio.sleep(every_s)
-
-        async def report(self) -> None:
-            assert self.start is not None
-            pending_ms = -1
-            if self.pending_since_s:
-                pending_ms = int((time.monotonic() - self.pending_since_s) * 1000)
-            else:
-                self.moves += 100
-            row = [self.start.first_rank, 1, 3, pending_ms, self.start.first_rank, self.moves, 0]
-            await self.say(m.Sights(attempt=self.start.attempt, folded=row, ranks=[]))
-
-        async def flush(self) -> None:
-            async with self.writing:
-                while (frame := self.state.frame()) is not None:
-                    await self.call.write(self.seal.close(frame))
-                if self.state.owes_acknowledgement:
-                    await self.call.write(self.seal.close(self.state.beat()))
-
-        async def say(self, event: Any) -> None:
-            self.state.put(m.pack(event))
-            await self.flush()
-
-        async def hang_up(self) -> None:
-            for task in self.tasks:
-                task.cancel()
-            with contextlib.suppress(Exception):
-                self.call.cancel()
-            await self.channel.close()
-
-    agents: list[Agent] = []
-
-    async def seen_by_all(kind: str) -> None:
-        """Wait until every agent has got a command."""
-        deadline_s = time.monotonic() + 120
-        while any(kind not in agent.seen for agent in agents):
-            assert time.monotonic() < deadline_s, kind
-            await asyncio.sleep(0.01)
-
-    async def act(what: str) -> float:
-        """Do one thing, if this process has the agent that does it; return when it was due."""
-        for agent in agents:
-            agent.seen.clear()
-            agent.started.clear()
-        is_first, last = first == 0, agents[-1]
-        at_s = time.monotonic()
-        if what == "stall":
-            # What waits has waited for the limit in half a second from now.
-            at_s += 0.5
-            for agent in agents:
-                agent.pending_since_s = at_s - STALL_S
-                await agent.report()
-            await seen_by_all("Collect")
-            await asyncio.sleep(1.0)
-            for agent in agents:
-                agent.pending_since_s = 0.0
-            return at_s
-        if what == "lose" and not is_first:
-            agents.remove(last)
-            await last.hang_up()
-        if what == "fail" and is_first:
-            start = agents[0].start
-            assert start is not None
-            await agents[0].say(m.WorkerEnded(attempt=start.attempt, rank=start.first_rank, code=1))
-        await seen_by_all("Stop")
-        await seen_by_all("Start")
-        return at_s + SETTLE_S
-
-    async def live() -> None:
-        agents.extend(Agent(first + index) for index in range(count))  # on this loop
-        gate.send("ready")
-        gate.recv()
-        await asyncio.gather(*(agent.meet() for agent in agents))
-        gate.send(time.monotonic())
-        loop = asyncio.get_running_loop()
-        while (what := await loop.run_in_executor(None, gate.recv)) != "end":
-            gate.send(await act(what))  # this machine has one monotonic clock
-        for agent in agents:
-            await agent.end_ranks(0)
-        await seen_by_all("Over")
-        for agent in agents:
-            await agent.hang_up()
-        gate.send("ended")
-
-    asyncio.run(live())
 
 
 class Measured(NamedTuple):

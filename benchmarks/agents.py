@@ -1,0 +1,243 @@
+"""Simulated agents for `rendezvous.py`: real sessions with the coordinator, and no workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import time
+from typing import Any
+
+import grpc.aio
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.client import METHOD, OPTIONS
+from echelon.launcher.control.lifesign import LifeSign
+from echelon.launcher.control.seal import Seal, new_nonce
+from echelon.launcher.control.session import Session
+from echelon.launcher.coordinator.decide import SETTLE_S
+
+SECRET = b"a-secret-of-the-benchmark"
+STALL_S = 20.0  # `--stall-timeout`
+RESUME_S = 1.5  # a connection that broke may be made again for so long: `control/server.py`
+_WAIT_S = 120.0
+_DUMP = os.urandom(24_000)  # of one rank, as packed
+
+
+class Agent:
+    """One simulated node: it obeys the coordinator, and reports what its ranks would show.
+
+    Attributes:
+        pending_since_s: when its first rank began to wait; 0: nothing waits.
+        seen: kinds of commands since this was cleared.
+    """
+
+    def __init__(self, endpoint: str, number: int, ranks: int) -> None:
+        self.channel = grpc.aio.insecure_channel(  # a connection of its own
+            endpoint, options=(*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        )
+        self.name = f"agent-{number}"
+        self.ranks = ranks
+        self.life = LifeSign(endpoint)
+        self.state = Session()
+        self.writing = asyncio.Lock()
+        self.start: m.Start | None = None
+        self.started = asyncio.Event()
+        self.pending_since_s = 0.0
+        self.moves = 0
+        self.seen: set[str] = set()
+        self.tasks: list[asyncio.Future[Any]] = []
+
+    async def meet(self) -> None:
+        """Connect, and wait for the first start."""
+        deadline_s = time.monotonic() + 120
+        while True:
+            try:
+                await self.greet()
+                break
+            except (grpc.RpcError, OSError):
+                if time.monotonic() > deadline_s:
+                    raise
+                await asyncio.sleep(0.25)
+        self.tasks = [asyncio.ensure_future(self.beats()), asyncio.ensure_future(self.obeys())]
+        await self.started.wait()
+
+    async def greet(self) -> None:
+        """Open a session."""
+        self.call = self.channel.stream_stream(METHOD)()
+        nonce = new_nonce()
+        await self.call.write(nonce)
+        self.seal = Seal(SECRET, nonce, await self.read(), is_host=False)
+        hello = m.Hello(
+            node=self.name, host=self.name, num_workers=self.ranks, life_port=self.life.port
+        )
+        await self.call.write(self.seal.close(m.pack(hello)))
+        welcome = m.unpack(self.seal.open(await self.read()))
+        assert isinstance(welcome, m.Welcome)
+        self.beat_s = welcome.beat_ms / 1e3
+
+    async def read(self) -> bytes:
+        """Return the next frame."""
+        frame = await self.call.read()
+        if not isinstance(frame, bytes):
+            raise OSError("the stream ended")
+        return frame
+
+    async def obeys(self) -> None:
+        """Carry out commands until the job is over."""
+        while True:
+            body = self.state.take(self.seal.open(await self.read()))
+            if not self.state.is_idle or self.state.owes_acknowledgement:
+                await self.flush()
+            command = m.unpack(body) if body is not None else None
+            if command is None:
+                continue
+            self.seen.add(type(command).__name__)
+            if isinstance(command, m.Start):
+                self.start = command
+                self.started.set()
+            elif isinstance(command, m.Collect):
+                await self.send_dumps(command)
+            elif isinstance(command, m.Stop):
+                await self.end_ranks(-int(command.number))
+            elif isinstance(command, m.ClearUp):
+                await self.say(m.Idle(attempt=command.attempt, exit_codes=[], stopped=[]))
+            elif isinstance(command, m.Over):
+                return
+
+    async def send_dumps(self, command: m.Collect) -> None:
+        """Send what every rank's black box would hold."""
+        assert self.start is not None
+        for rank in range(self.start.first_rank, self.start.first_rank + self.ranks):
+            await self.say(m.DumpPart(incident=command.incident, rank=rank, data=_DUMP))
+        await self.say(m.Harvested(incident=command.incident, exit_codes=[]))
+
+    async def end_ranks(self, code: int) -> None:
+        """Report that all ranks have ended."""
+        start = self.start
+        assert start is not None
+        for rank in range(start.first_rank, start.first_rank + self.ranks):
+            await self.say(m.WorkerEnded(attempt=start.attempt, rank=rank, code=code))
+
+    async def beats(self) -> None:
+        """Report as often as the coordinator wants it."""
+        while True:
+            every_s = self.beat_s
+            if self.start is not None:
+                every_s = self.start.sights_ms / 1e3
+                await self.report()
+            else:
+                async with self.writing:
+                    await self.call.write(self.seal.close(self.state.beat()))
+            await asyncio.sleep(every_s)
+
+    async def report(self) -> None:
+        """Report what the ranks show."""
+        assert self.start is not None
+        pending_ms = -1
+        if self.pending_since_s:
+            pending_ms = int((time.monotonic() - self.pending_since_s) * 1000)
+        else:
+            self.moves += 100
+        row = [self.start.first_rank, 1, 3, pending_ms, self.start.first_rank, self.moves, 0]
+        await self.say(m.Sights(attempt=self.start.attempt, folded=row, ranks=[]))
+
+    async def flush(self) -> None:
+        """Send what waits to be sent."""
+        async with self.writing:
+            while (frame := self.state.frame()) is not None:
+                await self.call.write(self.seal.close(frame))
+            if self.state.owes_acknowledgement:
+                await self.call.write(self.seal.close(self.state.beat()))
+
+    async def say(self, event: Any) -> None:
+        """Send an event."""
+        self.state.put(m.pack(event))
+        await self.flush()
+
+    async def hang_up(self) -> None:
+        """Be gone without a word."""
+        for task in self.tasks:
+            task.cancel()
+        self.life.close()
+        with contextlib.suppress(Exception):
+            self.call.cancel()
+        await self.channel.close()
+
+
+class Simulation:
+    """The agents of one process, and what they do to the coordinator."""
+
+    def __init__(self, endpoint: str, first: int, count: int, ranks: int) -> None:
+        self._is_first = first == 0
+        self._agents = [Agent(endpoint, first + index, ranks) for index in range(count)]
+
+    async def live(self, gate: Any) -> None:
+        """Meet, do what the gate says, and end."""
+        gate.send("ready")
+        gate.recv()
+        await asyncio.gather(*(agent.meet() for agent in self._agents))
+        gate.send(time.monotonic())
+        loop = asyncio.get_running_loop()
+        while (what := await loop.run_in_executor(None, gate.recv)) != "end":
+            gate.send(await self._act(what))  # this machine has one monotonic clock
+        for agent in self._agents:
+            await agent.end_ranks(0)
+        await self._seen_by_all("Over")
+        for agent in self._agents:
+            await agent.hang_up()
+        gate.send("ended")
+
+    async def _act(self, what: str) -> float:
+        """Do one thing, if this process has the agent that does it; return when it was due."""
+        for agent in self._agents:
+            agent.seen.clear()
+            agent.started.clear()
+        if what == "stall":
+            return await self._stall()
+        due_s = time.monotonic() + SETTLE_S
+        if what == "lose":
+            due_s += RESUME_S
+            if not self._is_first:
+                await self._agents.pop().hang_up()
+        elif self._is_first:
+            await self._fail(self._agents[0])
+        await self._seen_by_all("Stop")
+        await self._seen_by_all("Start")
+        return due_s
+
+    async def _stall(self) -> float:
+        # What waits has waited for the limit in half a second from now.
+        due_s = time.monotonic() + 0.5
+        for agent in self._agents:
+            agent.pending_since_s = due_s - STALL_S
+            await agent.report()
+        await self._seen_by_all("Collect")
+        await asyncio.sleep(1.0)
+        for agent in self._agents:
+            agent.pending_since_s = 0.0
+        return due_s
+
+    async def _fail(self, agent: Agent) -> None:
+        start = agent.start
+        assert start is not None
+        await agent.say(m.WorkerEnded(attempt=start.attempt, rank=start.first_rank, code=1))
+
+    async def _seen_by_all(self, kind: str) -> None:
+        """Wait until every agent has got a command."""
+        deadline_s = time.monotonic() + _WAIT_S
+        while any(kind not in agent.seen for agent in self._agents):
+            assert time.monotonic() < deadline_s, kind
+            await asyncio.sleep(0.01)
+
+
+def simulate(endpoint: str, first: int, count: int, ranks: int, gate: Any) -> None:
+    """Run `count` agents that obey the coordinator, and do to it what the gate says."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    async def live() -> None:
+        await Simulation(endpoint, first, count, ranks).live(gate)  # made on this loop
+
+    asyncio.run(live())
