@@ -456,17 +456,22 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Turn signals into bytes on a pipe, one a signal; yield its read end."""
+    """Turn signals into bytes on a pipe, one per signal; yield its read end.
+
+    Afterwards they are ignored: the job's exit code is known, and a signal that is repeated while
+    the launcher ends must not replace it.
+    """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     # One that is ignored stays so: nohup, or a shell's background job.
     heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in heeded}
+    for number in heeded:
+        signal.signal(number, lambda *_: None)
     wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
         yield read_end
     finally:
+        for number in heeded:
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
         os.close(read_end)
         os.close(write_end)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, TextIO
 
+from echelon.launcher.output.fit import fit
 from echelon.launcher.output.fold import Fold
 
 _READ_BYTES = 1 << 16
@@ -126,8 +127,7 @@ class Terminal:
         columns = self.columns
         if columns is None:
             return b""
-        shown = line.decode("utf-8", "replace")
-        return (shown if len(shown) < columns else shown[: columns - 1]).encode()
+        return fit(line.decode("utf-8", "replace"), columns).encode()
 
     def show_live(self, text: bytes) -> None:
         """Show a live line in place of the last one; an empty one takes it away."""

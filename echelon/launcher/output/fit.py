@@ -1,0 +1,37 @@
+"""Cut a line to a terminal's width, as the terminal counts it."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_RESET = "\x1b[0m"
+
+
+def fit(line: str, columns: int) -> str:
+    """Return a line cut so that it takes fewer than `columns` columns.
+
+    Escape sequences take none and are kept whole, wide characters take two. A line that was cut and
+    has escape sequences ends with a reset: its own may have been cut off.
+    """
+    kept: list[str] = []
+    used = position = 0
+    while position < len(line):
+        escape = _ESCAPE.match(line, position)
+        if escape is not None:
+            kept.append(escape[0])
+            position = escape.end()
+            continue
+        used += _width(line[position])
+        if used >= columns:
+            return "".join(kept) + (_RESET if "\x1b" in line else "")
+        kept.append(line[position])
+        position += 1
+    return line
+
+
+def _width(character: str) -> int:
+    if unicodedata.east_asian_width(character) in "WF":
+        return 2
+    return 0 if unicodedata.category(character) in ("Mn", "Me", "Cf") else 1
