@@ -42,6 +42,7 @@ _LOADER_DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (\d{1,10})[^)]*\) "
     r"(?:is killed by signal: ([^.]{1,60})|exited unexpectedly)"
 )
+_SIGNAL_NAMES = {signal.strsignal(one) or one.name: one.name for one in signal.Signals}
 _CAUSES = {
     Meaning.OWN: Cause.EXCEPTION,
     Meaning.MEMORY: Cause.OUT_OF_MEMORY,
@@ -266,16 +267,28 @@ def _within_loader(raised: Raised) -> Raised:
     return Raised(inner.type, told, inner.frame or raised.frame, inner.frames)
 
 
+def _loader_death(raised: Raised) -> str:
+    """Return which data-loader worker died and how, as an error reports it; "" if none did."""
+    dead = _LOADER_DEATH.search(raised.message)
+    if dead is None:
+        return ""
+    name = _SIGNAL_NAMES.get(dead[2].strip(), f"signal {dead[2]}") if dead[2] else ""
+    how = f"was killed by {name}" if name else "exited unexpectedly"
+    return f"(pid {dead[1]}), which {how}"
+
+
 def _by_exception(facts: RankEvidence, cause: Cause, raised: Raised) -> Ending:
     short, frame = raised.type.rpartition(".")[2], raised.frame
     first = raised.message.splitlines()[0] if raised.message else ""
     said = f"{short}: {first}" if first else short
     place = f" ({frame})" if frame else ""
     lines = [f"rank {facts.rank} raised {said}{place}"]
-    dead = _LOADER_DEATH.search(raised.message)
-    if dead is not None:
-        how = f"was killed by signal {dead[2]}" if dead[2] else "exited unexpectedly"
-        lines.append(f"rank {facts.rank}: its data loader's worker (pid {dead[1]}) {how}")
+    words = f"rank {facts.rank} raised {said}{place}"
+    death = _loader_death(raised)
+    if death:
+        cause = Cause.DEAD_PROCESS
+        words = f"rank {facts.rank} lost its data-loader worker {death}, and raised {short}{place}"
+        frame = None  # where the signal of the death happened to arrive
     if facts.host.exit_code is not None:
         lines.append(f"rank {facts.rank} ended {exit_words(facts.host.exit_code)}")
     if facts.last_words is not None and facts.last_words.traceback:
@@ -286,7 +299,7 @@ def _by_exception(facts: RankEvidence, cause: Cause, raised: Raised) -> Ending:
         cause=cause,
         moment_ns=_moment_ns(facts),
         how=short,
-        words=f"rank {facts.rank} raised {said}{place}",
+        words=words,
         frame=frame,
         evidence=tuple(lines),
         certain=True,
@@ -429,6 +442,11 @@ def _next_action(facts: RankEvidence, ending: Ending) -> str:
     if ending.cause is Cause.EXCEPTION:
         place = f" at {ending.frame}" if ending.frame else ""
         return f"Fix the exception{place}; the full traceback is in {stderr}."
+    if "data-loader worker" in ending.words:
+        return (
+            "Look for what ended the worker: memory (the machine's log, dmesg, names what the kernel "
+            f"killed), a /dev/shm that is too small, a crash in its C code; see {stderr}."
+        )
     if ending.cause is Cause.DEVICE_STUCK:
         return (
             f"Take rank {facts.rank}'s device out of the job; read its error counters and the "

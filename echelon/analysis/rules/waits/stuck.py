@@ -37,7 +37,7 @@ _ACTIONS = {
     Cause.DATA_STARVATION: "Look at {who}'s data loading{at}: its files, workers and storage.",
     Cause.STORAGE_STALL: "Look at the storage that {who} writes to{at}: space, quota, mount, load.",
     Cause.COMPILE_STALL: "Compile before the first collective, or raise the stall timeout for it.",
-    Cause.STORE_WAIT: "Find out which rank was to write the key that {who} waits for{at}.",
+    Cause.STORE_WAIT: "Find out which rank was to write the key awaited{at}.",
     Cause.HOST_HANG: "Look at {who}'s code{at}: {question}?",
     Cause.GIL_HANG: "Find the C call{at} that holds {who}'s interpreter lock; make it release it.",
     Cause.FROZEN_PROCESS: "Continue {who} (kill -CONT {pid}), or find out who stopped it.",
