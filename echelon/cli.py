@@ -17,7 +17,8 @@ usage: echelon COMMAND [...]
   witness  let one of a job's two nodes continue where the other is lost
   store    serve a key-value store for torch's TCPStore clients and ours
 
-`echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps.
+`echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps, `fr-analyze --attach` a
+running job.
 """
 
 
@@ -61,6 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         file=sys.stderr,
     )
     return 2
+
+
+def analyze(argv: Sequence[str] | None = None) -> int:
+    """Run `fr-analyze`: on a folder, or with `--attach` on a running job."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if any(one in ("--attach", "--pid") or one.startswith("--pid=") for one in arguments):
+        from echelon.launcher.attach.command import main as attach
+
+        return attach(arguments)
+    from echelon.analysis.cli import main as read
+
+    return read(arguments)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fr-analyze",
         description="Say which rank stopped a distributed job, why, and at which line.",
-        epilog="Exit code: 0 nothing is wrong, 1 a finding, 2 the input cannot be read.",
+        epilog="Exit code: 0 nothing is wrong, 1 a finding, 2 the input cannot be read. "
+        "`fr-analyze --attach [PID ...]` looks at a running job instead; see --attach --help.",
     )
     parser.add_argument(
         "path",

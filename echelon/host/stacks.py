@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 3.0
+HOLDS_LOCK = "[holds the interpreter's lock]"  # after a thread's number
 
 
 def can_spy() -> bool:
@@ -49,7 +50,9 @@ def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def _lines(thread: dict[str, Any]) -> Iterator[str]:
-    yield f"Thread 0x{int(thread['thread_id']):016x} (most recent call first):"
+    number = int(thread["thread_id"])
+    mark = f" {HOLDS_LOCK}" if thread.get("owns_gil") is True else ""
+    yield f"Thread 0x{number:016x}{mark} (most recent call first):"
     for frame in thread["frames"]:
         name = str(frame["name"]).rpartition(".")[2]  # faulthandler names no class
         yield f'  File "{frame["filename"]}", line {int(frame["line"])} in {name}'

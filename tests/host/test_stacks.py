@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.host.stacks import can_spy, spy_stacks
+from echelon.host.stacks import HOLDS_LOCK, can_spy, spy_stacks
 
 THREADS = [
     {
@@ -54,6 +54,13 @@ def test_its_threads_read_like_faulthandlers(py_spy):
     stacks = spy_stacks(17)
     assert stacks.splitlines()[1:] == TEXT.splitlines()[1:]
     assert stacks.startswith(f"Thread 0x{THREADS[0]['thread_id']:016x} ")
+
+
+def test_a_thread_that_holds_the_interpreters_lock_is_marked(py_spy):
+    shown = json.dumps([{**THREADS[0], "owns_gil": True}, {**THREADS[1], "owns_gil": False}])
+    py_spy(f"import json\nprint(json.dumps({json.loads(shown)!r}))")
+    heads = [line for line in spy_stacks(17).splitlines() if line.startswith("Thread")]
+    assert [HOLDS_LOCK in head for head in heads] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ class Thread:
     frames: tuple[Frame, ...]
 
     @property
+    def holds_lock(self) -> bool:
+        """Whether it held the interpreter's lock when its stack was read (`host/stacks.py`)."""
+        return "holds the interpreter's lock" in self.name
+
+    @property
     def is_main(self) -> bool:
         """Whether the stack begins in a script or in the interpreter's way into one."""
         if not self.frames:

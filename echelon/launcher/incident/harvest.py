@@ -59,12 +59,16 @@ def harvest(
 
 
 def harvest_steps(
-    workers: Sequence[Worker], occasion: Occasion, is_urgent: Callable[[], bool]
+    workers: Sequence[Worker],
+    occasion: Occasion,
+    is_urgent: Callable[[], bool],
+    gap_s: float = _SECOND_LOOK_S,
 ) -> Steps:
     """Do what `harvest` does, step by step: yields the seconds to wait, returns the records.
 
     Args:
         is_urgent: once it returns True, no step waits any longer.
+        gap_s: how long after the first look at a stall the second one is made.
     """
     witnesses = [Witness(worker, occasion) for worker in workers]
     asked_s = time.monotonic()
@@ -83,7 +87,7 @@ def harvest_steps(
     for witness in witnesses:
         witness.testify()
     if occasion.kind == "stall" and not is_urgent():
-        yield from _look_again(witnesses, first_look_s, is_urgent)
+        yield from _look_again(witnesses, first_look_s + gap_s, first_look_s, is_urgent)
     return [witness.record for witness in witnesses]
 
 
@@ -134,9 +138,12 @@ def _on_threads(
 
 
 def _look_again(
-    witnesses: Sequence[Witness], first_look_s: float, is_urgent: Callable[[], bool]
+    witnesses: Sequence[Witness],
+    due_s: float,
+    first_look_s: float,
+    is_urgent: Callable[[], bool],
 ) -> Waits:
-    yield from _wait_until(first_look_s + _SECOND_LOOK_S, is_urgent)
+    yield from _wait_until(due_s, is_urgent)
     for witness in witnesses:
         witness.look()
     yield from _read_stacks(witnesses, is_urgent)

@@ -51,7 +51,7 @@ class Witness:
 
     def ask(self) -> None:
         """See `Stacks.ask`."""
-        if self._stacks is not None:
+        if self._stacks is not None and self.worker.may_signal:
             self._stacks.ask()
 
     @property

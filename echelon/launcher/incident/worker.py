@@ -23,6 +23,7 @@ class Worker:
     stopped_by_agent: bool = False
     start_error: str = ""
     torch: TorchDump | None = None
+    may_signal: bool = True  # False: a process of another launcher's, which nothing may disturb
 
     @property
     def alive(self) -> bool:

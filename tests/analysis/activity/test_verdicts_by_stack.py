@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from echelon.host.stacks import HOLDS_LOCK
 from echelon.recorder.format.schema import HostThread, Socket
 from tests.analysis.activity.recorded import recorded
 from tests.analysis.imagined_job import Job
@@ -104,3 +105,30 @@ def test_a_lock_and_a_child_process_are_told_in_the_evidence():
     assert "rank 1 waits for a child process" in text
     assert "its child process (pid" in text
     assert "sleep 3600" in text
+
+
+def _with_the_lock(name: str) -> str:
+    """Return a stack as py-spy shows it of a thread that holds the interpreter's lock."""
+    head, bracket, rest = recorded(name).stacks.rpartition(" (most recent call first)")
+    return f"{head} {HOLDS_LOCK}{bracket}{rest}"
+
+
+def test_a_wait_in_c_that_holds_the_interpreters_lock_is_a_gil_hang():
+    stacks = _with_the_lock("sleep")
+    verdict = job("all_reduce", "sleep", stacks=stacks, later_stacks=stacks).report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("gil_hang", (1,)), verdict
+    assert "situations.py:11 in hang" in verdict.summary
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"process_state": "R"},  # Python runs
+        {"later_stacks": ""},
+        {"later_stacks": recorded("sleep").stacks},  # it had the lock for a moment
+    ],
+)
+def test_holding_the_lock_otherwise_is_nothing_special(facts):
+    stacks = _with_the_lock("sleep")
+    made = job("all_reduce", "sleep", **{"stacks": stacks, "later_stacks": stacks, **facts})
+    assert made.report().verdict.cause == "host_hang"

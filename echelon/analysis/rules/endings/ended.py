@@ -444,8 +444,8 @@ def _next_action(facts: RankEvidence, ending: Ending) -> str:
         return f"Fix the exception{place}; the full traceback is in {stderr}."
     if "data-loader worker" in ending.words:
         return (
-            "Look for what ended the worker: memory (the machine's log, dmesg, names what the kernel "
-            f"killed), a /dev/shm that is too small, a crash in its C code; see {stderr}."
+            "Look for what ended the worker: memory (dmesg names what the kernel killed for it), "
+            f"too small a /dev/shm, a crash in its C code; see {stderr}."
         )
     if ending.cause is Cause.DEVICE_STUCK:
         return (

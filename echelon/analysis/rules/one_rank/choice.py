@@ -31,6 +31,7 @@ from echelon.analysis.rules.one_rank.phase import read_compiler, read_span
 from echelon.analysis.rules.one_rank.process import (
     read_freezer,
     read_heartbeat,
+    read_held_lock,
     read_kernel_wait,
     read_motion,
     read_throttling,
@@ -71,6 +72,7 @@ _TESTS: tuple[Test, ...] = (
     read_throttling,
     read_starvation,
     read_heartbeat,
+    read_held_lock,
     read_kernel_wait,
     read_doing,
 )

@@ -6,6 +6,7 @@ import re
 
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, has_moved
+from echelon.analysis.evidence.stacks import main_thread, users_frame
 from echelon.analysis.finding import Cause, Confidence, seconds
 from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.analysis.rules.one_rank.signals import (
@@ -122,6 +123,29 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
         frame=frame,
         evidence=tuple(lines),
         would_settle=() if frame else ("its C-level stack",),
+    )
+
+
+def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
+    """It holds the interpreter's lock at both looks while it waits in the kernel: C code does."""
+    host = facts.host
+    first, later = main_thread(host.stacks), main_thread(host.later_stacks)
+    if first is None or later is None or not (first.holds_lock and later.holds_lock):
+        return None
+    if host.process_state != "S" or first.frames != later.frames:
+        return None  # whoever runs Python holds the lock too
+    frame = users_frame(first.frames)
+    at = f" at {frame}" if frame else ""
+    return Reading(
+        cause=Cause.GIL_HANG,
+        confidence=Confidence.CERTAIN,
+        words=f"waits in C code{at} that holds the interpreter's lock",
+        frame=frame,
+        evidence=(
+            f"rank {facts.rank}: its main thread holds the lock and waits in the kernel, twice",
+            *process_lines(facts),
+            *native_line(facts),
+        ),
     )
 
 

@@ -1,0 +1,149 @@
+"""The same look on other machines, through ssh: each sends back what it saw.
+
+The remote side runs `fr-analyze --attach --collect`, which writes one msgpack map to standard
+output: what was seen, as dumps (never pickles), and nothing that is evaluated here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from echelon.errors import DumpFormatError
+from echelon.launcher.attach.look import Sighting
+from echelon.recorder.read import read
+from echelon.recorder.read.dump import pack_dump
+
+KIND = "echelon-sighting"
+_MAX_BYTES = 1 << 30
+_EXTRA_S = 60.0  # to log in, and to start Python there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What one machine saw, or why it saw nothing."""
+
+    host: str
+    sighting: Sighting | None = None
+    world_size: int = 0
+    problem: str = ""
+
+
+def pack(sighting: Sighting, world_size: int) -> bytes:
+    """Return what was seen on this machine, to be sent."""
+    data: bytes = msgpack.packb(
+        {
+            "kind": KIND,
+            "world_size": world_size,
+            "gap_s": sighting.gap_s,
+            "waiting": list(sighting.waiting),
+            "went_on": list(sighting.went_on),
+            "changed": list(sighting.changed),
+            "notes": list(sighting.notes),
+            "is_watched": sighting.is_watched,
+            "dumps": [pack_dump(record) for record in sighting.records],
+        },
+        use_bin_type=True,
+    )
+    return data
+
+
+def unpack(host: str, data: bytes, folder: Path) -> Answer:
+    """Read what a machine sent; `folder` takes its dumps while they are read."""
+    try:
+        values = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        if not isinstance(values, dict) or values.get("kind") != KIND:
+            raise ValueError("not a sighting")
+        records = []
+        for number, dump in enumerate(values["dumps"]):
+            path = folder / f"dump_{number}"
+            path.write_bytes(dump)
+            records.append(read(path))
+        sighting = Sighting(
+            records=tuple(records),
+            gap_s=float(values["gap_s"]),
+            waiting=_ranks(values["waiting"]),
+            went_on=_ranks(values["went_on"]),
+            changed=_ranks(values["changed"]),
+            notes=tuple(f"{host}: {str(note)[:300]}" for note in values["notes"][:16]),
+            is_watched=values["is_watched"] is True,
+        )
+        return Answer(host=host, sighting=sighting, world_size=int(values["world_size"]))
+    except (ValueError, TypeError, KeyError, DumpFormatError, msgpack.UnpackException) as err:
+        return Answer(host=host, problem=f"its answer cannot be read ({err})")
+
+
+def ask_all(
+    hosts: Sequence[str], command: Sequence[str], remote: str, gap_s: float, folder: Path
+) -> list[Answer]:
+    """Look on several machines at once.
+
+    Args:
+        command: what reaches a machine: `ssh` and its options; the host and `remote` are added.
+        remote: the command line to run there.
+        gap_s: between the two looks; each machine may take a minute longer.
+    """
+    answers: list[Answer | None] = [None] * len(hosts)
+
+    def ask(place: int, host: str) -> None:
+        below = folder / str(place)
+        below.mkdir(parents=True)
+        answers[place] = _ask(host, [*command, host, remote], gap_s + _EXTRA_S, below)
+
+    threads = [threading.Thread(target=ask, args=pair, daemon=True) for pair in enumerate(hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [
+        answer or Answer(host=host, problem="no answer")
+        for host, answer in zip(hosts, answers, strict=True)
+    ]
+
+
+def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
+    """Put together what all machines saw; a rank that two of them report counts once."""
+    seen = [answer.sighting for answer in answers if answer.sighting is not None]
+    parts = ([here] if here is not None else []) + seen
+    records: dict[int, Any] = {}
+    for part in parts:
+        for record in part.records:
+            records.setdefault(record.identity.rank, record)
+    problems = tuple(f"{answer.host}: {answer.problem}" for answer in answers if answer.problem)
+    return Sighting(
+        records=tuple(records[rank] for rank in sorted(records)),
+        gap_s=min((part.gap_s for part in parts), default=0.0),
+        waiting=_joined(part.waiting for part in parts),
+        went_on=_joined(part.went_on for part in parts),
+        changed=_joined(part.changed for part in parts),
+        notes=(*(note for part in parts for note in part.notes), *problems),
+        is_whole=any(part.is_whole for part in parts),
+        is_watched=any(part.is_watched for part in parts),
+    )
+
+
+def _joined(parts: Any) -> tuple[int, ...]:
+    return tuple(sorted({rank for part in parts for rank in part}))
+
+
+def _ranks(values: Any) -> tuple[int, ...]:
+    return tuple(one for one in values if isinstance(one, int) and 0 <= one < 1 << 18)
+
+
+def _ask(host: str, command: Sequence[str], limit_s: float, folder: Path) -> Answer:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as err:
+        return Answer(host=host, problem=str(err)[:200])
+    if len(done.stdout) > _MAX_BYTES or not done.stdout:
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        return Answer(host=host, problem=said[-1][:200] if said else f"exit {done.returncode}")
+    return unpack(host, done.stdout, folder)

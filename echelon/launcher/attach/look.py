@@ -1,0 +1,213 @@
+"""Look at ranks twice, from outside, and keep what was seen as an incident's folder.
+
+Nothing is stopped, asked or changed: py-spy reads memory, the kernel's files are read, and torch's
+dumps are taken where they already are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.analysis.activity import Doing, read_activity
+from echelon.errors import DumpFormatError
+from echelon.host.stacks import can_spy
+from echelon.launcher.attach.motion import Wakes, wakes, went_on
+from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
+from echelon.launcher.incident.harvest import harvest_steps
+from echelon.launcher.incident.torch_dumps import MAX_DUMP_BYTES
+from echelon.launcher.incident.worker import Occasion, Worker
+from echelon.launcher.job.rundir import write_json
+from echelon.recorder.format.schema import Record
+from echelon.recorder.read import read_ring
+from echelon.recorder.read.dump import write_dump
+
+GAP_S = 5.0
+_TORCH_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sighting:
+    """What two looks at a job's ranks showed.
+
+    Attributes:
+        waiting: ranks that were inside a collective at the first look.
+        went_on: of those, the ones that went on in between.
+        changed: ranks whose main thread stood elsewhere at the second look.
+    """
+
+    records: tuple[Record, ...]
+    gap_s: float
+    waiting: tuple[int, ...] = ()
+    went_on: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_whole: bool = False  # every rank of the world was to be on this machine
+    is_watched: bool = False  # by a launcher that ends the job when a rank fails
+
+    @property
+    def moves(self) -> bool:
+        """Whether the job is proved to move."""
+        ranks = {record.identity.rank for record in self.records}
+        if self.waiting:
+            return set(self.waiting) == set(self.went_on)
+        return bool(ranks) and ranks == set(self.changed)
+
+
+def look(
+    ranks: Sequence[FoundRank],
+    folder: Path,
+    *,
+    gap_s: float = GAP_S,
+    idle: Callable[[float], None] = time.sleep,
+) -> Sighting:
+    """Look twice, `gap_s` apart, at processes of this machine.
+
+    Args:
+        folder: an empty one, for what the collection may write.
+    """
+    first = {one.rank: wakes(one.pid) for one in ranks}
+    began_s = time.monotonic()
+    records = _collect(ranks, folder, gap_s, idle)
+    elapsed_s = time.monotonic() - began_s
+    later = {one.rank: wakes(one.pid) for one in ranks}
+    waiting = tuple(record.identity.rank for record in records if _waits(record))
+    return Sighting(
+        records=records,
+        gap_s=elapsed_s,
+        waiting=waiting,
+        went_on=tuple(r for r in waiting if went_on(first[r], later[r], elapsed_s)),
+        changed=tuple(r.identity.rank for r in records if _changed(r, first, later)),
+        notes=_notes(ranks, records),
+        is_whole=any(one.is_whole_world_here for one in ranks),
+        is_watched=any(is_watched(one.pid) for one in ranks),
+    )
+
+
+def _collect(
+    ranks: Sequence[FoundRank], folder: Path, gap_s: float, idle: Callable[[float], None]
+) -> tuple[Record, ...]:
+    occasion = Occasion(
+        kind="stall",
+        attempt=0,
+        world_size=max(one.world_size for one in ranks),
+        job_id="",
+        oom_kills_before=None,
+    )
+    workers = [
+        Worker(
+            rank=one.rank,
+            local_rank=one.local_rank,
+            folder=ring_folder(one) or folder / str(one.rank),
+            logs=folder,
+            pid=one.pid,
+            may_signal=False,
+        )
+        for one in ranks
+    ]
+    steps = harvest_steps(workers, occasion, lambda: False, gap_s)
+    while True:
+        try:
+            wait_s = next(steps)
+        except StopIteration as end:
+            return tuple(end.value)
+        idle(wait_s)
+
+
+def ring_folder(one: FoundRank) -> Path | None:
+    """Return the folder of the ring that a rank itself keeps, None if it keeps none."""
+    for name in ("ECHELON_RANK_DIR",):
+        folder = Path(one.environ.get(name, ""))
+        if one.environ.get(name) and (folder / "ring").is_file():
+            try:
+                same = read_ring(folder / "ring").identity.pid == one.pid
+            except DumpFormatError:
+                same = False
+            return folder if same else None
+    return None
+
+
+def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None:
+    """Write what was seen as an incident's folder, which `fr-analyze` reads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for record in sighting.records:
+        write_dump(record, folder / f"rank_{record.identity.rank}")
+    write_json(
+        folder / "incident.json",
+        {
+            "format": 1,
+            "kind": "stall",
+            "number": 0,
+            "attempt": 0,
+            "world_size": world_size,
+            "reason": reason,
+            "ranks_present": sorted(record.identity.rank for record in sighting.records),
+        },
+    )
+
+
+def torch_dump(one: FoundRank) -> bytes:
+    """Return the dump that torch has written of this process, b"" if there is none."""
+    prefix = next((one.environ[name] for name in _TORCH_PREFIXES if name in one.environ), "")
+    path = Path(f"{prefix}{one.rank}")
+    try:
+        status = path.stat() if prefix else None
+        if status is None or status.st_size > MAX_DUMP_BYTES:
+            return b""
+        return path.read_bytes() if status.st_mtime >= _began_at(one.pid) else b""
+    except OSError:
+        return b""
+
+
+def _began_at(pid: int) -> float:
+    """Return the time of day at which a process began."""
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up_s + started_ticks(pid) / os.sysconf("SC_CLK_TCK")
+
+
+def _waits(record: Record) -> bool:
+    host = record.host
+    if host.process_state in ("T", "t"):
+        return False
+    if any(thread.is_in_collective for thread in host.threads):
+        return True
+    return read_activity(host.stacks, host.native_stacks).doing is Doing.COLLECTIVE
+
+
+def _changed(
+    record: Record, first: dict[int, Wakes | None], later: dict[int, Wakes | None]
+) -> bool:
+    """Tell whether a rank that waited for nobody stood elsewhere later, or woke meanwhile."""
+    host, rank = record.host, record.identity.rank
+    if not host.alive or host.process_state in ("T", "t", "D"):
+        return False
+    if host.stacks and host.later_stacks:
+        before, after = read_activity(host.stacks), read_activity(host.later_stacks)
+        return (before.doing, before.line) != (after.doing, after.line)
+    return went_on(first[rank], later[rank], host.later_gap_s or 1.0)
+
+
+def _notes(ranks: Sequence[FoundRank], records: Sequence[Record]) -> tuple[str, ...]:
+    """Say what could not be seen, and why."""
+    notes = []
+    blind = [record.identity.rank for record in records if not record.host.stacks]
+    if blind and not can_spy():
+        notes.append("no stacks: py-spy is not installed (pip install py-spy)")
+    elif blind:
+        listed = ", ".join(map(str, blind[:8]))
+        notes.append(
+            f"no stacks of ranks {listed}: py-spy may not trace them (needs the same user and "
+            "ptrace permission: CAP_SYS_PTRACE, or kernel.yama.ptrace_scope 0)"
+        )
+    if any(one.is_guessed for one in ranks) and len(ranks) > 1:
+        notes.append("ranks are numbered by their place: no environment names them")
+    denied = {name for record in records for name in record.host.not_permitted}
+    if denied:
+        notes.append(f"not permitted to read of some ranks: {', '.join(sorted(denied))}")
+    return tuple(notes)

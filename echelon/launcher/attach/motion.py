@@ -1,0 +1,47 @@
+"""Whether a job that nobody recorded moves: did the ranks that wait go on between two looks?
+
+Two looks at a healthy job show ranks inside collectives too. What tells a rank that waits for ever
+from one that waits for the next moment is how often it woke: the kernel counts how often a thread
+gave its core up to wait. A rank that stands in one collective gives it up once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from echelon.host.procfs import read_text
+
+_WAKES_PER_S = 2.0  # a wait that looks at its deadline wakes less often than a step's waits do
+
+
+@dataclass(frozen=True, slots=True)
+class Wakes:
+    """How often a process's threads had waited, and the processor time they had used."""
+
+    waits: int
+    ticks: int
+
+
+def wakes(pid: int) -> Wakes | None:
+    """Count the waits of the main thread; None if the process is gone."""
+    status = read_text(f"/proc/{pid}/task/{pid}/status", "status", [])
+    stat = read_text(f"/proc/{pid}/task/{pid}/stat", "stat", []).rpartition(")")[2].split()
+    _, found, rest = status.partition("\nvoluntary_ctxt_switches:")
+    if not found or len(stat) < 13:
+        return None
+    return Wakes(int(rest.split()[0]), int(stat[11]) + int(stat[12]))
+
+
+def went_on(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> bool:
+    """Tell whether a thread that waited at both looks went on in between."""
+    if before is None or after is None:
+        return False
+    return after.waits - before.waits > max(2.0, _WAKES_PER_S * elapsed_s)
+
+
+def share(before: Wakes | None, after: Wakes | None, elapsed_s: float) -> float:
+    """Return the share of a core that the main thread used."""
+    if before is None or after is None or elapsed_s <= 0:
+        return 0.0
+    return (after.ticks - before.ticks) / os.sysconf("SC_CLK_TCK") / elapsed_s

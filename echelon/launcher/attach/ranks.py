@@ -1,0 +1,216 @@
+"""Find the ranks of jobs on this machine by the environment that their launcher gave them.
+
+torchrun, Slurm, MPI and a person's shell give a rank its number and the world's size through the
+environment, which the kernel keeps as it was when the program began. What a program set itself
+later (`torch.multiprocessing.spawn` and `os.environ`) is not there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from echelon.host.procfs import read_text
+from echelon.host.threads import children, descendants, program_of
+
+_MAX_WORLD = 1 << 18
+_WATCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "echelon")
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """How one kind of launcher names a rank."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    job: tuple[str, ...]  # what tells jobs apart
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "torch", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+        ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"),
+    ),
+    _Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+    ),
+    _Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("PMI_ID", "PMI_JOB_ID")),
+    _Launcher(
+        "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRank:
+    """A process that is a rank of some job."""
+
+    pid: int
+    rank: int
+    world_size: int
+    local_rank: int
+    launcher: str
+    job: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    is_guessed: bool = False  # its number is its place among the processes, not its environment's
+
+    @property
+    def is_whole_world_here(self) -> bool:
+        """Whether every rank of the world runs on this machine, by what the launcher says."""
+        local = self.environ.get("LOCAL_WORLD_SIZE", "")
+        return local.isdigit() and int(local) >= self.world_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """The ranks that were found, and how many processes could not be asked."""
+
+    ranks: tuple[FoundRank, ...]
+    num_denied: int = 0
+
+    def jobs(self) -> dict[tuple[str, ...], list[FoundRank]]:
+        """Return the ranks by job."""
+        found: dict[tuple[str, ...], list[FoundRank]] = {}
+        for one in self.ranks:
+            found.setdefault(one.job, []).append(one)
+        return found
+
+
+def find_ranks(pids: Iterable[int] | None = None) -> Search:
+    """Find the ranks among some processes; None: among all of this machine."""
+    denied: list[int] = []
+    found: dict[int, FoundRank] = {}
+    for pid in _all_processes() if pids is None else pids:
+        one = rank_of(pid, denied)
+        if one is not None:
+            found[pid] = one
+    tops = [one for one in found.values() if not _is_helper(one, found)]
+    tops = [one for one in tops if not _starts_ranks(one, tops)]
+    return Search(ranks=tuple(sorted(_newest(tops), key=_order)), num_denied=len(denied))
+
+
+def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
+    """Return which rank a process is by its environment; None if it is not one."""
+    refused: list[str] = []
+    environ = environment(pid, refused)
+    if refused and denied is not None:
+        denied.append(pid)
+    for launcher in _LAUNCHERS:
+        rank, size = environ.get(launcher.rank, ""), environ.get(launcher.size, "")
+        if rank.isdigit() and size.isdigit() and int(rank) < int(size) <= _MAX_WORLD:
+            local = environ.get(launcher.local_rank, "")
+            return FoundRank(
+                pid=program_of(pid),
+                rank=int(rank),
+                world_size=int(size),
+                local_rank=int(local) if local.isdigit() else 0,
+                launcher=launcher.name,
+                job=(launcher.name, size, *(environ.get(name, "") for name in launcher.job)),
+                environ=environ,
+            )
+    return None
+
+
+def ranks_below(pid: int) -> Search:
+    """Return the ranks that a process is, belongs to, or started.
+
+    A rank leads to all ranks of its job, a launcher to those below it. The children of a process
+    that named them to nobody (`torch.multiprocessing.spawn`) are numbered by their pids.
+    """
+    own = rank_of(pid)
+    if own is not None:
+        search = find_ranks()
+        return Search(
+            ranks=tuple(one for one in search.ranks if one.job == own.job),
+            num_denied=search.num_denied,
+        )
+    below = find_ranks(descendants(pid))
+    if below.ranks:
+        return below
+    spawned = [child for child in sorted(children(pid)) if _is_spawned(child)]
+    return Search(ranks=numbered(spawned if len(spawned) > 1 else [pid]))
+
+
+def numbered(pids: Iterable[int]) -> tuple[FoundRank, ...]:
+    """Take processes whose environment names no rank for ranks, in the order given."""
+    listed = list(pids)
+    return tuple(
+        FoundRank(
+            pid=pid, rank=place, world_size=len(listed), local_rank=place, launcher="",
+            job=("", str(listed[0])), is_guessed=True,
+        )
+        for place, pid in enumerate(listed)
+    )  # fmt: skip
+
+
+def environment(pid: int, denied: list[str]) -> dict[str, str]:
+    """Return the environment that a process was started with; {} if it may not be read."""
+    text = read_text(f"/proc/{pid}/environ", "environ", denied)
+    pairs = (entry.partition("=") for entry in text.split("\0"))
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def _order(one: FoundRank) -> tuple[tuple[str, ...], int]:
+    return one.job, one.rank
+
+
+def _newest(ranks: list[FoundRank]) -> list[FoundRank]:
+    """Of two processes of one rank, an earlier attempt's and this one's, take the later."""
+    latest: dict[tuple[tuple[str, ...], int], FoundRank] = {}
+    for one in sorted(ranks, key=lambda one: (started_ticks(one.pid), one.pid)):
+        latest[one.job, one.rank] = one
+    return list(latest.values())
+
+
+def _is_helper(one: FoundRank, found: Mapping[int, FoundRank]) -> bool:
+    """Tell whether a process has a rank's environment because that rank started it."""
+    return any(
+        above in found and (found[above].job, found[above].rank) == (one.job, one.rank)
+        and found[above].pid != one.pid
+        for above in ancestors(one.pid)
+    )  # fmt: skip
+
+
+def _starts_ranks(one: FoundRank, others: list[FoundRank]) -> bool:
+    """Tell a scheduler's task that runs a launcher, whose ranks are the job's, from a rank."""
+    below = {other.pid for other in others if other.launcher != one.launcher}
+    return bool(below) and not below.isdisjoint(descendants(one.pid))
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the processes above one, the nearest first."""
+    above: list[int] = []
+    while pid > 1 and len(above) < 256:
+        fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
+        if len(fields) < 2:
+            break
+        pid = int(fields[1])
+        above.append(pid)
+    return above
+
+
+def is_watched(pid: int) -> bool:
+    """Tell whether a launcher that ends the job when a rank fails is above a process."""
+    commands = (read_text(f"/proc/{one}/cmdline", "cmdline", []) for one in ancestors(pid)[:4])
+    return any(name in text for text in commands for name in _WATCHERS)
+
+
+def started_ticks(pid: int) -> int:
+    """Return when a process began, in clock ticks since the machine did; 0 if it is gone."""
+    fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def _is_spawned(pid: int) -> bool:
+    command = read_text(f"/proc/{pid}/cmdline", "cmdline", [])
+    is_tracker = "resource_tracker" in command or "semaphore_tracker" in command
+    return "python" in read_text(f"/proc/{pid}/maps", "maps", []) and not is_tracker
+
+
+def _all_processes() -> list[int]:
+    own = os.getpid()
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]  # noqa: PTH208 -- names

@@ -1,0 +1,112 @@
+"""From what two looks showed to a verdict: the rules of `fr-analyze`, and what attaching adds.
+
+The rules know incidents, where a launcher saw that nothing moved. Here a person asks, at any
+moment: so first whether the job moves, then which ranks are not on this machine, and no more
+confidence than two looks some seconds apart give.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.analysis.diagnose import analyze
+from echelon.analysis.finding import Cause, Confidence, Finding, Report, rank_list, seconds
+from echelon.launcher.attach.look import Sighting
+
+_LONG_GAP_S = 30.0
+_SEEN_DIRECTLY = frozenset({Cause.FROZEN_PROCESS, Cause.DEAD_PROCESS, Cause.GIL_HANG})
+
+
+def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
+    """Explain what was seen.
+
+    Args:
+        folder: where it was kept, see `look.keep`.
+
+    Raises:
+        DumpFormatError: what was kept cannot be read.
+    """
+    present = tuple(sorted(record.identity.rank for record in sighting.records))
+    origin = f"{rank_list(present)} of {world_size}, seen twice, {seconds(sighting.gap_s)} apart"
+    if sighting.moves:
+        return Report(
+            world_size=world_size,
+            ranks_present=present,
+            findings=(),
+            origin=f"{origin}: the job moves",
+            warnings=sighting.notes,
+        )
+    absent = tuple(rank for rank in range(world_size) if rank not in present)
+    report = analyze(folder)
+    findings = tuple(_bounded(one, sighting, absent) for one in report.findings)
+    if absent and present and set(present) <= set(sighting.waiting):
+        findings = (_elsewhere(sighting, present, absent),)
+    return Report(
+        world_size=world_size,
+        ranks_present=present,
+        findings=findings,
+        origin=origin,
+        warnings=(*sighting.notes, *report.warnings),
+        stacks=report.stacks,
+    )
+
+
+def _elsewhere(sighting: Sighting, present: tuple[int, ...], absent: tuple[int, ...]) -> Finding:
+    """All ranks that are seen wait in a collective: what they wait for is not among them."""
+    who = rank_list(absent)
+    waits = f"{rank_list(present)} in a collective at both looks, {seconds(sighting.gap_s)} apart"
+    if not sighting.is_whole:
+        return Finding(
+            cause=Cause.UNKNOWN,
+            culprit_ranks=(),
+            confidence=Confidence.POSSIBLE,
+            summary=f"all ranks of this machine wait in a collective; {who}, which are not on it, "
+            "may keep them waiting",
+            evidence=(waits, f"{who}: no process on this machine"),
+            fallout_ranks=present,
+            would_settle=(f"the same look at the machines of {who} (--host)",),
+            next_action="Run it again with --host and the other machines' names.",
+        )
+    if sighting.is_watched:
+        return Finding(
+            cause=Cause.SKIPPED_COLLECTIVE,
+            culprit_ranks=absent,
+            confidence=Confidence.LIKELY,
+            summary=f"{who} ended while {rank_list(present)} wait in a collective: fewer of them "
+            "were called there",
+            evidence=(
+                waits,
+                f"{who}: its process has ended; its launcher, which stops at a failure, has not",
+            ),
+            fallout_ranks=present,
+            would_settle=("how many batches each rank had",),
+            next_action="Give all ranks equally many batches, or let all leave the loop together.",
+        )
+    return Finding(
+        cause=Cause.DEAD_PROCESS,
+        culprit_ranks=absent,
+        confidence=Confidence.LIKELY,
+        summary=f"{who} is gone while {rank_list(present)} wait in a collective",
+        evidence=(waits, f"{who}: no process on this machine, where the whole world runs"),
+        fallout_ranks=present,
+        would_settle=(f"the exit status of {who}",),
+        next_action=f"Look at the output of {who} and the machine's log (dmesg).",
+    )
+
+
+def _bounded(finding: Finding, sighting: Sighting, absent: tuple[int, ...]) -> Finding:
+    """Claim no more than two looks show: a long step looks like a hang for as long as it takes."""
+    if finding.cause in _SEEN_DIRECTLY or finding.info:
+        return finding
+    moved = [rank for rank in finding.culprit_ranks if rank in sighting.changed]
+    missing: list[str] = []
+    sure = finding.confidence
+    if moved:
+        sure = Confidence.POSSIBLE
+        missing.append(f"whether {rank_list(moved)} arrives: it stood elsewhere at the second look")
+    elif sighting.gap_s < _LONG_GAP_S and sure is Confidence.CERTAIN:
+        sure = Confidence.LIKELY
+        missing.append("whether it lasts: look again with --wait 60")
+    if absent:
+        missing.append(f"what {rank_list(absent)}, not on this machine, do (--host)")
+    return finding.changed(confidence=sure, would_settle=(*finding.would_settle, *missing))
