@@ -35,9 +35,9 @@ class Picture:
 
     evidence: Evidence
     lanes: Sequence[Lanes]
-    exchanges: Exchanges
     all_waits: WaitGraph
     streams: Streams | None = None  # of torch's dumps
+    own_exchanges: Exchanges | None = None  # of our records: torch's have streams
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
@@ -46,6 +46,11 @@ class Picture:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
         return found
+
+    @cached_property
+    def exchanges(self) -> Exchanges:
+        """The sends and receives, matched by the numbers that our records hold."""
+        return self.own_exchanges or Exchanges(self.evidence)
 
     @cached_property
     def graph(self) -> WaitGraph:
@@ -183,12 +188,13 @@ class Picture:
 def take_picture(evidence: Evidence) -> Picture:
     """Match the records and build the wait-for graph."""
     lanes = all_lanes(evidence)
+    if evidence.foreign == "torch":
+        streams = Streams(evidence)
+        waits = stream_graph(streams)
+        return Picture(evidence=evidence, lanes=lanes, all_waits=waits, streams=streams)
     exchanges = Exchanges(evidence)
-    streams = Streams(evidence) if evidence.foreign == "torch" else None
-    waits = wait_graph(evidence, lanes, exchanges) if streams is None else stream_graph(streams)
-    return Picture(
-        evidence=evidence, lanes=lanes, exchanges=exchanges, all_waits=waits, streams=streams
-    )
+    waits = wait_graph(evidence, lanes, exchanges)
+    return Picture(evidence=evidence, lanes=lanes, all_waits=waits, own_exchanges=exchanges)
 
 
 def failed_last(facts: RankEvidence) -> Any | None:

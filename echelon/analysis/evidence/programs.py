@@ -74,7 +74,8 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
         [operations.setdefault(c.operation, len(operations)) for c in evidence.tables.calls] + [0],
         np.int64,
     )
-    columns: dict[int, npt.NDArray[np.int64]] = {}
+    sizes = (len(operations) + 1, len(evidence.tables.texts) + 1, evidence.world_size + 2, 2)
+    keys: dict[int, npt.NDArray[np.int64]] = {}
     for rank, facts in evidence.ranks.items():
         rows = facts.rows[-_MAX_ROWS:]
         is_message = (rows["flags"] & Flag.P2P) > 0
@@ -82,21 +83,12 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
         for group in np.unique(rows["group"][is_message]).tolist():
             mine = is_message & (rows["group"] == group)
             away[mine] = _steps_away(evidence.groups[group].ranks, rank, rows["peer"][mine])
-        columns[rank] = np.stack(
-            [
-                by_group[rows["group"]],
-                by_call[rows["call"]],
-                rows["site"].astype(np.int64),
-                away,
-                in_one_launch(rows),
-            ]
-        )
-    if not columns:
-        return {}
-    lengths = np.cumsum([one.shape[1] for one in columns.values()])
-    _, numbers = np.unique(np.concatenate(list(columns.values()), axis=1), axis=1,
-                           return_inverse=True)  # fmt: skip
-    return dict(zip(columns, np.split(numbers.reshape(-1), lengths[:-1]), strict=True))
+        key = by_group[rows["group"]]
+        fields = (by_call[rows["call"]], rows["site"].astype(np.int64), away, in_one_launch(rows))
+        for size, field in zip(sizes, fields, strict=True):
+            key = key * size + field  # may wrap around in absurd worlds, alike on all ranks
+        keys[rank] = key
+    return keys
 
 
 def _steps_away(

@@ -7,8 +7,8 @@ unpickler that then runs has no way to look a class up either: two walls, each e
 
 The walk also bounds what the file can make us allocate: strings must lie within the file, and memo
 numbers (the C unpickler's table grows to the largest one) may not exceed what the file could fill.
-A regular expression takes runs of opcodes of fixed length, which makes the walk as fast as the
-unpickler itself; strings are stepped over one by one.
+A regular expression takes runs of opcodes of fixed length and of short strings, which makes the
+walk as fast as the unpickler itself; longer strings are stepped over one by one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _FIXED = (
     rb"|[Khq\x80]."  # one byte: small integers, memo, protocol
     rb"|M..|[Jj]....|G.{8}|\x95.{8}|" + _LONGS
 )
+_SHORT = b"|".join(re.escape(bytes([n])) + b"\\x00\\x00\\x00.{%d}" % n for n in range(64))
+_FIXED += rb"|X(?:" + _SHORT + rb")"
 _SMALL_FILE = 1 << 16
 _MEMO_SMALL = rb"|r..\x00\x00"
 _MEMO_LARGE = rb"|r...\x00"
@@ -64,7 +66,8 @@ def load_plain(path: Path) -> Any:
     if problem:
         raise DumpFormatError(f"{path}: {problem}", path=path)
     try:
-        return _NothingUnpickler(io.BytesIO(data)).load()
+        # The unpickler looks ahead in a buffered reader; from plain bytes it takes few at a time.
+        return _NothingUnpickler(io.BufferedReader(io.BytesIO(data), len(data) + 1)).load()
     except Exception as err:
         raise DumpFormatError(f"{path}: damaged pickle ({type(err).__name__})", path=path) from err
 

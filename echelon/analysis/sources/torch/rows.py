@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,26 @@ _DTYPES = {
 _CREATED, _STARTED, _COMPLETED = int(State.CREATED), int(State.STARTED), int(State.COMPLETED)
 _STATES = {"scheduled": _CREATED, "started": _STARTED, "completed": _COMPLETED}
 _P2P_FLAG = int(Flag.P2P)
+_NAMES = (
+    "process_group",
+    "pg_id",
+    "profiling_name",
+    "frames",
+    "collective_seq_id",
+    "p2p_seq_id",
+    "op_id",
+    "time_created_ns",
+    "time_discovered_started_ns",
+    "time_discovered_completed_ns",
+    "is_p2p",
+    "retired",
+    "state",
+    "input_sizes",
+    "output_sizes",
+    "input_dtypes",
+    "output_dtypes",
+)
+_VALUES = itemgetter(*_NAMES)  # all of an entry at once: there are millions
 _BY_OUTPUT = frozenset(
     {"scatter", "all_gather", "allgather", "_all_gather_base", "all_gather_into_tensor"}
 )
@@ -115,44 +136,50 @@ class TorchRows:
     def _rows(
         self, entries: Sequence[Mapping[str, Any]], status: Mapping[int, tuple[int, int]]
     ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
-        tops: dict[int, Tops] = {}
         frames: dict[int, tuple[int, int]] = {}
         columns: list[tuple[Any, ...]] = []
+        locals_: dict[int, Any] = {}
         for entry in entries:
-            name, desc = entry.get("process_group") or ("", "")
+            try:
+                values = _VALUES(entry)
+            except KeyError:  # of another version
+                values = tuple(map(entry.get, _NAMES))
+            group, local, full_name, stack, number, message, *rest = values
+            name, desc = group or ("", "")
             pair = self._pair_index.get((name, desc))
             if pair is None:
                 pair = self._pair(name, desc)
-            _raise_tops(tops, pair, entry)
-            full_name = entry.get("profiling_name") or ""
-            parsed = self._names.get(full_name)
+            locals_.setdefault(pair, local)
+            parsed = self._names.get(full_name or "")
             if parsed is None:
-                parsed = self._names[full_name] = parse_name(full_name)
+                parsed = self._names[full_name or ""] = parse_name(full_name or "")
             operation, is_gloo, way, peer = parsed
-            is_p2p = bool(entry.get("is_p2p")) or way != 0
-            stack = entry.get("frames") or ()
             site = frames.get(id(stack))
             if site is None:
-                site = frames[id(stack)] = self._site(stack)
+                site = frames[id(stack)] = self._site(stack or ())
+            op_id, created, started, ended, is_p2p, retired, state, *arguments = rest
             columns.append(
                 (
-                    -1 if is_p2p else entry.get("collective_seq_id") or 0,
-                    entry.get("time_created_ns") or 0,
-                    entry.get("time_discovered_started_ns") or 0,
-                    entry.get("time_discovered_completed_ns") or 0,
+                    number or 0,
+                    message or 0,
+                    created or 0,
+                    started or 0,
+                    ended or 0,
                     pair,
-                    self._call(operation, entry),
-                    site[0],
-                    site[1],
+                    self._call(operation, *arguments),
+                    *site,
                     peer,
-                    (entry.get("p2p_seq_id") or 0) if is_p2p else -1,
-                    entry.get("op_id") or 0,
-                    _P2P_FLAG if is_p2p else 0,
-                    _state(entry, is_gloo),
-                    bool(entry.get("retired")),
+                    op_id or 0,
+                    _P2P_FLAG if is_p2p or way else 0,
+                    _state(state, retired, is_gloo),
+                    bool(retired),
                 )
             )
-        return self._settled(_table(columns), columns, tops, status), tops
+        rows = _table(columns)
+        tops = _tops(rows, locals_)
+        is_message = (rows["flags"] & _P2P_FLAG) > 0
+        rows["sequence"][is_message] = rows["p2p_sequence"][~is_message] = -1
+        return self._settled(rows, columns, tops, status), tops
 
     def _pair(self, name: Any, desc: Any) -> int:
         if not isinstance(name, str) or not isinstance(desc, str):
@@ -231,13 +258,15 @@ class TorchRows:
         parts = tuple(sorted(self._tables.comparable[number] for number in numbers))
         return self._tables.call(Call(f"{_COALESCED} {names}", signature), (_COALESCED, parts))
 
-    def _call(self, operation: str, entry: Mapping[str, Any]) -> int:
+    def _call(
+        self, operation: str, inputs: Any, outputs: Any, input_dtypes: Any, output_dtypes: Any
+    ) -> int:
         key = (
             operation,
-            tuple(map(tuple, entry.get("input_sizes") or ())),
-            tuple(map(tuple, entry.get("output_sizes") or ())),
-            tuple(entry.get("input_dtypes") or ()),
-            tuple(entry.get("output_dtypes") or ()),
+            tuple(map(tuple, inputs or ())),
+            tuple(map(tuple, outputs or ())),
+            tuple(input_dtypes or ()),
+            tuple(output_dtypes or ()),
         )
         known = self._calls.get(key)
         if known is None:
@@ -295,13 +324,17 @@ class TorchRows:
         )
 
 
-def _raise_tops(tops: dict[int, Tops], pair: int, entry: Mapping[str, Any]) -> None:
-    top = tops.get(pair)
-    if top is None:
-        number = entry.get("pg_id")
-        top = tops[pair] = Tops(local_number=number if type(number) is int else -1)
-    top.collectives = max(top.collectives, entry.get("collective_seq_id") or 0)
-    top.messages = max(top.messages, entry.get("p2p_seq_id") or 0)
+def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]:
+    """Return the highest counters of each pair; both counters of a row are still as written."""
+    found: dict[int, Tops] = {}
+    for pair, local in locals_.items():
+        mine = rows["group"] == pair
+        found[pair] = Tops(
+            collectives=int(rows["sequence"][mine].max()),
+            messages=int(rows["p2p_sequence"][mine].max()),
+            local_number=local if type(local) is int else -1,
+        )
+    return found
 
 
 def parse_name(name: Any) -> tuple[str, bool, int, int]:
@@ -316,10 +349,10 @@ def parse_name(name: Any) -> tuple[str, bool, int, int]:
     return match[1], backend == "gloo", 1 if match[1] == "send" else -1, int(match[3])
 
 
-def _state(entry: Mapping[str, Any], is_gloo: bool) -> int:
+def _state(state: Any, retired: Any, is_gloo: bool) -> int:
     if is_gloo:
-        return _COMPLETED if entry.get("retired") else _STARTED
-    return _STATES.get(str(entry.get("state")), _CREATED)
+        return _COMPLETED if retired else _STARTED
+    return _STATES.get(str(state), _CREATED)
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
@@ -345,6 +378,7 @@ def _table(columns: list[tuple[Any, ...]]) -> npt.NDArray[Any]:
     rows = np.zeros(len(columns), ROW)
     names = (
         "sequence",
+        "p2p_sequence",
         "created_ns",
         "started_ns",
         "ended_ns",
@@ -353,7 +387,6 @@ def _table(columns: list[tuple[Any, ...]]) -> npt.NDArray[Any]:
         "site",
         "stack",
         "peer",
-        "p2p_sequence",
         "op_id",
         "flags",
         "state",
