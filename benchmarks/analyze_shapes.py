@@ -9,7 +9,7 @@
 - `stacks`: 4,096 ranks that record nothing; the kernel shows who waits, and every rank has the
   stacks of ten threads. Rank 2730 sleeps.
 - `pipelines`: 16,384 ranks in 2,048 pipelines of 8 stages; one stage hangs, the others of its
-  pipeline wait in messages and all other pipelines in a collective.
+  pipeline wait in messages and all other pipelines in a collective. In both formats.
 
 Each folder is analysed in a fresh process; the verdict is checked to name the rank that hangs.
 """
@@ -154,7 +154,7 @@ def write_torch_receives(plan: Plan, folder: Path) -> None:
 
 _FRAMES = {  # shared, as torch writes them
     operation: [{"name": "step", "filename": "/srv/job/train.py", "line": 20 + operation}]
-    for operation in (SEND, RECV)
+    for operation in (ALL_REDUCE, SEND, RECV)
 }
 
 
@@ -220,27 +220,65 @@ def write_stacks(plan: Plan, folder: Path) -> None:
     _incident(plan, folder)
 
 
+def stage_calls(rank: int, culprit: int) -> list[Call]:
+    """Receive, send and reduce in each step; the stages beside one that hangs wait in messages."""
+    begin, first = rank - rank % STAGES, culprit - culprit % STAGES
+    step = [
+        *([Call(RECV, rank - 1, 1)] if rank > begin else []),
+        *([Call(SEND, rank + 1, 1)] if rank < begin + STAGES - 1 else []),
+        Call(ALL_REDUCE),
+    ]
+    calls = step * STEPS
+    if begin != first or rank < culprit:
+        return [*calls, *step[:-1], Call(ALL_REDUCE, pending=True)]
+    return [*calls, Call(RECV, rank - 1, 1, pending=True)] if rank > culprit else calls
+
+
 def write_pipelines(plan: Plan, folder: Path) -> None:
-    """Write pipelines of eight stages; the stages beside one that hangs wait in messages."""
-    first = plan.culprit - plan.culprit % STAGES
+    """Write pipelines of eight stages in our format."""
     world = Group("world", tuple(range(plan.ranks)))
     for rank in range(plan.ranks):
         begin = rank - rank % STAGES
-        stages = tuple(range(begin, begin + STAGES))
-        groups = [world, Group(f"pp{rank // STAGES}", stages)]
-        step = [
-            *([Call(RECV, rank - 1, 1)] if rank > begin else []),
-            *([Call(SEND, rank + 1, 1)] if rank < begin + STAGES - 1 else []),
-            Call(ALL_REDUCE),
-        ]
-        calls = step * STEPS
-        if begin != first or rank < plan.culprit:
-            calls = [*calls, *step[:-1], Call(ALL_REDUCE, pending=True)]
-        elif rank > plan.culprit:
-            calls = [*calls, Call(RECV, rank - 1, 1, pending=True)]
-        hangs = rank == plan.culprit
-        write_dump(record(rank, plan.ranks, groups, calls, hangs=hangs), folder / f"rank_{rank}")
+        groups = [world, Group(f"pp{rank // STAGES}", tuple(range(begin, begin + STAGES)))]
+        made = record(
+            rank, plan.ranks, groups, stage_calls(rank, plan.culprit), hangs=rank == plan.culprit
+        )
+        write_dump(made, folder / f"rank_{rank}")
     _incident(plan, folder)
+
+
+def write_torch_pipelines(plan: Plan, folder: Path) -> None:
+    """Write the pipelines as torch's NCCL recorder does."""
+    world = {"name": "0", "desc": "default_pg", "ranks": str(list(range(plan.ranks)))}
+    for rank in range(plan.ranks):
+        begin = rank - rank % STAGES
+        stages = {"name": "1", "desc": "pp", "ranks": str(list(range(begin, begin + STAGES)))}
+        counts = [0, 0]
+        entries = []
+        for index, call in enumerate(stage_calls(rank, plan.culprit)):
+            is_message = call.operation != ALL_REDUCE
+            counts[is_message] += 1
+            local = replace(call, peer=call.peer - begin)
+            entries.append(
+                {
+                    **_torch_entry(rank - begin, index, local),
+                    "pg_id": int(is_message),
+                    "process_group": ("1", "pp") if is_message else ("0", "default_pg"),
+                    "collective_seq_id": 0 if is_message else counts[0],
+                    "p2p_seq_id": counts[1] if is_message else 0,
+                    "op_id": counts[is_message],
+                    "is_p2p": is_message,
+                }
+            )
+            if not is_message:
+                entries[-1]["profiling_name"] = "nccl:all_reduce"
+        top = {
+            "version": "2.10",
+            "pg_config": {"0": world, "1": stages},
+            "pg_status": {},
+            "entries": entries,
+        }
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(top, protocol=2))
 
 
 def _incident(plan: Plan, folder: Path) -> None:
@@ -263,6 +301,7 @@ SHAPES = (
     Shape("receives", 512, write_torch_receives, is_torchs=True),
     Shape("stacks", 4096, write_stacks),
     Shape("pipelines", 16384, write_pipelines),
+    Shape("pipelines", 16384, write_torch_pipelines, is_torchs=True),
 )
 
 

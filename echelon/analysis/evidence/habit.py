@@ -23,6 +23,7 @@ _CLEARLY = 2.0  # by how much the next rank must be more habitual
 _MIN_CALLS = 12  # fewer hold no history that a call could break with
 _CONTEXTS = (8, 4, 2, 1)  # calls that the next one is expected after
 _SHIFTS = (1, 2, 3)
+_MATCHED = 2  # calls that must agree after a slip: one alone may be out of order as well
 _FIELDS = ("group", "call", "site", "peer")
 
 
@@ -122,4 +123,4 @@ def _last_time(keys: list[int], place: int) -> int | None:
 
 def _agree(one: list[int], other: list[int]) -> bool:
     length = min(len(one), len(other))
-    return length > 0 and one[:length] == other[:length]
+    return length >= _MATCHED and one[:length] == other[:length]
