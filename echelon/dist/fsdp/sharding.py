@@ -12,7 +12,7 @@ from torch import nn
 from echelon.dist.fsdp import states
 from echelon.dist.fsdp.guards import optimizers, torch_calls
 from echelon.dist.fsdp.parameters import meta
-from echelon.dist.fsdp.parameters.flat import Flat, Source, member_of
+from echelon.dist.fsdp.parameters.flat import NO_HOOKS, Flat, Source, member_of
 from echelon.dist.fsdp.parameters.marks import attach
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of, unit_of
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -210,7 +210,7 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
             member = member_of(parameter)
             if member is None:
                 title = f"{path}.{name}" if path else name
-                _check_parameter(title, parameter)
+                _check_parameter(title, parameter, is_sparse=getattr(module, "sparse", False))
                 source = sources.setdefault(id(parameter), Source(parameter, title))
                 source.slots.append((module, name))
             elif not any(part is module and key == name for part, key in member.slots):
@@ -224,7 +224,14 @@ def _sources(modules: tuple[nn.Module, ...], ignored: set[int]) -> tuple[list[So
     return list(sources.values()), list(borrowed)
 
 
-def _check_parameter(title: str, parameter: nn.Parameter) -> None:
+def _check_parameter(title: str, parameter: nn.Parameter, *, is_sparse: bool) -> None:
+    if is_sparse is True:
+        raise ValueError(
+            f"parameter {title!r} has sparse gradients (sparse=True), and shards are reduced as "
+            "dense vectors: use sparse=False, or pass the parameter to ignored_params="
+        )
+    if parameter._backward_hooks:
+        raise ValueError(f"parameter {title!r} {NO_HOOKS}")
     if parameter.is_complex():
         raise ValueError(
             f"parameter {title!r} is {parameter.dtype}, which cannot be reduced; pass it to "

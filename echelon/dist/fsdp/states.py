@@ -160,8 +160,14 @@ def install(unit: Unit, modules: Iterable[nn.Module]) -> None:
 def _show_shards(unit: Unit) -> None:
     if unit.entry.held:
         raise ValueError(f"{unit} is unsharded: call reshard() before taking its state")
+    driver = driver_of(unit)
+    if driver.is_at_work(unit):
+        raise RuntimeError(
+            f"the state of {unit} was asked for, or set, inside of a forward or backward, which "
+            "needs its whole parameters: do that between two steps"
+        )
     unit.adopt()
-    driver_of(unit).release([unit])
+    driver.release([unit])
 
 
 def _before_load(

@@ -140,3 +140,87 @@ def _experts(rank, size):
 def test_experts_on_groups_of_their_own_count_once_and_the_norm_is_equal_everywhere():
     first, second = run_ranks(_experts, 2)
     assert first == second
+
+
+# ---- what autograd sees ----
+
+
+def _net():
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def _sharded(model):
+    from echelon.dist.fsdp import fully_shard
+
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _seen_by_autograd(rank, size):
+    from echelon.dist.fsdp import full_state_dict, fully_shard
+
+    models.join()
+    x = torch.arange(8.0).view(2, 4) / 8
+    # inputs= names shards; the rest is frozen between forward and backward, and thawed again
+    plain, model = _net(), _sharded(_net())
+    hooked = []
+    for one in (plain, model):
+        chosen = [one[0].weight, one[2].bias]
+        chosen[0].register_post_accumulate_grad_hook(lambda p: hooked.append(p.grad.clone()))
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = one(x + step).square().mean()
+            one[1].requires_grad_(step == 2)
+            loss.backward(inputs=chosen if step < 2 else None)
+            optimizer.step()
+            assert (one[1].weight.grad is not None) == (step == 2)
+            one[1].requires_grad_(True)
+    for value, expected in zip(
+        full_state_dict(model).values(), plain.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+    assert len(hooked) == 6  # on shards too, with their part of the gradient
+    mine = model[0].weight.numel()
+    assert sum(gradient.numel() for gradient in hooked) == 3 * 16 + 3 * mine
+
+    with pytest.raises(ValueError, match="cannot yield the gradient of shard 'weight': use backw"):
+        torch.autograd.grad(model(x).sum(), list(model[0].parameters()), allow_unused=True)
+    got = torch.autograd.grad(model(x.requires_grad_()).sum(), {"x": x})
+    assert got["x"].shape == x.shape
+    with pytest.raises(ValueError, match=r"'weight' has sparse gradients .*use sparse=False"):
+        fully_shard(nn.Embedding(4, 4, sparse=True))
+
+    class Lookup(nn.Linear):
+        def forward(self, ids):
+            return torch.nn.functional.embedding(ids, self.weight, sparse=True)
+
+    table = fully_shard(Lookup(4, 4, bias=False))
+    with pytest.raises(RuntimeError, match="gradient of 'weight' in unit 'Lookup' is sparse"):
+        table(torch.tensor([1])).sum().backward()
+
+    model = _sharded(_net())
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ValueError, match=r"shard 'weight' has a hook by register_hook\(\)"):
+        model(x)
+    layer = nn.Linear(2, 2)
+    layer.bias.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ValueError, match="parameter 'bias' has a hook by register_hook"):
+        fully_shard(layer)
+    model = _sharded(_net())
+    model[1].register_forward_pre_hook(lambda *_: model.state_dict() and None)
+    with pytest.raises(RuntimeError, match="state of unit 'Sequential' was asked for, or set, ins"):
+        model(x)
+    model = _sharded(_net())
+    value = model[0](x)
+    value.register_hook(lambda _: model.state_dict() and None)
+    with pytest.raises(RuntimeError, match=r"state of unit .* do that between two steps"):
+        model[1](value).sum().backward()
+    assert len(model.state_dict()) == 6
+    dist.shutdown()
+
+
+def test_what_autograd_does_with_shards_works_or_is_refused_by_name():
+    run_ranks(_seen_by_autograd, 2, timeout_s=120)

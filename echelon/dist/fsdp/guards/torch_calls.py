@@ -7,6 +7,8 @@ alone: a norm of a part, a gradient scaler that skips the step on one rank. From
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
     torch.nn.utils.get_total_norm       refused for gradients of shards: it cannot see their groups
     torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
+    torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`)
+    torch.autograd.grad                 refused for shards: it would yield gradients of one rank
     nn.Module.zero_grad                 also what waits in gathered parameters
 
 Models without shards get torch's own functions.
@@ -45,6 +47,9 @@ def install() -> None:
         module.get_total_norm = utilities.get_total_norm = module._get_total_norm
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = _guarded_unscale(scaler._unscale_grads_)
+    engine: Any = torch.autograd
+    engine.backward = _guarded_backward(engine.backward)
+    engine.grad = _guarded_grad(engine.grad)
     model: Any = nn.Module
     model.zero_grad = _guarded_zero_grad(model.zero_grad)
 
@@ -110,6 +115,40 @@ def _guarded_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return unscale
+
+
+def _guarded_backward(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        given = _inputs(kwargs.get("inputs", args[5] if len(args) > 5 else None))
+        if any(member_of(one) is not None for one in given):
+            args = args[:5]
+            kwargs["inputs"] = [one if (m := member_of(one)) is None else m.leaf for one in given]
+        original(*args, **kwargs)
+
+    return backward
+
+
+def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in _inputs(inputs):
+            member = member_of(one)
+            if member is not None and one is member.shard:
+                raise ValueError(
+                    f"torch.autograd.grad cannot yield the gradient of shard {member}: use "
+                    "backward(inputs=...), which reduces it into .grad, or unshard(model) first"
+                )
+        return original(outputs, inputs, *args, **kwargs)
+
+    return grad
+
+
+def _inputs(inputs: Any) -> list[Any]:
+    """Return what autograd is to compute gradients of; it takes one, several, or a dict."""
+    if isinstance(inputs, dict):
+        return list(inputs.values())
+    return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
 
 
 def _guarded_zero_grad(original: Callable[..., None]) -> Callable[..., None]:

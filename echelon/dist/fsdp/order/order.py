@@ -70,6 +70,10 @@ class Order:
         opened = self._open()
         return not self._failed and entry in opened and opened[0] is not entry
 
+    def is_at_work(self, entry: Entry) -> bool:
+        """Return whether a backward is running, or a unit's forward."""
+        return self.in_backward or (not self._failed and entry in self._open())
+
     # ---- forward ----
 
     def forward_begins(self, entry: Entry, *, records: bool, trains: bool) -> Actions:

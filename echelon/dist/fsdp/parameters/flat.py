@@ -49,6 +49,10 @@ Slot = tuple[nn.Module, str]
 # or one more if the shard changed since: a backward through weights that were changed after their
 # forward raises too, as it does for a plain parameter.
 _RELEASED = 1_000_000_000
+NO_HOOKS = (
+    "has a hook by register_hook(), which would never be called: autograd computes gradients of "
+    "whole parameters. register_post_accumulate_grad_hook() is called with the reduced gradient"
+)
 
 
 @dataclass(eq=False)
@@ -144,7 +148,13 @@ class Member:
         return shard.data_ptr() == self._shard_address and shard.dtype == self.flat.dtype
 
     def note_gather(self) -> None:
-        """Note whether the shard changed since the last gather."""
+        """Note whether the shard changed since the last gather.
+
+        Raises:
+            ValueError: it was converted or moved, or has a hook that would never be called.
+        """
+        if self.shard._backward_hooks:
+            raise ValueError(f"shard {self.name!r} {NO_HOOKS}")
         self.adopt()
         version = self.shard._version
         self._has_moved |= version != self._gathered_version
@@ -204,6 +214,13 @@ class Member:
         else:
             self.aside.add_(gradient)
         self.leaf.grad = None
+
+    def call_hooks(self) -> None:
+        """Call what the program registered by `register_post_accumulate_grad_hook` on the shard."""
+        hooks: Any = self.shard._post_accumulate_grad_hooks
+        if hooks and self.shard.grad is not None:
+            for hook in list(hooks.values()):
+                hook(self.shard)
 
     def drop_gradient(self) -> None:
         """Forget gradients that were not reduced."""

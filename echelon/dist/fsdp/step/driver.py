@@ -144,6 +144,11 @@ class Driver:
         """Return whether a unit's forward is running inside an outer unit's."""
         return self.order.is_nested(unit.entry)
 
+    def is_at_work(self, unit: Unit) -> bool:
+        """Return whether a backward is running, or a unit's forward."""
+        _ = self.in_backward
+        return self.order.is_at_work(unit.entry)
+
     @property
     def in_backward(self) -> bool:
         """Whether autograd is running through the units."""

@@ -74,8 +74,14 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
 
     def arrived(leaf: torch.Tensor) -> None:  # noqa: ARG001
         unit, member = unit_ref(), member_ref()
-        if unit is not None and member is not None:
-            driver.gradient_arrives(unit, member)
+        if unit is None or member is None or member.leaf.grad is None:
+            return  # None: frozen between forward and backward
+        if member.leaf.grad.is_sparse:
+            raise RuntimeError(
+                f"the gradient of {member} in {unit} is sparse, and shards are reduced as dense "
+                "vectors: use sparse=False, or pass the parameter to ignored_params="
+            )
+        driver.gradient_arrives(unit, member)
 
     if member.leaf.is_floating_point():
         wanted = member.leaf.requires_grad

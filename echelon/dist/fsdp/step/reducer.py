@@ -96,6 +96,9 @@ class Reducer:
         some = {member for member, flag in zip(members, present, strict=True) if flag}
         for reduction in self._all:
             reduction.settle(some.intersection(reduction.flat.members))
+        for member in members:
+            if member in some:
+                member.call_hooks()
 
     def _reduction(self, flat: Flat) -> Reduction:
         if flat not in self._filling:
