@@ -78,10 +78,9 @@ def fully_shard(
             before.
         CollectiveError: a rank is lost or did not join.
     """
-    modules: tuple[nn.Module, ...] = (module,) if isinstance(module, nn.Module) else tuple(module)
-    _check_modules(modules)
-    if prefetch < 0:
-        raise ValueError(f"prefetch must not be negative, got {prefetch}")
+    modules = _modules(module)
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch must be a number of units >= 0, got {prefetch!r}")
     _check_budget(memory_budget_bytes)
     driver = _driver(group, mesh)
     near_size = _check_reshard(reshard_after_forward, driver.group)
@@ -92,6 +91,7 @@ def fully_shard(
         raise ValueError(
             f"offload_policy must be a CPUOffloadPolicy or None, got {offload_policy!r}"
         )
+    skipped = _ignored(ignored_params)
     agreement.check_settings(
         driver,
         type(modules[0]).__name__,
@@ -103,7 +103,6 @@ def fully_shard(
             "memory_budget_bytes": memory_budget_bytes,
         },
     )
-    skipped = {id(parameter) for parameter in ignored_params or ()}
     meta.make_real(_parts(modules), skipped, device, init)
     sources, borrowed = _sources(modules, skipped)
     if offload_policy and all(source.parameter.device.type == "cpu" for source in sources):
@@ -131,7 +130,10 @@ def fully_shard(
     return module
 
 
-def _check_modules(modules: tuple[nn.Module, ...]) -> None:
+def _modules(given: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    if not isinstance(given, nn.Module | list | tuple):
+        raise ValueError(f"fully_shard takes modules, got {type(given).__name__}")
+    modules = (given,) if isinstance(given, nn.Module) else tuple(given)
     if not modules:
         raise ValueError("fully_shard needs at least one module")
     for module in modules:
@@ -143,6 +145,16 @@ def _check_modules(modules: tuple[nn.Module, ...]) -> None:
             raise ValueError(
                 f"a {type(module).__name__} has no forward of its own; shard the modules in it"
             )
+    return modules
+
+
+def _ignored(parameters: Iterable[nn.Parameter] | None) -> set[int]:
+    given = () if parameters is None else parameters
+    one = given if isinstance(given, str | torch.Tensor) else None
+    listed = [] if one is not None else list(given)
+    if one is not None or not all(isinstance(each, nn.Parameter) for each in listed):
+        raise ValueError("ignored_params must be parameters, as module.parameters() yields them")
+    return {id(parameter) for parameter in listed}
 
 
 def _check_budget(num_bytes: int | None) -> None:

@@ -247,6 +247,10 @@ def _arguments(rank, size):
         ((layer,), {"reshard_after_forward": 3}, "divides"),
         ((layer,), {"mp_policy": torch.bfloat16}, "MixedPrecisionPolicy"),
         ((layer,), {"prefetch": -1}, "prefetch"),
+        ((layer,), {"prefetch": "2"}, "prefetch must be a number of units >= 0, got '2'"),
+        ((5,), {}, "takes modules, got int"),
+        ((layer,), {"ignored_params": ["weight"]}, "ignored_params must be parameters"),
+        ((layer,), {"ignored_params": layer.weight}, "ignored_params must be parameters"),
     ]:
         with pytest.raises(ValueError, match=text):
             fully_shard(*arguments, **settings)

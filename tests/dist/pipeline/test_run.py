@@ -10,6 +10,7 @@ import echelon.dist as dist
 from echelon.dist.backends import registry
 from echelon.dist.fsdp import GradScaler
 from echelon.dist.pipeline import Pipeline, PlanError, Stage, schedule, split
+from echelon.dist.pipeline.execute.batch import check_batch
 from echelon.errors import CollectiveError
 from tests.dist.pipeline.models import Reference, loss_fn, make_batch, make_stage
 from tests.ranks import run_ranks
@@ -131,6 +132,8 @@ def _mistakes(group):
         Pipeline([stage], group=group, num_microbatches=2, ties=[["0", "1:weight"]])
     with pytest.raises(ValueError, match=f"rank {1 - group.rank} has schedule '1f1b' with"):
         Pipeline([stage], group=group, num_microbatches=2 + group.rank)
+    with pytest.raises(ValueError, match="group must be a ProcessGroup or None, got 'pp'"):
+        Pipeline([stage], group="pp", num_microbatches=2)
     plan = schedule("1f1b", 2, 2)
     plan.rows[1].reverse()
     with pytest.raises(PlanError, match=r"row 1, column 0"):
@@ -280,3 +283,12 @@ def test_a_stage_says_what_it_is_given_wrong():
         Stage(nn.Identity(), index=2, num_stages=2)
     with pytest.raises(ValueError, match=r"must be an nn.Module, got int"):
         Stage(3, index=0, num_stages=2)
+
+
+def test_inputs_and_targets_of_other_sizes_are_an_error_where_one_rank_has_both():
+    stages = [Stage(nn.Linear(2, 2), index=0, num_stages=1)]
+    x, y = torch.zeros(8, 2), torch.zeros(4, 2)
+    with pytest.raises(ValueError, match="inputs have 8 rows in dim 0 and targets 4"):
+        check_batch(stages, (x, x), y, needs_targets=True)
+    check_batch(stages, (x, x), y, needs_targets=False)
+    check_batch(stages, y, [y], needs_targets=True)

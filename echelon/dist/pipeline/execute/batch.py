@@ -68,9 +68,17 @@ def check_batch(stages: list[Stage], inputs: Any, targets: Any, *, needs_targets
     """Check that a rank was given what its stages need.
 
     Raises:
-        ValueError: it was not.
+        ValueError: it was not, or inputs and targets on one rank differ in their number of rows.
     """
     if any(stage.is_first for stage in stages) and inputs is None:
         raise ValueError("step: inputs are None on the first stage's rank")
     if needs_targets and any(stage.is_last for stage in stages) and targets is None:
         raise ValueError("step: targets are None on the last stage's rank, which has a loss_fn")
+    sizes = [size for one in (inputs, targets) if (size := _num_rows(one)) is not None]
+    if needs_targets and len(set(sizes)) > 1:
+        raise ValueError(f"step: inputs have {sizes[0]} rows in dim 0 and targets {sizes[1]}")
+
+
+def _num_rows(batch: Any) -> int | None:
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return len(first) if isinstance(first, torch.Tensor) and first.dim() else None

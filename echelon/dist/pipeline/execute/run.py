@@ -87,6 +87,8 @@ class Pipeline:
         ties: Sequence[Sequence[str]] = (),
         replicas: ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(group, ProcessGroup | None):
+            raise ValueError(f"group must be a ProcessGroup or None, got {group!r}")
         self.group = world() if group is None else group
         self.stages = sorted(stages, key=lambda stage: stage.index)
         self.loss_fn = loss_fn
