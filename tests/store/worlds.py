@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from echelon.store.server.hub import Hub
 from echelon.store.server.peer import Peer
+from echelon.store.server.turns import Turns
 from echelon.store.wire import protocol as p
 from echelon.store.wire.limits import Limits
 from tests.store.peers import OPENING
@@ -46,12 +48,22 @@ class Transport:
 
 
 class World:
-    """A hub and its peers; `limits` are those of `Limits`."""
+    """A hub and its peers; `limits` are those of `Limits`.
+
+    Time stands still unless a `clock` is given, so that everything is executed in its first slice.
+    """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, *, in_c: bool = True, **limits: int
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        in_c: bool = True,
+        clock: Callable[[], float] = lambda: 0.0,
+        **limits: int,
     ) -> None:
+        self.loop = loop
         self.hub = Hub(loop, Limits(**limits), None)
+        self.hub.turns = Turns(loop, clock)
         if not in_c:
             self.hub.executor = None
 
@@ -62,3 +74,8 @@ class World:
         peer.data_received(OPENING + p.encode(p.PING, p.OUR_NONCE if is_ours else 1))
         transport.written = b""
         return peer, transport
+
+    def turn(self) -> None:
+        """Run what is due on the loop, once."""
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()

@@ -17,6 +17,7 @@ from echelon.host.tcp_table import owner_uids, plain_address
 from echelon.store.server.native import make_executor
 from echelon.store.server.peer import Peer, Standing
 from echelon.store.server.slices import total_bytes
+from echelon.store.server.turns import Turns
 from echelon.store.state.leases import Leases
 from echelon.store.state.state import StoreState, show_key
 from echelon.store.wire import protocol as p
@@ -44,6 +45,7 @@ class Hub:
         secret: what members must prove, None for an open store.
         instance: random bytes by which a client notices that the server was restarted.
         executor: executes plain commands in C, None without the C core.
+        turns: shares the loop's time among peers that send much.
         leases: the presences.
         connections: all that are open.
         strangers: of them those that have not become members.
@@ -60,6 +62,7 @@ class Hub:
         self.state = StoreState(limits.num_keys)
         self.state.on_change = self._push_change
         self.executor = make_executor(self.state, limits)
+        self.turns = Turns(loop)
         self.leases = Leases(self.state, loop.time)
         self.instance = secrets.token_bytes(16)
         self.admitted_addresses: set[str] = set()

@@ -4,9 +4,11 @@ The connection owns its parser, its unsent replies and, while its peer reads too
 messages that were read but not yet carried out. What it waits for lives in the shared
 `StoreState` under the connection as owner, so that closing it takes everything back.
 
-Replies of one received packet leave in one write. When more than `Limits.unread_bytes` lie
-unread, the connection stops carrying out commands and stops reading until the peer has caught up:
-a slow reader costs the server at most that plus one reply and one packet of commands.
+Replies of one received packet leave in one write, unless its commands take longer than a slice of
+the loop's time: then the rest waits its turn (see `turns.py`). When more than
+`Limits.unread_bytes` lie unread, the connection stops carrying out commands and stops reading
+until the peer has caught up: a slow reader costs the server at most that plus one reply and one
+packet of commands.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Generator, Iterator
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from echelon.errors import StoreProtocolError
@@ -31,6 +34,7 @@ from echelon.store.wire.seal import Opener, Sealer
 if TYPE_CHECKING:
     from echelon.store.server.hub import Hub
 
+_CHUNK_BYTES = 16 << 10  # parsed between two looks at the clock
 _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
@@ -75,12 +79,12 @@ class Peer(asyncio.Protocol):
         self._parser.admitted = hub.secret is None
         self._transport: asyncio.Transport | None = None
         self.out = Outbox()
+        self._rest = b""  # received after what the backlog was cut out of
         self._backlog: deque[p.Message] = deque()
         self._is_choked = False  # the peer does not read its replies
-        self._is_busy = False  # an answer is made in slices
+        self._is_busy = False  # an answer is made in slices, or others have their turn
         self._is_paused = False  # either
         self._is_deaf = False
-        self._violation: str | None = None
         self._executor = hub.executor
         self._receiver: Receiver | None = None
         if hub.executor is not None:
@@ -156,6 +160,7 @@ class Peer(asyncio.Protocol):
         self.standing = Standing.CLOSED
         self._leave_plain()
         self._backlog.clear()
+        self._rest = b""
         self.deliveries.drop()
         self.out.drop()
         self.hub.leave(self)
@@ -211,52 +216,49 @@ class Peer(asyncio.Protocol):
             )
 
     def _receive(self, data: bytes) -> None:
-        num_bytes, has_completed = len(data), False
-        parser, opener = self._parser, self._opener
-        if opener is not None:
+        num_bytes = len(data)
+        self.hub.turns.begin()
+        if self._opener is not None:
             try:
-                data = opener.open(data)
+                data = self._opener.open(data)
             except StoreProtocolError as error:
                 self.refuse(str(error))
                 return
-        if self._executor is not None:
-            data, has_completed = self._execute_plain(self._executor, data)
-            is_between = opener is None or not opener.is_inside_record
-            if is_between and not data and not self.is_inside_command:
-                return
-        messages = parser.feed(data) if data else []
-        is_inside = parser.is_inside_command or (opener is not None and opener.is_inside_record)
-        if is_inside or self.is_inside_command:
-            self._note_progress(is_inside, num_bytes, has_completed or bool(messages))
-        elif (
-            len(messages) == 1
-            and self._is_flowing
-            and parser.violation is None
-            and cast(int, messages[0][0]) < p.RUN
-        ):
-            self._carry_out_one(messages[0])
-            return
-        if parser.violation is not None:
-            self._violation = parser.violation
-        if self._backlog or self._is_paused:
-            self._backlog.extend(messages)
-        else:
-            self._carry_out(messages)
-        if self._violation is not None and not self._backlog:
-            self.refuse(self._violation)
+        self._rest += data
+        self._take(num_bytes)
 
-    def _execute_plain(self, executor: Executor, data: bytes) -> tuple[bytes, bool]:
-        """Execute the plain commands at the start of `data` without the parser.
+    def _take(self, num_bytes: int) -> None:
+        """Cut commands out of what was received and execute them, until the slice is used up.
 
-        A command that an earlier packet began is completed first. Returns what is left for the
-        parser, and whether anything was executed.
+        Args:
+            num_bytes: how much was received since the last call.
         """
         has_completed = False
-        if self.is_inside_command and self._is_plain and self._parser.is_inside_command:
+        while self._rest and not self._must_wait:
+            if self._executor is not None and self._is_plain:
+                has_completed |= self._execute_plain(self._executor)
+                if not self._rest or self._must_wait:
+                    break
+            chunk, self._rest = self._rest[:_CHUNK_BYTES], self._rest[_CHUNK_BYTES:]
+            messages = self._parser.feed(chunk)
+            has_completed |= bool(messages)
+            self._carry_out(messages)
+            if self._rest and self.hub.turns.is_over:
+                self.put_off()
+        self._note_progress(num_bytes, has_completed)
+        if self._parser.violation is not None and not self._backlog and not self._is_busy:
+            self.refuse(self._parser.violation)
+
+    def _execute_plain(self, executor: Executor) -> bool:
+        """Execute the plain commands at the start of the rest without the parser.
+
+        A command that an earlier packet began is completed first. Returns whether any was executed.
+        """
+        has_completed, data = False, self._rest
+        if self._parser.is_inside_command and len(data) <= _CHUNK_BYTES:
             messages, data = self._parser.finish(data)
-            if messages:
-                has_completed = True
-                self._carry_out(messages)
+            has_completed, self._rest = bool(messages), data
+            self._carry_out(messages)
         position, size = 0, len(data)
         while position < size and self._is_plain and not self._parser.is_inside_command:
             start = position
@@ -267,18 +269,31 @@ class Peer(asyncio.Protocol):
                 self.flush()
             if len(replies) < FLUSH_BYTES:
                 break
-        return (data[position:] if position else data), has_completed
+        if position:
+            self._rest = data[position:]
+        return has_completed
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether nothing more may be executed now."""
+        return bool(self._backlog) or self._is_paused or self.standing is Standing.CLOSED
+
+    @property
+    def _is_flowing(self) -> bool:
+        """Whether a member's command may be carried out as soon as it comes."""
+        return self.standing is Standing.MEMBER and not self._must_wait
 
     @property
     def _is_plain(self) -> bool:
         """Whether plain commands may be executed as soon as they come, on plain keys alone."""
-        if self.standing is not Standing.MEMBER or self._backlog or self._is_paused:
-            return False
         promised = self.state.promised_to
-        return not promised or self not in promised
+        return self._is_flowing and (not promised or self not in promised)
 
-    def _note_progress(self, is_inside: bool, num_bytes: int, has_completed: bool) -> None:
+    def _note_progress(self, num_bytes: int, has_completed: bool) -> None:
         """Note since when a command is incomplete, and how much of it came."""
+        is_inside = self._parser.is_inside_command or (
+            self._opener is not None and self._opener.is_inside_record
+        )
         if is_inside and self.is_inside_command and not has_completed:
             self.partial_bytes += num_bytes
         elif is_inside and self.standing is Standing.MEMBER:
@@ -295,7 +310,7 @@ class Peer(asyncio.Protocol):
 
     def read_on_unless_put_off(self) -> None:
         """Read again unless commands are put off, whose turn comes first."""
-        if not self._is_paused and not self._backlog:
+        if not self._is_paused and not self._backlog and not self._rest:
             self._read_on()
 
     def _read_on(self) -> None:
@@ -310,6 +325,11 @@ class Peer(asyncio.Protocol):
 
     def _carry_out(self, messages: Collection[p.Message]) -> None:
         """Carry out messages in order; put the rest off while the peer's replies lie unread."""
+        if len(messages) == 1 and self._is_flowing:
+            (message,) = messages
+            if cast(int, message[0]) < p.RUN:
+                self._carry_out_one(message)
+                return
         rest: Iterator[p.Message] = iter(messages)
         try:
             if messages and self.hub.secret is None and self.standing is Standing.NEW:
@@ -340,7 +360,9 @@ class Peer(asyncio.Protocol):
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
         """Refuse a peer whose packet went on after its proof: that may be another's bytes."""
-        if self.is_sealed and (next(rest, None) is not None or self._parser.is_inside_command):
+        if self.is_sealed and (
+            self._rest or next(rest, None) is not None or self._parser.is_inside_command
+        ):
             self.refuse("bytes after the proof that are not sealed")
 
     @property
@@ -354,11 +376,6 @@ class Peer(asyncio.Protocol):
 
     def _has_become(self, standing: Standing) -> bool:
         return self.standing is standing
-
-    @property
-    def _is_flowing(self) -> bool:
-        """Whether a command may be carried out as soon as it comes."""
-        return self.standing is Standing.MEMBER and not self._backlog and not self._is_paused
 
     def _carry_out_one(self, message: Any) -> None:
         """Carry out a member's only message: what `_carry_out` does, with less around it."""
@@ -374,18 +391,28 @@ class Peer(asyncio.Protocol):
         if self.out:
             self.flush()
 
+    def put_off(self) -> None:
+        """Let other peers have their turn before the next command."""
+        self._is_busy = True
+        self._pause()
+        self.hub.turns.put_off(self._continue)
+
+    def _continue(self) -> None:
+        if self.standing is not Standing.CLOSED:
+            self._is_busy = False
+            self._resume()
+
     def _work_off(self) -> None:
         """Carry out what was put off, then read on."""
         if self._is_paused:
             return
+        self.hub.turns.begin()
         backlog, self._backlog = self._backlog, deque()
         if backlog:
             self._carry_out(backlog)
-        if self._is_paused or self._backlog or self.standing is Standing.CLOSED:
-            return
-        if self._violation is not None:
-            self.refuse(self._violation)
-        else:
+        if self._rest or self._parser.violation is not None:
+            self._take(0)
+        if not self._must_wait:
             self._read_on()
 
     def answer_in_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
@@ -399,7 +426,7 @@ class Peer(asyncio.Protocol):
             return
         self._is_busy = True
         self._pause()
-        self.hub.loop.call_soon(self._continue_slices, steps)
+        self.hub.turns.put_off(partial(self._continue_slices, steps))
 
     def _continue_slices(self, steps: Generator[None, None, list[bytes]]) -> None:
         if self.standing is Standing.CLOSED:
@@ -410,7 +437,7 @@ class Peer(asyncio.Protocol):
             self.refuse(str(error))
             return
         if pieces is None:
-            self.hub.loop.call_soon(self._continue_slices, steps)
+            self.hub.turns.put_off(partial(self._continue_slices, steps))
             return
         self.out.put_all(pieces)
         self.flush()
@@ -457,6 +484,7 @@ class Peer(asyncio.Protocol):
         self._leave_plain()
         self.hub.leave(self)
         self._backlog.clear()
+        self._rest = b""
         transport = self._transport
         if transport is None or transport.is_closing():
             return

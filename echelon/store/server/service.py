@@ -18,18 +18,18 @@ _PACKET_COMMANDS: Final = 131072  # more than one packet can hold
 
 
 def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
-    """Execute a member's messages until they end, it is closed, or it must read first.
+    """Execute a member's messages until they end, it is closed, it must read, or others must.
 
     Returns what is left.
     """
-    state, out = peer.state, peer.out
+    state, out, turns = peer.state, peer.out, peer.hub.turns
     values, waiting, promised = state.values, state.waiting, state.promised_to
     watched, present_by = state.watched, state.present_by
     room = peer.hub.limits.num_keys - len(values) - len(state.queues)
     is_crowded = room < _PACKET_COMMANDS
     for message in messages:
         query = message[0]
-        if query >= p.RUN:
+        if query >= p.RUN:  # short: a run is no longer than what is parsed at a time
             if promised and peer in promised:
                 state.release_promise(peer)
             if query == p.RUN | p.GET:
@@ -60,6 +60,9 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
             peer.flush()
             if peer.is_paused:
                 return messages
+        if turns.is_over:
+            peer.put_off()
+            return messages
 
     return messages
 

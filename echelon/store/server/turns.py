@@ -1,0 +1,67 @@
+"""Sharing the loop: a peer with more work than a slice of time continues after the others.
+
+One received packet may hold a quarter of a million commands, and one command may cost a
+millisecond, so a flood by one peer would delay all the others by seconds. Each peer therefore
+executes for at most a slice at a time. What is left waits here, in the order of arrival, and the
+loop reads the other sockets in between. Only a single command can take longer than its slice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+_SLICE_S: Final = 0.001  # of one peer at a time
+_TURN_S: Final = 0.005  # of put-off work between two looks at the sockets
+
+
+class Turns:
+    """The put-off work of one server's peers. Runs on its loop.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_scheduled = False
+        self._slice_ends = 0.0
+
+    def begin(self) -> None:
+        """Begin a slice."""
+        self._slice_ends = self._clock() + _SLICE_S
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the slice is used up."""
+        return self._clock() >= self._slice_ends
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Have `work` called in a slice of its own, after what was put off before."""
+        self._waiting.append(work)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._work)
+
+    def _work(self) -> None:
+        """Let those who wait have a slice each, for at most a turn; then look at the sockets."""
+        self._is_scheduled = False
+        ends = self._clock() + _TURN_S
+        try:
+            for _ in range(len(self._waiting)):
+                self.begin()
+                self._waiting.popleft()()
+                if self._clock() >= ends:
+                    break
+        finally:
+            self._schedule()
