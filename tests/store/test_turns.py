@@ -10,6 +10,7 @@ import pytest
 
 from echelon.store.server.turns import Turns
 from echelon.store.wire import protocol as p
+from echelon.store.wire.seal import Opener, Sealer
 from tests.store.worlds import Transport, World
 
 STEP_S = 0.0004  # per look at the clock: a slice is over after three
@@ -155,6 +156,110 @@ def test_a_stranger_floods_in_slices_too(loop):
     assert not transport.is_read
     assert work_off(world, transport) > 1
     assert transport.written == p.pack_u32(1) * 20_000
+    world.hub.close()
+
+
+class Slow(Transport):
+    """A transport that holds what it is given until it is drained, as a busy network's does."""
+
+    held = 0
+
+    def write(self, data: bytes) -> None:
+        self.held += len(data)
+        super().write(data)
+        if self.held > 1 << 20:
+            self.peer.pause_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.held
+
+
+def test_a_long_reply_is_sealed_as_fast_as_it_is_read(loop):
+    world = World(loop)
+    peer, _ = listening(world, is_ours=True)
+    slow = Slow()
+    slow.peer, peer._transport, peer.out.transport = peer, slow, slow
+    key = b"k" * 32
+    peer.seal(key, key)
+    peer._leave_plain()
+    world.hub.state.values[b"/big"] = value = bytes(range(256)) * (1 << 15)
+    asked = p.tagged(p.AWAIT_MULTI_GET, 5, [b"/big"] * 2) + p.tagged(p.ACK_PING, 6)
+    peer.data_received(Sealer(key).seal(asked))
+    world.turn()
+    world.turn()
+    num_waits = 0
+    while slow.held:
+        assert slow.held <= (1 << 20) + (300 << 10)
+        slow.held = 0
+        num_waits += 1
+        peer.resume_writing()
+        world.turn()
+    assert num_waits > 10
+    answer = p.frame(p.OK, 5, p.pack_strings([value, value])) + p.frame(p.OK, 6)
+    assert Opener(key).open(slow.written) == answer
+    world.hub.close()
+
+
+def test_a_flood_of_deliveries_is_made_in_slices(loop):
+    world = World(loop, clock=ticking())
+    waiting, transport = listening(world, is_ours=True)
+    for tag in range(1, 1001):
+        waiting.data_received(p.tagged(p.AWAIT_GET, tag, b"/gate"))
+        work_off(world, transport)
+    other, _ = listening(world, is_ours=True)
+    other.data_received(p.encode(p.SET, b"/gate", b"v"))
+    frame_bytes = len(p.frame(p.OK, 1, b"v"))
+    assert 0 < len(transport.written) < 500 * frame_bytes
+    num_turns = 0
+    while len(transport.written) < 1000 * frame_bytes:
+        world.turn()
+        num_turns += 1
+        assert num_turns < 100
+    assert num_turns > 1
+    assert transport.written == b"".join(p.frame(p.OK, tag, b"v") for tag in range(1, 1001))
+    world.hub.close()
+
+
+def test_many_values_are_set_as_one_by_one(loop):
+    """Each with its waiter, watch and presence."""
+    pairs = [(b"/plain", b"1"), (b"/awaited", b"2"), (b"/watched", b"3"), (b"/leased", b"4")]
+    found = []
+    for is_one_command in (True, False):
+        world = World(loop)
+        other, seen = listening(world, is_ours=True)
+        for message in (
+            (p.HELLO, 1, bytes(32), p.EXTENSION_VERSION, bytes(16)),
+            (p.PRESENCE, 2, b"/leased", b"0", 60_000),
+            (p.AWAIT_GET, 3, b"/awaited"),
+            (p.WATCH, 4, [b"/watched"]),
+        ):
+            other.data_received(p.tagged(*message))
+        seen.written = b""
+        peer, _ = listening(world, is_ours=False)
+        if is_one_command:
+            peer.data_received(p.encode(p.MULTI_SET, [text for pair in pairs for text in pair]))
+        else:
+            peer.data_received(b"".join(p.encode(p.SET, *pair) for pair in pairs))
+        state = world.hub.state
+        found.append(
+            (seen.written, dict(state.values), dict(state.present_by), dict(state.waiting))
+        )
+        world.hub.close()
+    assert found[0] == found[1]
+    event = b"\x01" + p.pack_strings([b"/watched", b"3"])
+    assert found[0][0] == p.frame(p.EVENT, 4, event) + p.frame(p.OK, 3, b"2")
+    assert found[0][1:] == (dict(pairs), {}, {})
+
+
+def test_a_client_that_was_reset_before_it_was_accepted_leaves_at_once(loop):
+    """The kernel names no end of such a connection, so there is no user to ask about."""
+    world = World(loop)
+    world.hub.secret = b"correct horse battery staple"
+    peer, transport = listening(world, is_ours=False)
+    assert not transport.is_closed
+    world.turn()
+    assert transport.is_closed
+    assert peer not in world.hub.connections
     world.hub.close()
 
 

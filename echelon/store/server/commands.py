@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Final
 
-from echelon.store.server.slices import packed_keys
+from echelon.store.server.slices import packed, packed_keys
 from echelon.store.state.state import show_key
 from echelon.store.state.waiters import Wants
 from echelon.store.wire import protocol as p
@@ -73,11 +73,9 @@ def _on_append(peer: Peer, key: bytes, value: bytes) -> None:
 
 
 def _on_multi_get(peer: Peer, keys: list[bytes]) -> None:
-    values = [peer.state.values.get(key, b"") for key in keys]
-    if sum(map(len, values)) > peer.hub.limits.reply_bytes:
-        raise ValueError(f"multi_get of more than {peer.hub.limits.reply_bytes} bytes")
-    for value in values:
-        peer.out.put_value(value)
+    get = peer.state.values.get
+    values = [get(key, b"") for key in keys]
+    peer.answer_in_slices(packed("multi_get", values, peer.hub.limits.reply_bytes))
 
 
 def _on_multi_set(peer: Peer, strings: list[bytes]) -> None:

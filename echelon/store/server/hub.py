@@ -33,6 +33,7 @@ log = logging.getLogger("echelon.store")
 _SWEEP_S = 1.0
 _REFUSALS_LOGGED = 20  # between two sweeps, a second; strangers must not fill the log
 _SHOWN_RANKS = 64
+_DELIVERED_AT_ONCE = 64  # waiters, between two looks at the clock
 _PROGRESS_BYTES = 64 << 10
 
 
@@ -76,6 +77,8 @@ class Hub:
         self._asked: dict[Peer, tuple[str, int, str, int]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._old_promises: dict[Any, bytes] = {}
+        self._is_delivering = False  # the rest of the woken waiters is put off
+        self._gathered: tuple[list[bytes] | None, bytes] = (None, b"")
         self._sweep_s = min(_SWEEP_S, limits.handshake_s / 2, limits.command_s / 2)
         self._sweeper = loop.call_later(self._sweep_s, self._sweep)
 
@@ -153,28 +156,31 @@ class Hub:
     # Deliveries.
 
     def deliver_woken(self) -> None:
-        """Answer all waiters that the last commands have satisfied."""
+        """Answer the waiters that the last commands have satisfied, as many as a slice allows."""
         woken = self.state.woken
-        values: list[bytes] | None = None
-        gathered = b""
         while woken:
-            batch, woken[:] = woken[:], []
+            batch, woken[:_DELIVERED_AT_ONCE] = woken[:_DELIVERED_AT_ONCE], []
             for waiter in batch:
-                if waiter.values is not None and waiter.values is not values:
-                    values = waiter.values
-                    gathered = p.pack_strings(values)
                 assert isinstance(waiter.owner, Peer)
-                waiter.owner.deliveries.deliver(waiter, gathered)
+                waiter.owner.deliveries.deliver(waiter, self._pack_gathered(waiter.values))
+            if woken and self.turns.is_over:
+                if not self._is_delivering:
+                    self._is_delivering = True
+                    self.turns.put_off(self._deliver_on)
+                return
+        self._gathered = (None, b"")
 
-    def pack_reply(self, operation: str, values: list[bytes]) -> bytes:
-        """Encode the values of a reply.
+    def _deliver_on(self) -> None:
+        self._is_delivering = False
+        self.deliver_woken()
 
-        Raises:
-            ValueError: they are longer than a reply may be.
-        """
-        if sum(map(len, values)) > self.limits.reply_bytes:
-            raise ValueError(f"{operation} of more than {self.limits.reply_bytes} bytes")
-        return p.pack_strings(values)
+    def _pack_gathered(self, values: list[bytes] | None) -> bytes:
+        """Encode the values of a gather once for all its ranks."""
+        if values is None:
+            return b""
+        if values is not self._gathered[0]:
+            self._gathered = (values, p.pack_strings(values))
+        return self._gathered[1]
 
     def watch(self, connection: Peer, tag: int, keys: Iterable[bytes]) -> None:
         """Push changes of these keys to the connection until the watch ends.
@@ -210,7 +216,8 @@ class Hub:
     def look_up(self, connection: Peer) -> None:
         """Decide about a client that cannot prove the secret, now or a moment later."""
         ends = connection.address
-        if ends is None:
+        if ends is None:  # it was reset before it was accepted
+            self.loop.call_soon(connection.settle, False)
             return
         address = plain_address(ends[0])
         if address in self.admitted_addresses:

@@ -16,6 +16,9 @@ _JOIN_BYTES: Final = 4096  # values from here on are passed on by reference, not
 class Outbox:
     """The unsent replies of one connection.
 
+    Args:
+        most_bytes: above how much in its buffer the transport pauses the writing.
+
     Attributes:
         transport: where they go; None before the connection is made.
         sealer: makes records of them, on a connection that is sealed.
@@ -23,14 +26,15 @@ class Outbox:
         num_bytes: how much has been put in and not been flushed.
     """
 
-    __slots__ = ("_pieces", "num_bytes", "receiver", "sealer", "transport")
+    __slots__ = ("_most_bytes", "_pieces", "num_bytes", "receiver", "sealer", "transport")
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
         self.transport: asyncio.Transport | None = None
         self.sealer: Sealer | None = None
         self.receiver: Receiver | None = None
         self.num_bytes = 0
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | memoryview] = []
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
@@ -70,21 +74,41 @@ class Outbox:
         self.num_bytes += length + p.FRAME_HEADER_BYTES
 
     def flush(self) -> None:
-        """Hand the replies to the transport in one write."""
+        """Hand the replies to the transport: in one write, but long ones of a sealed stream."""
         pieces, transport = self._pieces, self.transport
+        if transport is None:
+            self.drop()
+            return
+        if self.receiver is not None:
+            self.receiver.may_be_queued = True
+        if self.sealer is not None and self.num_bytes > FLUSH_BYTES:
+            self._seal_ahead(transport, self.sealer)
+            return
         size, self.num_bytes = self.num_bytes, 0
-        if transport is not None:
-            if self.receiver is not None:
-                self.receiver.may_be_queued = True
-            if self.sealer is not None:
-                transport.write(self.sealer.seal(b"".join(pieces)))
-            elif len(pieces) == 1:
-                transport.write(pieces[0])
-            elif size < FLUSH_BYTES:
-                transport.write(b"".join(pieces))
-            else:
-                transport.writelines(pieces)
+        if self.sealer is not None:
+            transport.write(self.sealer.seal(b"".join(pieces)))
+        elif len(pieces) == 1:
+            transport.write(pieces[0])
+        elif size < FLUSH_BYTES:
+            transport.write(b"".join(pieces))
+        else:
+            transport.writelines(pieces)
         pieces.clear()
+
+    def _seal_ahead(self, transport: asyncio.Transport, sealer: Sealer) -> None:
+        """Make records until the transport holds enough; it asks for more when it has sent them.
+
+        Records are copies and a hash each: all of a long reply would stop the loop and double its
+        memory.
+        """
+        pieces = self._pieces
+        while pieces and transport.get_write_buffer_size() <= self._most_bytes:
+            piece = memoryview(pieces.pop(0))
+            if len(piece) > FLUSH_BYTES:
+                pieces.insert(0, piece[FLUSH_BYTES:])
+            portion = bytes(piece[:FLUSH_BYTES])
+            self.num_bytes -= len(portion)
+            transport.write(sealer.seal(portion))
 
     def drop(self) -> None:
         """Forget what was not flushed."""

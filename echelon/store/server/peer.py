@@ -78,7 +78,7 @@ class Peer(asyncio.Protocol):
         self._parser = Parser(hub.limits)
         self._parser.admitted = hub.secret is None
         self._transport: asyncio.Transport | None = None
-        self.out = Outbox()
+        self.out = Outbox(hub.limits.unread_bytes)
         self._rest = b""  # received after what the backlog was cut out of
         self._backlog: deque[p.Message] = deque()
         self._is_choked = False  # the peer does not read its replies
@@ -187,8 +187,10 @@ class Peer(asyncio.Protocol):
             self._receiver.is_plain = False
 
     def resume_writing(self) -> None:
-        """Continue with what was put off."""
+        """Continue with the replies and commands that were put off."""
         self._is_choked = False
+        if self.out:
+            self.flush()
         self._resume()
 
     def _resume(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from echelon.store.server.commands import HANDLERS as TORCH_HANDLERS
 from echelon.store.server.commands import demand_room_to_wait
-from echelon.store.server.slices import packed_keys
+from echelon.store.server.slices import packed, packed_keys
 from echelon.store.state.state import show_key
 from echelon.store.state.waiters import Waiter, Wants
 from echelon.store.wire import protocol as p
@@ -144,12 +144,15 @@ def _queue_len(peer: Peer, _: int, key: bytes) -> bytes:
 
 
 def _list_keys(peer: Peer, tag: int) -> None:
-    peer.answer_in_slices(_framed_keys(peer, tag))
+    peer.answer_in_slices(_framed(tag, packed_keys(peer.state, peer.hub.limits.reply_bytes)))
 
 
-def _framed_keys(peer: Peer, tag: int) -> Generator[None, None, list[bytes]]:
+def _framed(
+    tag: int, steps: Generator[None, None, list[bytes]]
+) -> Generator[None, None, list[bytes]]:
+    """Put what is made in slices into the frame of an answer."""
     try:
-        pieces = yield from packed_keys(peer.state, peer.hub.limits.reply_bytes)
+        pieces = yield from steps
     except ValueError as error:
         return [p.frame(p.ERROR, tag, str(error).encode())]
     return [p.frame_header(p.OK, tag, sum(map(len, pieces))), *pieces] if tag else []
@@ -187,10 +190,11 @@ def _await_get(peer: Peer, tag: int, key: bytes) -> bytes | None:
     return peer.state.values[key] if _wait(peer, tag, Wants.VALUE, [key]) else None
 
 
-def _await_multi_get(peer: Peer, tag: int, keys: list[bytes]) -> bytes | None:
-    if not _wait(peer, tag, Wants.VALUES, keys):
-        return None
-    return peer.hub.pack_reply("multi_get", [peer.state.values[key] for key in keys])
+def _await_multi_get(peer: Peer, tag: int, keys: list[bytes]) -> None:
+    if _wait(peer, tag, Wants.VALUES, keys):
+        values = [peer.state.values[key] for key in keys]
+        steps = packed("multi_get", values, peer.hub.limits.reply_bytes)
+        peer.answer_in_slices(_framed(tag, steps))
 
 
 def _await_pop(peer: Peer, tag: int, key: bytes) -> bytes | None:
@@ -243,6 +247,8 @@ def _presence(peer: Peer, _: int, key: bytes, value: bytes, lease_ms: int) -> by
         raise ValueError("a presence needs a session: HELLO first")
     if not _MIN_LEASE_MS <= lease_ms <= _MAX_LEASE_MS:
         raise ValueError(f"a lease of {lease_ms} ms for {show_key(key)}")
+    if peer.hub.leases.num_of(peer.session) >= peer.hub.limits.num_presences:
+        raise ValueError(f"more than {peer.hub.limits.num_presences} presences")
     peer.hub.leases.take(peer.session, key, value, lease_ms / 1000)
     return b""
 

@@ -13,6 +13,7 @@ from echelon.store.state.state import StoreState
 from echelon.store.wire import protocol as p
 
 SLICE = 10_000  # keys or values per turn of the loop: about a millisecond
+SLICE_BYTES = 4 << 20  # of them, all together
 
 
 def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, list[bytes]]:
@@ -21,16 +22,31 @@ def packed_keys(state: StoreState, limit_bytes: int) -> Generator[None, None, li
     Raises:
         ValueError: they are longer than `limit_bytes`, what a reply may be.
     """
-    keys = list(state.values)
+    return packed("list_keys", list(state.values), limit_bytes)
+
+
+def packed(
+    operation: str, strings: list[bytes], limit_bytes: int
+) -> Generator[None, None, list[bytes]]:
+    """Return strings in their encoding, in pieces.
+
+    Raises:
+        ValueError: they are longer than `limit_bytes`, what a reply may be.
+    """
     pieces: list[bytes] = []
-    size = 0
-    for start in range(0, len(keys), SLICE):
+    size, start = 0, 0
+    while start < len(strings):
         if start:
             yield
-        pieces.append(p.pack_strings(keys[start : start + SLICE]))
-        size += len(pieces[-1])
+        end = start
+        ends_at = size + SLICE_BYTES
+        while end < len(strings) and end - start < SLICE and size < ends_at:
+            size += len(strings[end]) + 8
+            end += 1
         if size > limit_bytes:
-            raise ValueError(f"list_keys of more than {limit_bytes} bytes")
+            raise ValueError(f"{operation} of more than {limit_bytes} bytes")
+        pieces.append(p.pack_strings(strings[start:end]))
+        start = end
     return pieces
 
 

@@ -36,6 +36,10 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def num_of(self, session: bytes) -> int:
+        """Return how many presences a session holds."""
+        return len(self._keys_of.get(session, ()))
+
     def take(self, session: bytes, key: bytes, value: bytes, lease_s: float) -> None:
         """Store a key that ends with its lease, unless someone stores another value over it.
 

@@ -128,9 +128,14 @@ class StoreState:
     def set_many(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
         """Store several values; no waiter runs in between."""
         found = dict(pairs)
-        self._demand_room(len(found.keys() - self.values.keys()))
-        for key, value in found.items():
-            self.set(key, value)
+        if len(self.values) + len(self.queues) + len(found) > self._max_keys:
+            self._demand_room(len(found.keys() - self.values.keys()))
+        self.values.update(found)
+        followed = found.keys() & self.waiting.keys()
+        if self.present_by or self.watched:
+            followed |= found.keys() & (self.present_by.keys() | self.watched)
+        for key in [key for key in found if key in followed] if followed else ():
+            self.set(key, found[key])
 
     def _demand_room(self, num_keys: int) -> None:
         if len(self.values) + len(self.queues) + num_keys > self._max_keys:

@@ -19,6 +19,7 @@ class Limits:
         num_connections: most connections; one more is closed at once.
         num_strangers: of them, most that have not become members.
         num_waiters: most things that one connection may wait for at a time.
+        num_presences: most presences of one client, all of which each of its heartbeats renews.
         num_watched_keys: most keys that one connection may watch, counted once per watch.
         unread_bytes: replies that may lie unread before the server stops reading from that
             connection; one reply may be added on top.
@@ -37,6 +38,7 @@ class Limits:
     num_connections: int = 16384
     num_strangers: int = 8192
     num_waiters: int = 1024
+    num_presences: int = 1024
     num_watched_keys: int = 131072
     unread_bytes: int = 1 << 20
     reply_bytes: int = 256 << 20
