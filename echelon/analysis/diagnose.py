@@ -11,7 +11,7 @@ from pathlib import Path
 from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
-from echelon.analysis.evidence.stacks import main_thread
+from echelon.analysis.evidence.stacks import main_thread, short_site
 from echelon.analysis.finding import Cause, Finding, Report
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
 # Asked in turn where no hypothesis was proposed.
 FALLBACKS: tuple[Rule, ...] = (find_missing, find_unknown, find_straggler)
 _MAX_NAMED = 16
+_MESSAGE_CHARS = 300
 _ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, Cause.DEVICE_STUCK})
 
 
@@ -88,7 +89,10 @@ def diagnose(evidence: Evidence) -> Report:
 def report_of(picture: Picture) -> Report:
     """Ask the rules and put their findings in order, the root first."""
     evidence = picture.evidence
-    findings = tuple(_named(_advised(evidence, finding)) for finding in _findings(picture))
+    findings = tuple(
+        _named(_with_threads(evidence, _advised(evidence, finding)))
+        for finding in _findings(picture)
+    )
     is_healthy = all(finding.info for finding in findings)
     return Report(
         world_size=evidence.world_size,
@@ -120,6 +124,21 @@ def _advised(evidence: Evidence, finding: Finding) -> Finding:
         if advice:
             return finding.changed(evidence=(*finding.evidence, f"rank {rank} wrote: {advice}"))
     return finding
+
+
+def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
+    """Add the exceptions that ended threads of the culprits while their processes lived on."""
+    if finding.info:
+        return finding
+    lines = []
+    for rank in finding.culprit_ranks[:_MAX_NAMED]:
+        facts = evidence.ranks.get(rank)
+        words = facts.thread_words if facts is not None else None
+        if words is not None:
+            message = (words.message.splitlines() or [""])[0][:_MESSAGE_CHARS]
+            line = f"a thread of rank {rank} ({words.thread}) had ended by {words.type}: {message}"
+            lines.append(f"{line} at {short_site(words.site)}" if words.site else line)
+    return finding.changed(evidence=(*finding.evidence, *lines))
 
 
 def _named(finding: Finding) -> Finding:

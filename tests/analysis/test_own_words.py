@@ -14,7 +14,8 @@ from echelon.analysis.rules.one_rank.signals import (
     native_line,
 )
 from echelon.host.facts import OUTSIDE, SIGNAL
-from echelon.recorder.format.schema import Fault, HostFacts, Identity, Live
+from echelon.recorder.format.schema import Fault, HostFacts, Identity, LastWords, Live
+from tests.analysis.imagined_job import Job
 
 FAULT = Fault(
     signal=11, code=1, address=64, thread=7,
@@ -60,3 +61,31 @@ def test_the_age_of_the_heartbeat_that_needs_no_lock():
     seen = replace(rank(snapshot_mono_ns=9_000_000_000), live=tuple(live))
     assert native_heartbeat_age_s(seen) == 4.0
     assert native_heartbeat_age_s(rank(snapshot_mono_ns=9)) is None
+
+
+def ended_in_a_thread(job: Job, rank: int) -> Job:
+    """Let a thread of a rank end by an exception, as the rank itself records it."""
+    job[rank].words = LastWords(
+        type="builtins.ValueError", message="bad shard\nand more", site="/job/data.py:7 fetch",
+        traceback="", mono_ns=1, thread="prefetch",
+    )  # fmt: skip
+    return job
+
+
+def test_a_hang_whose_culprit_lost_a_thread_says_so():
+    job = ended_in_a_thread(Job(3).train(2), 1)
+    for rank in job.others(1):
+        rank.all_reduce(inside=True)
+    job[1].stands("train.py", 7, "next_batch")
+    (finding,) = job.report().findings
+    assert (finding.cause.value, finding.culprit_ranks) == ("host_hang", (1,))
+    assert finding.evidence[-1] == (
+        "a thread of rank 1 (prefetch) had ended by builtins.ValueError: bad shard "
+        "at data.py:7 in fetch"
+    )
+
+
+def test_a_thread_that_ended_is_not_the_end_of_its_rank():
+    job = ended_in_a_thread(Job(3).train(2), 1)
+    job[2].exited(-9)
+    assert job.report("failure").findings[0].culprit_ranks == (2,)

@@ -83,7 +83,8 @@ class RankEvidence:
     open_spans: tuple[Span, ...] = ()
     spans: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, SPAN_ROW))
     live: tuple[int, ...] = (0,) * Live.NUM_WORDS
-    last_words: LastWords | None = None
+    last_words: LastWords | None = None  # of the process
+    thread_words: LastWords | None = None  # of a thread that ended before it
     fault: Fault | None = None
     host: HostFacts = field(default_factory=HostFacts)
     has_ring: bool = True

@@ -67,7 +67,8 @@ class EvidenceBuilder:
         self.warnings += [f"rank {rank}: {text}" for text in record.warnings]
 
     def _evidence(self, record: Record) -> RankEvidence:
-        rank = record.identity.rank
+        rank, words = record.identity.rank, record.last_words
+        is_threads = words is not None and words.thread != ""
         return RankEvidence(
             rank=rank,
             rows=self._rows(record),
@@ -75,7 +76,8 @@ class EvidenceBuilder:
             open_spans=tuple(_span(record, row) for row in record.open_spans),
             spans=self._spans(record),
             live=tuple(record.live),
-            last_words=record.last_words,
+            last_words=None if is_threads else words,
+            thread_words=words if is_threads else None,
             fault=record.fault,
             host=record.host,
             has_ring=record.has_ring,

@@ -35,7 +35,7 @@ from echelon.host.facts import HostThread as HostThread
 from echelon.host.facts import Socket as Socket
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 3
+FORMAT_MINOR = 4
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
@@ -336,7 +336,7 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastWords:
-    """The uncaught exception that ended a rank, written by the rank itself."""
+    """The uncaught exception that ended a rank, or a thread of it; written by the rank itself."""
 
     type: str
     message: str
@@ -344,6 +344,7 @@ class LastWords:
     traceback: str
     mono_ns: int
     bases: tuple[str, ...] = ()  # qualified names of the type's base classes
+    thread: str = ""  # the name of a thread that it ended, while the process lived on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

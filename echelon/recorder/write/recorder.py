@@ -34,6 +34,7 @@ _ERROR_CHARS = 600
 _WORDS_CHARS = 2000
 _TRACE_CHARS = 6000
 _BASES = 16
+_THREAD_CHARS = 100
 
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -75,6 +76,7 @@ class Recorder:
         self._now = now or monotonic_ns
         self._beating: threading.Thread | None = None
         self._is_owner = True
+        self._has_words = False
         self._identifying = threading.RLock()
         self._clocks = HostClocks(ring.identity.mono_ns, ring.identity.wall_ns)
         self.closing = threading.Event()
@@ -189,11 +191,22 @@ class Recorder:
 
     @_never_raises(None)
     def last_words(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+        *,
+        thread: str = "",
     ) -> None:
-        """Record the exception that ends this process."""
-        if not self._is_owner:
+        """Record the exception that ends this process, or one of its threads.
+
+        Args:
+            thread: the name of the thread that it ends; only the first thread's is kept, and none
+                once the process itself ends. "": the process.
+        """
+        if not self._is_owner or (thread and self._has_words):
             return
+        self._has_words = True
         frames = list(traceback.walk_tb(trace))
         own = [pair for pair in frames if sites.is_user_code(pair[0].f_code)] or frames
         site = ""
@@ -206,6 +219,7 @@ class Recorder:
             site=site,
             traceback="".join(traceback.format_exception(kind, error, trace))[-_TRACE_CHARS:],
             mono_ns=monotonic_ns(),
+            thread=thread[:_THREAD_CHARS],
             bases=tuple(f"{b.__module__}.{b.__qualname__}" for b in kind.__mro__[1:-1][:_BASES]),
         )
         self._ring.write_last_words(words)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +37,9 @@ from echelon.recorder.write.ring import Ring
 
 # The program dies of these, or cannot catch them: a handler of ours would hide why.
 _FATAL = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGKILL", "SIGSTOP"})
+# What Python says of an exception in a thread that `threading` did not start.
+_RAW_THREAD = "in thread started by"
+_UNNAMED = "without a name"
 _stack_file: IO[bytes] | None = None
 
 
@@ -107,7 +111,7 @@ def _start(
     pauses.start()
     undo.callback(pauses.stop)
     watch = None if settings.has_agent else _watch(recorder, settings, rank_dir)
-    _chain_excepthook(recorder)
+    _chain_hooks(recorder)
     recorder.start_heartbeat()
     if watch is not None:
         watch.start()
@@ -225,15 +229,32 @@ def _why_not(number: int) -> str:
         return f"{name} is not a signal of this system"
 
 
-def _chain_excepthook(recorder: Recorder) -> None:
-    """Record the exception that ends the process; the hook that was there still runs.
+def _chain_hooks(recorder: Recorder) -> None:
+    """Record exceptions that end the process or a thread; the hooks that were there still run.
 
-    An exception that ends a thread is not recorded: the process lives on.
+    The first thread's is kept: what hangs after it mostly waits for that thread.
     """
-    previous = sys.excepthook
+    before, thread_before, unraisable_before = (
+        sys.excepthook,
+        threading.excepthook,
+        sys.unraisablehook,
+    )
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         recorder.last_words(kind, error, trace)
-        previous(kind, error, trace)
+        before(kind, error, trace)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
+            name = args.thread.name if args.thread is not None else _UNNAMED
+            recorder.last_words(args.exc_type, args.exc_value, args.exc_traceback, thread=name)
+        thread_before(args)
+
+    def unraisable_hook(args: sys.UnraisableHookArgs) -> None:
+        if args.exc_value is not None and (args.err_msg or "").endswith(_RAW_THREAD):
+            recorder.last_words(args.exc_type, args.exc_value, args.exc_traceback, thread=_UNNAMED)
+        unraisable_before(args)
 
     sys.excepthook = hook
+    threading.excepthook = thread_hook
+    sys.unraisablehook = unraisable_hook

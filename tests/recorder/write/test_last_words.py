@@ -40,6 +40,78 @@ train()
     assert words.mono_ns > record.identity.mono_ns
 
 
+THREADS = """
+import sys, threading, time
+from echelon.recorder import step
+step()
+def fetch(text):
+    raise ValueError(text)
+def run(text, **how):
+    thread = threading.Thread(target=fetch, args=(text,), **how)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_an_exception_that_ends_a_thread_is_recorded_with_its_name(program):
+    one = program(THREADS + 'run("first", name="prefetch")\nrun("second")\n')
+    code, _, err = one.end()
+    assert code == 0
+    assert "ValueError: first" in err  # Python's own report
+    assert "ValueError: second" in err
+    words = read_ring(one.ring).last_words
+    assert words is not None
+    assert (words.thread, words.type, words.message) == ("prefetch", "builtins.ValueError", "first")
+    assert words.site.endswith("program.py:6 fetch")
+
+
+def test_the_exception_that_ends_the_process_comes_before_a_threads(program):
+    one = program(THREADS + 'run("of a thread")\nraise OSError("of the process")\n')
+    assert one.end()[0] == 1
+    words = read_ring(one.ring).last_words
+    assert words is not None
+    assert (words.thread, words.message) == ("", "of the process")
+
+
+def test_a_thread_that_threading_did_not_start_has_last_words(program):
+    one = program(
+        THREADS
+        + """
+import _thread
+ended = threading.Event()
+before = sys.unraisablehook
+def hook(args):
+    before(args)
+    ended.set()
+sys.unraisablehook = hook
+_thread.start_new_thread(fetch, ("raw",))
+assert ended.wait(60)
+"""
+    )
+    code, _, err = one.end()
+    assert code == 0, err
+    words = read_ring(one.ring).last_words
+    assert words is not None
+    assert (words.message, bool(words.thread)) == ("raw", True)
+
+
+def test_what_ends_no_thread_by_an_exception_is_no_last_word(program):
+    """An exit of a thread, and exceptions that Python ignores."""
+    one = program(
+        THREADS
+        + """
+class Broken:
+    def __del__(self):
+        raise ValueError("ignored")
+Broken()
+fetch = sys.exit
+run(3)
+"""
+    )
+    assert one.end()[0] == 0
+    assert read_ring(one.ring).last_words is None
+
+
 def test_the_site_is_the_users_frame_when_a_library_raises(program):
     one = program(
         """

@@ -47,7 +47,7 @@ def test_a_stack_signal_that_cannot_be_had_is_refused_in_one_line(program, numbe
 
 BREAK = {
     "thread": "import threading; threading.Thread.start = fail",
-    "excepthook": "import echelon.recorder.write.start as s; s._chain_excepthook = fail",
+    "excepthook": "import echelon.recorder.write.start as s; s._chain_hooks = fail",
     "identity": "import echelon.recorder.write.recorder as r; r.Recorder.identify = fail",
 }
 FAIL = """
