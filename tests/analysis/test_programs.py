@@ -176,3 +176,42 @@ def test_a_later_message_that_is_through_completes_no_earlier_one(tmp_path: Path
         }
     verdict = verdict_of(job, tmp_path)
     assert (verdict.cause.value, verdict.culprit_ranks) == ("host_hang", (2,))
+
+
+def test_a_message_in_a_list_of_active_ones_is_pending_whatever_is_through(tmp_path: Path) -> None:
+    """Rank 1's send is listed because it is active; its later receive, which is not, came first."""
+    job = TorchJob(3)
+    for rank in job.ranks:
+        rank.only_active = True
+        rank.config["1"] = {"name": "1", "desc": "pp", "ranks": "[0, 1, 2]"}
+    pp = ("1", "pp")
+    job[0].send(1, group=pp).send(1, "scheduled", group=pp)
+    job[1].send(2, "scheduled", group=pp).recv(0, group=pp)
+    for rank, last in ((job[0], 2), (job[1], 2), (job[2], 0)):
+        rank.status = {
+            "1": {
+                "last_enqueued_collective": last,
+                "last_started_collective": -1,
+                "last_completed_collective": last,
+            }
+        }
+    verdict = verdict_of(job, tmp_path)
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("host_hang", (2,))
+
+
+def test_a_ring_of_many_ranks_is_not_certain(tmp_path: Path) -> None:
+    """In lists of active entries nothing shows which of the ranks on the ring slipped."""
+    job = grid()
+    for rank in job.ranks:
+        rank.only_active = True
+        grid_step(rank)
+    for rank in job.ranks:
+        if rank.rank % 2:
+            rank.call(line=70, state="scheduled")
+        elif rank.rank == 0:
+            rank.call(group=("1", "tp"), line=52, state="scheduled")
+        else:
+            rank.call(group=("2", "dp"), line=60, state="scheduled")
+    verdict = verdict_of(job, tmp_path)
+    assert verdict.cause.value == "order_desync"
+    assert verdict.confidence.value != "certain"

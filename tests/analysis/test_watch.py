@@ -13,7 +13,7 @@ from echelon.analysis import watch as watching
 from echelon.analysis.evidence.model import Incident
 from echelon.analysis.sources import load as loading
 from echelon.analysis.sources.load import Place
-from echelon.analysis.watch import current
+from echelon.analysis.watch import Watch, current
 
 
 def _stalled(run: Path) -> None:
@@ -83,3 +83,38 @@ def test_watch_follows_the_rings_that_have_overtaken_an_incident(
     job.snapshot_s = 0.1
     _rings(monkeypatch, tmp_path / "rings", job, attempt=attempt)
     assert current(run).origin.startswith(origin)
+
+
+def test_each_look_tells_only_what_is_new_from_the_start_to_a_second_attempt(
+    tmp_path, monkeypatch
+) -> None:
+    run, told = tmp_path / "run", []
+    seen = Watch(run, lambda report: told.append(report.verdict), told.append)
+
+    def look() -> list[object]:
+        told.clear()
+        seen.look()
+        seen.look()
+        return list(told)
+
+    def train(steps: int, attempt: int = 0) -> Job:
+        job = Job(3).train(steps)
+        job.snapshot_s = 0.1
+        _rings(monkeypatch, tmp_path / f"rings {attempt}.{steps}", job, attempt=attempt)
+        return job
+
+    assert [str(line)[:8] for line in look()] == ["waiting:"]
+    run.mkdir()
+    train(1)
+    assert look() == ["3 ranks, nothing is wrong (the final rings of attempt 0)"]
+    _stalled(run)
+    train(2)
+    [verdict] = look()
+    assert (verdict.cause.value, verdict.culprit_ranks, seen.exit_code) == ("host_hang", (1,), 1)
+    train(9)
+    assert look() == ["3 ranks, nothing is wrong (the final rings of attempt 0)"]
+    assert seen.exit_code == 0
+    train(10)
+    assert not look()
+    train(3, attempt=1)
+    assert look() == ["3 ranks, nothing is wrong (the final rings of attempt 1)"]

@@ -93,7 +93,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
     known = _up_to_head(streams, rank)
     if len(known) < _MIN_CALLS or len(known) > _MAX_ROWS:
         return None
-    place = len(known) - habit_length(known)
+    place = len(known) - max(1, habit_length(known))
     keys = _keys(rows[-_MAX_ROWS:]).tolist()
     if len(rows) > _MAX_ROWS or not 0 < place < len(keys):
         return None
@@ -106,7 +106,8 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
     for shift in _SHIFTS:
         if place + shift < len(keys) and _agree(keys[place + shift :], keys[before:place]):
             return "extra", place
-    return None
+    is_new = keys[place] not in keys[:place] and not known[place]["flags"] & Flag.P2P
+    return ("extra", place) if is_new else None
 
 
 def _last_time(keys: list[int], place: int) -> int | None:

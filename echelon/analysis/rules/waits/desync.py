@@ -13,7 +13,7 @@ from echelon.analysis.rules.calls.parted import slip_cause
 from echelon.analysis.rules.waits.stuck import wait_line
 
 _MAX_TRIED = 32
-_SMALL_RING = 8
+_SMALL_RING = 2
 
 
 def find_desync(picture: Picture) -> list[Finding]:
@@ -56,7 +56,8 @@ def find_desync(picture: Picture) -> list[Finding]:
 
 
 def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
-    """Say how sure a ring as a whole is: with messages, or of many ranks, most are fallout."""
+    """Say how sure a ring as a whole is: with messages, or of more than two ranks, most may be
+    fallout of the one that slipped."""
     if picture.streams is None:
         return Confidence.CERTAIN
     has_messages = any(wait.is_p2p for wait in waits)

@@ -41,6 +41,9 @@ def finish_unclosed(
     open_ = (rows["state"] == State.CREATED) & (rows["coalesced"] < 0) & (rows["started_ns"] == 0)
     done = is_message & (rows["state"] == State.COMPLETED) & (rows["coalesced"] < 0)
     stateful = frozenset(rows["group"][done].tolist())
+    listed = set(
+        zip(rows["group"][is_message].tolist(), numbers[is_message].tolist(), strict=True)
+    )
     for pair, message, number, parts in _blocks(rows, numbers, is_message, open_):
         if len(parts) < 2 and not message:
             continue
@@ -51,7 +54,9 @@ def finish_unclosed(
         elif pair in stateful:
             is_closed = False
         else:
-            is_closed = top.collectives == 0 and completed >= number and completed < _FAR
+            # A block leaves its parts in the list when it completes, a message alone leaves none.
+            is_listed = (pair, completed) in listed
+            is_closed = top.collectives == 0 and number <= completed < _FAR and is_listed
         if is_closed:
             rows["state"][parts] = State.COMPLETED
 
