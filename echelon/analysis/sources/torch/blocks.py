@@ -41,9 +41,7 @@ def finish_unclosed(
     open_ = (rows["state"] == State.CREATED) & (rows["coalesced"] < 0) & (rows["started_ns"] == 0)
     done = is_message & (rows["state"] == State.COMPLETED) & (rows["coalesced"] < 0)
     stateful = frozenset(rows["group"][done].tolist())
-    listed = set(
-        zip(rows["group"][is_message].tolist(), numbers[is_message].tolist(), strict=True)
-    )
+    listed = set(zip(rows["group"][is_message].tolist(), numbers[is_message].tolist(), strict=True))
     for pair, message, number, parts in _blocks(rows, numbers, is_message, open_):
         if len(parts) < 2 and not message:
             continue
