@@ -47,6 +47,7 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+_LEAST_GREETING_S = 5.0
 _DIAL_S = 0.25
 _TICK_S = 0.25
 _CLOSE_S = 3.0
@@ -247,7 +248,10 @@ class GrpcLink:
     @property
     def _greeting_s(self) -> float:
         """How long an answer to a greeting may take."""
-        return self._silence_s if self.is_connected else _GREETING_S
+        if self.is_connected:
+            return self._silence_s
+        left_s = self._deadline_s - self._now_lived_s()
+        return min(_GREETING_S, max(left_s, _LEAST_GREETING_S))
 
     @property
     def _silence_s(self) -> float:

@@ -485,6 +485,18 @@ def test_a_refusal_is_final_and_a_busy_host_is_not(ends, at_once):
         link.close()
 
 
+def test_a_greeting_is_not_awaited_for_long_beyond_the_time_to_join(ends):
+    link = ends.link(ends.server.port, join_timeout_s=1.0)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        link.is_connected = False  # as before the first greeting
+        assert link._greeting_s <= 5.0
+        link._deadline_s += 600.0
+        assert 5.0 < link._greeting_s <= 30.0
+    finally:
+        link.close()
+
+
 def test_dialling_in_vain_ends_with_the_last_reason():
     hello = m.Hello(node="a", host="a", num_workers=1)
     link = GrpcLink(f"127.0.0.1:{free_port()}", _SECRET, hello, 1.0)

@@ -25,6 +25,8 @@ with open(env["HISTORY"], "a", buffering=1) as history:
     print("training", env["WORLD_SIZE"], flush=True)
     while True:
         history.write(f"{time.clock_gettime(time.CLOCK_BOOTTIME):.3f} {world}\\n")
+        if world.endswith("-0") and os.path.exists(env["HISTORY"] + ".fail"):
+            sys.exit(7)
         time.sleep(0.01)
 """
 
@@ -70,10 +72,14 @@ class FailingOver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def fail(self, index: int) -> None:
+        """Let a node's rank of the first world fail."""
+        (self.folder / f"history_{index}.fail").touch()
+
     def worlds(self) -> list[tuple[str, float, float]]:
         """Return each world with the first and the last moment at which any rank of it ran."""
         spans: dict[str, tuple[float, float]] = {}
-        for path in self.folder.glob("history_*"):
+        for path in self.folder.glob("history_?"):
             for line in path.read_text().splitlines():
                 moment, _, world = line.partition(" ")
                 if not world.rpartition("-")[2]:
