@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from echelon.analysis.diagnose import diagnose
+from echelon.analysis.evidence.model import Incident
+from echelon.analysis.sources.builder import EvidenceBuilder
 from echelon.recorder.format.schema import HostThread, Socket
 from tests.analysis.activity.recorded import recorded
 from tests.analysis.imagined_job import STACK, Job
@@ -123,3 +128,18 @@ def test_a_backward_pass_waits_in_a_thread_and_shows_no_call_of_a_collective():
     verdict = made.report().verdict
     assert (verdict.culprit_ranks, verdict.confidence.value) == ((1,), "certain")
     assert "train.py:14 in load" in verdict.summary
+
+
+def test_a_record_without_what_was_called_on_a_device_does_not_stand_for_the_calls():
+    """The hooks of an unmodified program record host tensors: the rest is seen from outside."""
+    made = job(_INSIDE, _OUTSIDE)
+    builder = EvidenceBuilder()
+    for record in made.records():
+        settings = {"hooked": "torch", "device_operations": True}
+        builder.add(
+            replace(record, has_ring=True, identity=record.identity.changed(settings=settings))
+        )
+    evidence = builder.build(incident=Incident(kind="stall", world_size=2))
+    assert not any(facts.has_ring or len(facts.rows) for facts in evidence.ranks.values())
+    verdict = diagnose(evidence).verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("host_hang", (1,)), verdict

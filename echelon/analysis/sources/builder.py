@@ -69,9 +69,11 @@ class EvidenceBuilder:
     def _evidence(self, record: Record) -> RankEvidence:
         rank, words = record.identity.rank, record.last_words
         is_threads = words is not None and words.thread != ""
+        # Half a record would look like a rank that called nothing: torch's own dump tells of all.
+        is_whole = not record.identity.misses_operations
         return RankEvidence(
             rank=rank,
-            rows=self._rows(record),
+            rows=self._rows(record) if is_whole else np.zeros(0, ROW),
             identity=record.identity,
             open_spans=tuple(_span(record, row) for row in record.open_spans),
             spans=self._spans(record),
@@ -80,7 +82,7 @@ class EvidenceBuilder:
             thread_words=words if is_threads else None,
             fault=record.fault,
             host=record.host,
-            has_ring=record.has_ring,
+            has_ring=record.has_ring and is_whole,
             seen_ns=_last_seen(record),
         )
 

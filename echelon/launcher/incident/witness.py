@@ -34,7 +34,10 @@ class Witness:
         # The script may run below the program.
         self._pid = record.identity.pid or (program_of(worker.pid) if worker.alive else worker.pid)
         self._waits_for_torch = (
-            worker.alive and not record.has_ring and worker.torch is not None and worker.torch.ask()
+            worker.alive
+            and not _tells_all(record)
+            and worker.torch is not None
+            and worker.torch.ask()
         )
         self._before = process.sample(self._pid) if worker.alive else process.Sample()
         self._surroundings = process.Surroundings(self._pid) if worker.alive else None
@@ -57,7 +60,7 @@ class Witness:
     @property
     def is_seen_from_outside(self) -> bool:
         """Whether only its processor time will tell whether it is busy."""
-        return self.worker.alive and not self.record.has_ring
+        return self.worker.alive and not _tells_all(self.record)
 
     def has_answered(self) -> bool:
         """Whether there is nothing more to wait for."""
@@ -154,7 +157,7 @@ class Witness:
         )
         if self._surroundings is None:
             return facts
-        if not self.record.has_ring:
+        if not _tells_all(self.record):
             denied = list(facts.not_permitted)
             seen = threads(self._pid, denied)
             facts = replace(facts, threads=seen, not_permitted=tuple(denied))
@@ -175,6 +178,11 @@ def _activity(record: Record) -> int:
     ended = int(((states == State.COMPLETED) | (states == State.FAILED)).sum())
     live = record.live
     return live[Live.NUM_OPERATIONS] + ended + live[Live.NUM_SPANS] + live[Live.STEP]
+
+
+def _tells_all(record: Record) -> bool:
+    """Return whether a rank's ring holds its operations, and not only what surrounds them."""
+    return record.has_ring and not record.identity.misses_operations
 
 
 def _read(worker: Worker) -> Record:

@@ -300,6 +300,11 @@ class Identity:
     stack_signal: int = 0  # 0: no handler is registered
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def misses_operations(self) -> bool:
+        """Whether the rank called operations on a device, which its hooks do not record."""
+        return bool(self.settings.get("device_operations"))
+
     def changed(self, **changes: Any) -> Identity:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)

@@ -52,6 +52,8 @@ dist.init_process_group("gloo")
 x = torch.ones(64)
 waiting = threading.Event()
 if fault == "dumps":
+    from echelon.recorder.current import current  # as if its tensors lay on a device
+    current().identify(settings={**current().identity.settings, "device_operations": True})
     serve_dumps()
 for step in range(6):
     if step == 4:
@@ -125,9 +127,11 @@ def test_a_crash_names_the_rank_and_not_its_victims(train):
     assert "a bad batch" in verdict["summary"]
 
 
-def test_torchs_own_dumps_are_collected_and_analysed(train, tmp_path, monkeypatch):
-    """Rank 0's appears, as if its watchdog had given up; the others are asked for theirs."""
-    monkeypatch.setenv("ECHELON_RECORD", "0")  # beside a record of ours they are not needed
+def test_torchs_own_dumps_are_collected_and_analysed(train, tmp_path):
+    """Rank 0's appears, as if its watchdog had given up; the others are asked for theirs.
+
+    A record of ours that misses what was called on a device does not stand in for them.
+    """
     done, verdict = train("dumps", "--nproc-per-node", "3", "--stall-timeout", "60")
     assert done.returncode == 3, done.stderr
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), verdict
