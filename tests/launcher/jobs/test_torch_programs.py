@@ -100,7 +100,8 @@ def train(tmp_path, script):
     ],
 )
 def test_a_hung_program_names_the_rank_that_the_others_wait_for(train, fault, does):
-    done, verdict = train(fault)
+    options = ("--stall-timeout", "2") if fault == "never comes" else ()  # five times that long
+    done, verdict = train(fault, *options)
     assert done.returncode == 3, done.stderr
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("host_hang", [1]), verdict
     assert any("rank 1" in line for line in verdict["evidence"])

@@ -1,0 +1,142 @@
+"""Faults to switch on in the examples beside this file: `--fault NAME --rank R --step S`.
+
+Each is what it is called, done by plain code: nothing here or in the examples knows of echelon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+BATCH = 4
+FEATURES = 8
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--fault", default="none")
+parser.add_argument("--rank", type=int, default=1)
+parser.add_argument("--step", type=int, default=5)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--folder", default="/tmp")
+arguments = parser.parse_args()
+rank = int(os.environ.get("RANK", "0"))
+workers = int(arguments.fault.startswith("worker"))
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Numbers to learn from; reading one of them may hang, in this process or in a worker."""
+
+    def __init__(self, num_rows: int | None = None) -> None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.num_rows = num_rows or arguments.steps * BATCH * world_size
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_read += 1
+        if self.num_read == arguments.step * BATCH and is_due("loader", "worker"):
+            wait_for_the_disk()
+        if self.num_read == arguments.step * BATCH and is_due("worker_exception"):
+            raise ValueError(f"row {index} is corrupt")  # culprit: worker_exception
+        x = torch.linspace(0, 1, FEATURES) + index % 7
+        return x, x.sum().reshape(1)
+
+
+def is_due(*names: str) -> bool:
+    """Return whether one of these faults was asked for on this rank."""
+    return arguments.fault in names and rank == arguments.rank
+
+
+def wait_for_the_disk() -> None:
+    """Hang while reading a row."""
+    time.sleep(3600)  # culprit: loader, worker
+
+
+def work(step: int) -> None:
+    """Do what a training loop does between its steps; on one rank something may go wrong."""
+    if step == arguments.step and arguments.fault == "shape":
+        dist.all_reduce(torch.ones(5 if rank == arguments.rank else 3))  # culprit: shape
+    if step != arguments.step or rank != arguments.rank:
+        return
+    act = _ACTS.get(arguments.fault)
+    if act is not None:
+        act()
+
+
+def has_had_enough(step: int) -> bool:
+    """Return whether this rank leaves its loop early, as a guard against NaN would have it."""
+    return step == arguments.step and is_due("leave")
+
+
+def batches(loader: Iterator) -> Iterator:
+    """Iterate over a loader, which holds fewer batches on one rank."""
+    for step, batch in enumerate(loader):
+        if step == arguments.step and is_due("uneven"):
+            return
+        yield batch
+
+
+def checkpoint_path() -> Path:
+    """Return where to write a checkpoint: for one rank, a pipe that no process reads."""
+    path = Path(arguments.folder) / f"checkpoint_{rank}_{os.getpid()}.pt"
+    if is_due("checkpoint"):
+        os.mkfifo(path)
+    return path
+
+
+def _user() -> None:
+    time.sleep(3600)  # culprit: user
+
+
+def _lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # culprit: lock
+
+
+def _gil() -> None:
+    ctypes.PyDLL(None).sleep(3600)  # culprit: gil
+
+
+def _frozen() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)  # culprit: frozen
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exception() -> None:
+    raise ValueError("a bad batch")  # culprit: exception
+
+
+def _spin() -> None:
+    while True:  # culprit: spin
+        ...
+
+
+def _store() -> None:
+    dist.distributed_c10d._get_default_store().get("a-key-that-no-rank-sets")  # culprit: store
+
+
+_ACTS: dict[str, Callable[[], None]] = {
+    "user": _user,
+    "lock": _lock,
+    "gil": _gil,
+    "frozen": _frozen,
+    "kill": _kill,
+    "exception": _exception,
+    "spin": _spin,
+    "store": _store,
+}
