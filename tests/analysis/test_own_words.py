@@ -14,7 +14,14 @@ from echelon.analysis.rules.one_rank.signals import (
     native_line,
 )
 from echelon.host.facts import OUTSIDE, SIGNAL
-from echelon.recorder.format.schema import Fault, HostFacts, Identity, LastWords, Live
+from echelon.recorder.format.schema import (
+    Fault,
+    HostFacts,
+    HostThread,
+    Identity,
+    LastWords,
+    Live,
+)
 from tests.analysis.imagined_job import Job
 
 FAULT = Fault(
@@ -89,3 +96,27 @@ def test_a_thread_that_ended_is_not_the_end_of_its_rank():
     job = ended_in_a_thread(Job(3).train(2), 1)
     job[2].exited(-9)
     assert job.report("failure").findings[0].culprit_ranks == (2,)
+
+
+def test_a_kill_leaves_no_word_and_says_whether_it_was_for_memory():
+    job = Job(2).train(1)
+    job[1].exited(-9, stderr_tail="Map: 100%\n", oom_kill=False)
+    job[0].all_reduce(inside=True)
+    verdict = job.report("failure").verdict
+    evidence = " ".join(verdict.evidence)
+    assert "its cgroup counted no kill for memory" in evidence
+    assert "Map" not in evidence
+
+
+def test_a_hang_that_nothing_recorded_says_which_ranks_wait():
+    job = Job(3)
+    for one in job.ranks:
+        one.has_ring = False
+        one.host.update(
+            threads=(
+                HostThread(name="python", call="futex"),
+                HostThread(name="pt_gloo_runloop", call="futex", timed=True),
+            )
+        )
+    job[1].host.update(threads=(HostThread(name="python", call="clock_nanosleep"),))
+    assert job.report().verdict.summary.endswith("; ranks 0 and 2 wait for peers")

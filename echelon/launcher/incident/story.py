@@ -8,6 +8,7 @@ Victims are one line, however many they are.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,12 @@ class Story:
     last_lines: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return what the terminal shows; nothing for a rank that said nothing."""
-        said = self.traceback or self.last_lines
+        """Return what the terminal shows; nothing for a rank whose words tell nothing of its end.
+
+        A rank that hangs, or was killed, had no last word: what it wrote before is old.
+        """
+        is_silent = self.exit_code is None or self.exit_code == -signal.SIGKILL
+        said = self.traceback or (() if is_silent else self.last_lines)
         if not said:
             return []
         what = "its traceback" if self.traceback else "its last lines"

@@ -46,6 +46,12 @@ def test_without_a_traceback_the_last_lines_stand_in():
     assert lines == ["rank 3, its last lines:", *(f"  line {i}" for i in range(14, 20))]
 
 
+@pytest.mark.parametrize("code", [None, -9])
+def test_old_lines_of_a_rank_that_hangs_or_was_killed_are_not_its_story(code):
+    facts = HostFacts(stderr_tail="Map: 100%\n", exit_code=code)
+    assert story_of(empty_record(Path("x"), Identity(rank=3), facts)).lines() == []
+
+
 def test_a_silent_rank_has_no_story():
     assert story_of(_record("")).lines() == []
 

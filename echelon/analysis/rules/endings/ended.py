@@ -315,13 +315,15 @@ def _by_death(facts: RankEvidence) -> Ending:
     if host.oom_kill and code == -9:
         cause = Cause.OUT_OF_MEMORY
         lines.append(f"rank {facts.rank}: the kernel's out-of-memory killer ended it")
+    elif host.oom_kill is False and code == -signal.SIGKILL:
+        lines.append(f"rank {facts.rank}: its cgroup counted no kill for memory")
     lines += fault_lines(facts)
     if host.rss_bytes:
         lines.append(f"rank {facts.rank} had {host.rss_bytes / 2**20:.0f} MiB resident")
     row = last_row(facts)
     where = short_site(facts_site(facts))
     tail = [line for line in host.stderr_tail.splitlines() if line.strip()][-2:]
-    if tail:
+    if tail and code != -signal.SIGKILL:  # which leaves no time for a word
         lines.append(
             f"rank {facts.rank}'s stderr ends: " + " | ".join(line.strip() for line in tail)
         )

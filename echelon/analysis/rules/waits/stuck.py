@@ -239,7 +239,9 @@ def describe_sinks(
     fallout = picture.fallout(ranks)
     if set(ranks) <= set(keeps_waiting(picture)):
         fallout = waiting_ranks(picture)
-        lines.append(f"{rank_list(fallout)} wait for peers, by what the kernel shows")
+        seen = f"{rank_list(fallout)} {'waits' if len(fallout) == 1 else 'wait'} for peers"
+        summary += f"; {seen}"
+        lines.append(f"{seen}, by what the kernel shows")
     if wait is not None:
         summary += f"; {waiting_words(picture, ranks, wait)}"
         lines.append(wait_line(wait))
