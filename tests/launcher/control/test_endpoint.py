@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from echelon.launcher.control.endpoint import read_secret
 from echelon.launcher.options.options import parse
 
 _ENVIRON = {"ECHELON_SECRET": "a-secret-of-the-tests"}
@@ -35,3 +36,19 @@ def test_a_name_that_does_not_exist_yet_stops_only_who_must_know_its_place_by_it
     with pytest.raises(SystemExit):
         _meeting(*endpoint)
     assert "cannot resolve 'pod-0.service.invalid'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("secret", "mode", "said"),
+    [
+        (b"short", 0o600, "a secret of 5 bytes, at least"),
+        (b"\xff" * 40, 0o600, "not text; use openssl rand -hex 32"),
+        (b"a-secret-of-the-tests", 0o644, "readable by others; run chmod 600"),
+    ],
+)
+def test_a_secret_that_can_be_guessed_or_read_is_refused(tmp_path, secret, mode, said):
+    path = tmp_path / "secret"
+    path.write_bytes(secret)
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=said):
+        read_secret(path, {})

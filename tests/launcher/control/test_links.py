@@ -517,3 +517,22 @@ def test_an_end_of_waiting_is_caught_by_its_name_before_python_311():
                 caught = ast.unparse(node.type)
                 plain = "TimeoutError" in caught.replace("asyncio.TimeoutError", "")
                 assert not plain or "asyncio.TimeoutError" in caught, f"{path}:{node.lineno}"
+
+
+def test_a_coordinator_that_is_behind_is_sent_no_more_than_it_can_hold_and_loses_nothing(ends):
+    link = ends.link(ends.server.port)
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == 1)
+        for rank in range(3 * server._MAX_WAITING):
+            link.send(m.WorkerEnded(attempt=0, rank=rank, code=0))
+        deadline = time.monotonic() + _WAIT_S
+        while ends.events.num_waiting <= server._MAX_WAITING:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        select.select([], [], [], 0.2)  # more would have arrived by now
+        assert ends.events.num_waiting == server._MAX_WAITING + 1
+        ends.wait_for(lambda: ends.count(m.WorkerEnded) == 3 * server._MAX_WAITING)
+        ranks = [event.rank for event in ends.got if isinstance(event, m.WorkerEnded)]
+        assert ranks == list(range(3 * server._MAX_WAITING))
+    finally:
+        link.close()

@@ -229,6 +229,16 @@ def test_streams_are_redirected_filtered_and_kept_where_asked(script, run_dir, t
     assert not (run_dir / "rank_0/attempt_0/stdout.log").exists()
 
 
+def test_the_chosen_rank_reads_the_launchers_input_and_no_other(run_dir):
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", "run", "--nproc-per-node", "2", "--stdin-rank", "1",
+         "--run-dir", str(run_dir), "--no-python", "sh", "-c", 'read line; echo "got $line"'],
+        input="a config\n", capture_output=True, text=True, check=False, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0| got ", "1| got a config"]
+
+
 def test_a_stall_is_reported_once_and_its_end_is_noted(script, run_dir):
     done = run_echelon(
         "run", "--nproc-per-node", "2", "--stall-timeout", "3", "--run-dir", str(run_dir),
