@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,9 +11,10 @@ import pytest
 
 from echelon.errors import StoreError, StoreTimeoutError
 from echelon.store import FileStore, MemoryStore, PrefixStore, StoreServer, TCPStore
-from tests.store.peers import Background, until
+from tests.store.peers import PATIENCE_S, Background, until
 
 SHORT = 0.05
+_NUM_LOOKS = 20  # calls of the test while another must wait: time enough for one that does not
 
 
 def timed_out(call) -> StoreTimeoutError:
@@ -155,13 +157,38 @@ def test_delete_key_says_whether_it_was_there(store):
     assert not store.check(["k"])
 
 
+class Waiting(Background):
+    """A call of a store that has begun to wait; notes in `order` when it has returned.
+
+    A call that does not wait at all is found out: the test makes calls of its own before the event.
+    """
+
+    def __init__(self, store, call, order: list[str]) -> None:
+        has_begun = threading.Event()
+
+        @contextmanager
+        def observer(_operation, _key):
+            has_begun.set()
+            yield
+
+        store.observer = observer
+        super().__init__(lambda: (call(), order.append("returned")))
+        assert has_begun.wait(PATIENCE_S)
+        store.observer = None
+
+
 def test_wait_returns_when_all_keys_are_there(store, twins):
     _, other = twins(2)
-    waiting = Background(lambda: other.wait(["a", "b"]))
-    store.set("a", b"1")
+    order: list[str] = []
+    waiting = Waiting(other, lambda: other.wait(["a", "b"]), order)
+    store.set_confirmed("a", b"1")
+    for _ in range(_NUM_LOOKS):
+        assert not store.check(["b"])
     assert not waiting.is_done
+    order.append("set")
     store.set("b", b"2")
     waiting.result()
+    assert order == ["set", "returned"]
 
 
 def test_wait_names_only_the_keys_that_are_missing(store):
@@ -241,10 +268,15 @@ def test_gather_of_one(store):
 def test_barrier_with_ranks_holds_until_all_came_and_can_be_used_again(store, twins):
     ranks = twins(2)
     for _ in range(2):
-        early = Background(lambda: ranks[0].barrier("b", 2, rank=0))
+        order: list[str] = []
+        early = Waiting(ranks[0], lambda: ranks[0].barrier("b", 2, rank=0), order)
+        for _ in range(_NUM_LOOKS):
+            ranks[1].check(["other"])
         assert not early.is_done
+        order.append("came")
         ranks[1].barrier("b", 2, rank=1)
         early.result()
+        assert order == ["came", "returned"]
     failure = timed_out(lambda short: ranks[1].barrier("b", 2, short, rank=1))
     assert failure.missing == (0,)
 

@@ -220,6 +220,24 @@ def test_a_flood_of_deliveries_is_made_in_slices(loop):
     world.hub.close()
 
 
+def test_a_wait_that_ended_before_its_cancel_is_answered_before_it(loop):
+    """torch's client reads a byte after CANCEL_WAIT, and another only if that one says "done"."""
+    world = World(loop, clock=ticking())
+    peers = [listening(world, is_ours=False) for _ in range(300)]
+    for peer, _ in peers:
+        peer.data_received(p.encode(p.WAIT, [b"/gate"]))
+    other, _ = listening(world, is_ours=False)
+    other.data_received(p.encode(p.SET, b"/gate", b"v"))
+    last, transport = peers[-1]
+    assert transport.written == b"", "its answer is put off"
+    last.data_received(p.encode(p.CANCEL_WAIT))
+    for _ in range(100):
+        world.turn()
+    assert transport.written == p.WAIT_DONE + p.WAIT_CANCELLED
+    assert all(seen.written == p.WAIT_DONE for _, seen in peers[:-1])
+    world.hub.close()
+
+
 def test_many_values_are_set_as_one_by_one(loop):
     """Each with its waiter, watch and presence."""
     pairs = [(b"/plain", b"1"), (b"/awaited", b"2"), (b"/watched", b"3"), (b"/leased", b"4")]

@@ -85,6 +85,7 @@ def _on_multi_set(peer: Peer, strings: list[bytes]) -> None:
 def _on_cancel_wait(peer: Peer) -> None:
     for waiter in peer.state.waiters_of(peer):
         peer.state.withdraw(waiter)
+    peer.hub.deliver_woken_to(peer)  # its byte must not come after the one that says "cancelled"
     peer.out.put(p.WAIT_CANCELLED)
 
 

@@ -170,6 +170,15 @@ class Hub:
                 return
         self._gathered = (None, b"")
 
+    def deliver_woken_to(self, connection: Peer) -> None:
+        """Answer those of one connection's waiters that are satisfied and whose turn is to come."""
+        woken = self.state.woken
+        if woken:
+            own = [waiter for waiter in woken if waiter.owner is connection]
+            woken[:] = [waiter for waiter in woken if waiter.owner is not connection]
+            for waiter in own:
+                connection.deliveries.deliver(waiter, self._pack_gathered(waiter.values))
+
     def _deliver_on(self) -> None:
         self._is_delivering = False
         self.deliver_woken()
