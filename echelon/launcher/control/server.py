@@ -248,11 +248,13 @@ class ControlServer:
         """Return whose stream this is, by its first message.
 
         Raises:
-            _TryAgainError: a session of this node has not ended yet.
+            _TryAgainError: a session of this node has not ended yet, or this node may be about to
+                host the job.
             LaunchError: no session begins with that, or the one to go on with is over.
         """
         if not self._is_open:
-            raise LaunchError("this node does not host the job")
+            why = "this node does not host the job"
+            raise _TryAgainError(why) if isinstance(hello, Hello) else LaunchError(why)
         if isinstance(hello, Resume):
             member = self._members.get(hello.node)
             if member is None or not hmac.compare_digest(member.token, hello.token):

@@ -49,7 +49,7 @@ class WitnessServer:
             asked = asked_of(question)
             return vote_of(self._witness.on_canvass(question.founder, asked, now_s()))
         if not isinstance(question, m.Renew):
-            return None
+            raise LaunchError("a witness serves here, which hosts no job")
         renewed = self._witness.on_renewal(question.founder, _renewal(question), now_s())
         return m.LeaseReply(
             term=renewed.term, number=renewed.number, stamp=renewed.number,
@@ -92,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
         tls = tls_files(args, None)
     except ValueError as err:
         parser.error(str(err))
+    if tls is not None and tls.cert is None:
+        parser.error("a witness needs --rdzv-cert and --rdzv-key for TLS")
     stopping = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopping)  # before any thread begins
     try:

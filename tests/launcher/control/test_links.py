@@ -485,6 +485,29 @@ def test_a_refusal_is_final_and_a_busy_host_is_not(ends, at_once):
         link.close()
 
 
+def test_a_node_that_greets_a_host_just_before_it_serves_is_admitted_once_it_does(monkeypatch):
+    """An elected node answers polls as the host a moment before it admits nodes."""
+    greeted = threading.Event()
+    member_of = ControlServer._member_of
+
+    def note(self: ControlServer, hello: m.Event | m.Command) -> object:
+        greeted.set()
+        return member_of(self, hello)
+
+    monkeypatch.setattr(ControlServer, "_member_of", note)
+    ends = _Ends(is_open=False)
+    link = ends.link(ends.server.port)
+    try:
+        assert greeted.wait(_WAIT_S)
+        select.select([link.fileno()], [], [], 0.1)
+        ends.server.open(is_open=True)
+        ends.wait_for(lambda: ends.count(m.Hello) == 1 or link.lost_because != "")
+        assert (ends.count(m.Hello), link.lost_because) == (1, "")
+    finally:
+        link.close()
+        ends.close()
+
+
 def test_a_greeting_is_not_awaited_for_long_beyond_the_time_to_join(ends):
     link = ends.link(ends.server.port, join_timeout_s=1.0)
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import select
 from dataclasses import replace
 
 import pytest
 
 from echelon.errors import LaunchError
+from echelon.launcher.control import messages as m
+from echelon.launcher.control.client import GrpcLink
 from echelon.launcher.election.elector import VOTE_S, Canvass, Elector
 from echelon.launcher.election.fences import Fences
 from echelon.launcher.election.lease import Lease, Permit
@@ -21,6 +24,7 @@ from echelon.launcher.election.mandate import (
 )
 from echelon.launcher.election.office import KILL_S, Office, Reply
 from echelon.launcher.election.witness import UNKNOWN_TERM, Renewal, Witness
+from echelon.launcher.election.witness_command import WitnessServer
 from echelon.launcher.options.options import parse
 
 _P = 10.0
@@ -267,6 +271,21 @@ def test_a_witness_is_an_elector_where_nodes_alone_may_come_to_a_draw():
         electors = electors_of(nodes[:count], "n0", has_witness=True)
         assert (WITNESS in electors) == votes, count
         assert len(electors) % 2 == 1
+
+
+def test_a_node_that_dials_a_witness_in_place_of_the_host_is_refused_in_words():
+    secret = b"a-secret-of-the-tests"
+    server = WitnessServer("127.0.0.1:0", secret)
+    hello = m.Hello(node="a", host="a", num_workers=1)
+    link = GrpcLink(f"127.0.0.1:{server.port}", secret, hello, 600.0)
+    try:
+        ready, _, _ = select.select([link.fileno()], [], [], 60.0)
+        assert ready
+        assert link.take() == [None]
+        assert link.lost_because == "a witness serves here, which hosts no job"
+    finally:
+        link.close()
+        server.close()
 
 
 def test_a_witness_needs_failover():
