@@ -58,6 +58,27 @@ def test_a_ring_elsewhere_comes_home_at_the_end(program, tmp_path):
     assert list((tmp_path / "local").iterdir()) == []
 
 
+def test_a_ring_that_cannot_come_home_costs_the_program_nothing(program, tmp_path):
+    """No file may grow, as on a full disk: the ring stays, and is read through its link."""
+    one = program(
+        """
+        import resource
+        from echelon.recorder import step
+        step(5)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        """,
+        **ALONE,
+        ECHELON_RECORD_DIR=str(tmp_path / "here"),
+        ECHELON_RING_DIR=str(tmp_path / "local"),
+    )
+    code, _, err = one.end()
+    assert code == 0
+    assert [line for line in err.splitlines() if "rings are in" not in line] == []
+    ring = tmp_path / "here" / "rank_3" / "attempt_0" / "ring"
+    assert ring.is_symlink()
+    assert (read(ring).live[Live.CLOSED], read(ring).live[Live.STEP]) == (1, 6)
+
+
 def test_a_stall_is_kept_once_with_stacks_and_two_looks(program, tmp_path):
     one = program(
         """
