@@ -25,6 +25,7 @@ from echelon.analysis.rules.endings.watchdog import find_given_up
 from echelon.analysis.rules.logs.judge import advice_in, find_in_logs
 from echelon.analysis.rules.messages.p2p import find_unmatched
 from echelon.analysis.rules.messages.torch_dumps import find_messages
+from echelon.analysis.rules.waits.apart import find_apart
 from echelon.analysis.rules.waits.desync import find_desync
 from echelon.analysis.rules.waits.device import find_unstarted
 from echelon.analysis.rules.waits.pipeline import find_pipeline
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     find_unmatched,
     find_desync,
     find_all_busy,
+    find_apart,
     find_stuck,
     find_given_up,
     find_transport,

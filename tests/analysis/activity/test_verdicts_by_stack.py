@@ -132,3 +132,33 @@ def test_holding_the_lock_otherwise_is_nothing_special(facts):
     stacks = _with_the_lock("sleep")
     made = job("all_reduce", "sleep", **{"stacks": stacks, "later_stacks": stacks, **facts})
     assert made.report().verdict.cause == "host_hang"
+
+
+def _all_inside(*names: str) -> Job:
+    made = Job(len(names))
+    for rank, name in zip(made.ranks, names, strict=True):
+        its = recorded(name).facts()
+        its["threads"] = (*its["threads"], *_BUSY_GLOO)
+        rank.has_ring = False
+        rank.host.update(its)
+    return made
+
+
+def test_of_ranks_that_all_wait_the_one_at_another_line_left_the_order():
+    """Uneven batches: one rank has left the loop and is in the barrier behind it."""
+    verdict = _all_inside("ddp", "ddp", "barrier").report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("skipped_collective", (2,))
+    assert verdict.confidence == "likely"
+    assert "situations.py:72 in barrier" in verdict.summary
+    assert verdict.fallout_ranks == (0, 1)
+
+
+def test_of_two_that_wait_at_two_lines_neither_is_singled_out():
+    verdict = _all_inside("ddp", "barrier").report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("skipped_collective", (0, 1))
+    assert verdict.confidence == "possible"
+
+
+def test_ranks_that_all_wait_at_one_line_differ_in_nothing():
+    verdict = _all_inside("barrier", "barrier", "barrier").report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("unknown", ()), verdict
