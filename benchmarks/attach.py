@@ -41,13 +41,14 @@ CAUSES = {
 _SETTLE_S = 3.0
 
 
-def line_of(fault: str) -> str:
-    """Return the place of a fault in the job, `attach_job.py:47`; "" where it has none."""
-    for number, text in enumerate(JOB.read_text().splitlines(), 1):
-        _, _, comment = text.partition("  # ")
-        if fault in comment.split(", "):
-            return f"{JOB.name}:{number}"
-    return ""
+def lines_of(fault: str) -> list[str]:
+    """Return the places of a fault in the job, `attach_job.py:47`; [] where it has none."""
+    texts = enumerate(JOB.read_text().splitlines(), 1)
+    return [
+        f"{JOB.name}:{number}"
+        for number, text in texts
+        if fault in text.partition("  # ")[2].split(", ")
+    ]
 
 
 class Job:
@@ -98,7 +99,7 @@ def judge(fault: str, code: int, report: dict[str, object]) -> dict[str, object]
     """Compare a report with the truth."""
     verdict = report.get("verdict") or {}
     assert isinstance(verdict, dict)
-    line = line_of(fault)
+    lines = lines_of(fault)
     is_tie = fault == "uneven" and report.get("world_size") == 2
     if fault == "healthy":
         return {"fault": fault, "cause": code == 0, "culprits": code == 0, "line": True,
@@ -109,7 +110,7 @@ def judge(fault: str, code: int, report: dict[str, object]) -> dict[str, object]
         "cause": verdict.get("cause") == CAUSES[fault],
         # Of two ranks at two lines, nothing tells which left the common order.
         "culprits": verdict.get("culprit_ranks") == ([0, 1] if is_tie else [1]),
-        "line": not line or f"{line} " in text,
+        "line": not lines or any(f"{line} " in text for line in lines),
         "confidence": verdict.get("confidence"),
         "said": f"{verdict.get('cause')}: {verdict.get('summary', report.get('error'))}",
     }

@@ -69,7 +69,7 @@ def stop(model: torch.nn.Module) -> None:
         lock.acquire()
         lock.acquire()  # lock
     elif fault == "spin":
-        while True:
+        while True:  # spin
             pass  # spin
     elif fault == "child":
         subprocess.run(["sleep", "3600"], check=False)  # child

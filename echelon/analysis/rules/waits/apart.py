@@ -62,7 +62,7 @@ def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
         evidence=(f"{rank_list(ranks)} in a collective at {place}",),
         fallout_ranks=ranks,
         would_settle=(
-            "whether the calls agree (shape, dtype, order): a recording, or torch's flight recorder",
+            "whether the calls agree (shape, dtype, order): a recording, torch's flight recorder",
             "bytes moved between the ranks",
         ),
         next_action="Record the job (echelon run) or read torch's flight recorder; check the links "
