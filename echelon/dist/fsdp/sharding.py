@@ -116,6 +116,7 @@ def fully_shard(
         near=driver.near(near_size) if near_size else None,
         depth=prefetch,
     )
+    driver.prepare(unit.device)
     driver.add(unit)
     unit.borrow(borrowed)
     _name(unit, modules)

@@ -15,6 +15,7 @@ from echelon.dist.fsdp import fully_shard  # noqa: E402
 from echelon.dist.fsdp.memory.pages import Pages  # noqa: E402
 from echelon.dist.fsdp.memory.releases import Releases  # noqa: E402
 from echelon.dist.fsdp.memory.storage import DeviceStorage, HostStorage, Pool  # noqa: E402
+from echelon.dist.fsdp.step.driver import Driver  # noqa: E402
 from echelon.dist.fsdp.step.reducer import Reducer  # noqa: E402
 from tests.dist import made_up_device  # noqa: E402
 
@@ -123,7 +124,7 @@ class Group:
     def reduce_scatter(self, out, x, op, async_op):
         return self._work(int(out.numel()))
 
-    def all_reduce(self, x, op, async_op):
+    def all_reduce(self, x, op="sum", async_op=False):
         return self._work(int(x.numel()))
 
     def all_gather(self, out, x):
@@ -159,3 +160,29 @@ def test_both_levels_are_launched_in_one_order_whenever_they_complete():
     expected = _launches(0)
     assert expected[:5] == ["shard 128", "copy 128", "shard 256", "copy 256", "shard 384"]
     assert all(_launches(seed) == expected for seed in range(1, 30))
+
+
+class Splitting(Group):
+    """A group that can be split."""
+
+    def __init__(self, name, launches):
+        super().__init__(name, launches, random.Random(0))
+        self.size, self.rank = 4, 0
+
+    def split(self, color, key, name):
+        return Splitting(name, self.launches)
+
+
+def test_groups_make_their_communicators_when_units_are_made_and_not_within_a_step():
+    launches = []
+    driver = Driver(Splitting("world", launches), Splitting("copies", launches))
+    driver.near(2)
+    device = torch.device("meta")
+    driver.prepare(CPU)
+    assert not launches
+    driver.prepare(device)
+    assert launches == ["world 1", "world/reduce 1", "copies 1", "world/near2 1"]
+    driver.prepare(device)
+    driver.near(1)
+    driver.prepare(device)
+    assert launches[4:] == ["world/near1 1"]

@@ -80,6 +80,7 @@ class Driver:
         self._memory: weakref.ref[Memory] | None = None
         self.hashes = {"gather": 0, "reduce": 0}
         self._near: dict[int, ProcessGroup] = {}
+        self._prepared: set[tuple[ProcessGroup, torch.device]] = set()
         self._num_flats = self._num_units = 0
         self._reducer: Reducer | None = None  # of the reductions under way
         self._run: weakref.ref[_Run] | None = None
@@ -132,6 +133,17 @@ class Driver:
             name = f"{self.group.name}/near{size}"
             self._near[size] = self.group.split(color, self.group.rank, name)
         return self._near[size]
+
+    def prepare(self, device: torch.device) -> None:
+        """Have every group make what it needs on a device now. Collective.
+
+        A group makes its communicator at its first operation on a device. In the middle of a step
+        that would allocate, and might wait for kernels that wait for a late peer.
+        """
+        for group in self.groups():
+            if device.type != "cpu" and group.size > 1 and (group, device) not in self._prepared:
+                self._prepared.add((group, device))
+                group.all_reduce(torch.zeros(1, device=device))
 
     def groups(self) -> list[ProcessGroup]:
         """Return the groups in which other ranks may wait for this one."""
