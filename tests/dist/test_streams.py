@@ -23,6 +23,19 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.ranks
 
 
+def _sum_in_order(world, array) -> None:
+    """The same bits as adding one rank after the other; fewer elements than ranks, too."""
+    for numel in (1, 2, 7, 1001):
+        seeds = [torch.Generator().manual_seed(numel + rank) for rank in range(world.size)]
+        parts = [torch.randn(numel, generator=seed) for seed in seeds]
+        x = array(parts[world.rank].clone())
+        world.all_reduce(x)
+        expected = parts[0].clone()
+        for part in parts[1:]:
+            expected += part
+        assert torch.equal(x.read(), expected), numel
+
+
 def _compute_between(rank: int, world_size: int, backend, reduction: str) -> None:
     world, array = made_up.init(backend, timeout_s=30, reduction=reduction)
     total = world_size * (world_size + 1) / 2
@@ -42,6 +55,8 @@ def _compute_between(rank: int, world_size: int, backend, reduction: str) -> Non
     _move(world, array)
     _reduce(world, array)
     _refuse(world, array)
+    if reduction == "rank_ordered":
+        _sum_in_order(world, array)
     world.barrier()
     made_up.shutdown()
 

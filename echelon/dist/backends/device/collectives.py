@@ -141,6 +141,9 @@ class Collectives:
     ) -> None:
         """Exchange all ranks' data and reduce it in rank order, 16-bit floats in float32."""
         empty = self._library.empty_like
+        if operation.kind == "all_reduce":
+            self._all_reduce_in_order(on, operation, source, target, op, stream)
+            return
         if operation.kind == "reduce_scatter":
             parts = empty(source, self._size * target.numel(), stream)
             splits = operation.input_splits or (target.numel(),) * self._size
@@ -155,6 +158,25 @@ class Collectives:
             self._library.run(
                 stream, lambda: target.copy_(self._reduced(rows, operation.dtype, op))
             )
+
+    def _all_reduce_in_order(
+        self, on: Communicator, operation: Operation, source: Any, target: Any, op: str, stream: Any
+    ) -> None:
+        """Have each rank reduce a part of the elements, then gather the parts.
+
+        So it takes the memory of one more copy of the data, and not of one per rank.
+        """
+        pieces = source.tensor_split(self._size)
+        results = target.tensor_split(self._size)
+        mine, own = pieces[self._rank], results[self._rank]
+        rows = self._library.empty_like(source, self._size * mine.numel(), stream)
+        rows = rows.view(self._size, mine.numel())
+        outgoing = [self._bytes(piece) for piece in pieces]
+        self._exchange(on, outgoing, [self._bytes(row) for row in rows], stream)
+        if own.numel():
+            self._library.run(stream, lambda: own.copy_(self._reduced(rows, operation.dtype, op)))
+        incoming = [self._bytes(result) for result in results]
+        self._exchange(on, [self._bytes(own)] * self._size, incoming, stream)
 
     def _reduced(self, rows: Any, dtype: str, op: str) -> Any:
         total = rows[0].float() if dtype in _WIDE else rows[0].clone()
