@@ -215,3 +215,4 @@ def test_a_ring_of_many_ranks_is_not_certain(tmp_path: Path) -> None:
     verdict = verdict_of(job, tmp_path)
     assert verdict.cause.value == "order_desync"
     assert verdict.confidence.value != "certain"
+    assert "completed before" in verdict.would_settle[0]

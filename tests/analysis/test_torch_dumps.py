@@ -360,3 +360,16 @@ def test_the_last_rank_is_missed_where_the_groups_of_gloo_are_one_short(tmp_path
 def test_uneven_groups_of_gloo_that_move_miss_no_rank(tmp_path: Path) -> None:
     report = analyze(gloo_grid(state="completed").write(tmp_path / "dumps", lost=(7,)))
     assert (report.world_size, report.healthy) == (7, True)
+
+
+def test_where_no_dump_names_members_the_report_says_that_a_rank_may_be_missing(
+    tmp_path: Path,
+) -> None:
+    job = TorchJob(3, "gloo").all_call(2)
+    for rank in job.ranks:
+        rank.config = {"": {"name": "", "desc": "", "ranks": "[]"}}
+        rank.call(state="scheduled")
+    verdict = analyze(job.write(tmp_path / "dumps")).verdict
+    assert verdict is not None
+    assert (verdict.cause.value, verdict.confidence.value) == ("network", "possible")
+    assert "rank 3 may be missing" in verdict.would_settle[0]

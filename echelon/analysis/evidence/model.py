@@ -111,6 +111,7 @@ class Evidence:
     origin: str = ""
     foreign: str = ""  # "": our own black boxes; else whose, such as "torch nccl", "logs"
     vague_groups: frozenset[int] = frozenset()  # members were inferred, not recorded
+    is_world_inferred: bool = False  # no record says how many ranks there were
     unreadable: tuple[int, ...] = ()  # ranks whose file is there and cannot be read
     warnings: tuple[str, ...] = ()
     job_log: str = ""  # what logs say of no rank in particular: the launcher, the scheduler

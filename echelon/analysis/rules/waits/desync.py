@@ -13,6 +13,10 @@ from echelon.analysis.rules.calls.parted import slip_cause
 from echelon.analysis.rules.waits.stuck import wait_line
 
 _MAX_TRIED = 32
+_MISSING = (
+    "which of these ranks left its usual order: the calls that they completed before, which lists "
+    "of active entries and rings that have wrapped do not hold (a larger buffer does)"
+)
 _SMALL_RING = 2
 
 
@@ -25,6 +29,7 @@ def find_desync(picture: Picture) -> list[Finding]:
     waits = [w for w in picture.graph.waits if members & set(w.waiting) and members & set(w.absent)]
     waits.sort(key=lambda wait: wait.since_ns)
     first = waits[0]
+    sureness = _sureness(picture, ring, waits)
     odd = _breaker(waits, members, picture.evidence.ranks)
     if picture.streams is not None:
         # Their order is that of streams: a ring is a part of what one rank's slip has stopped.
@@ -43,13 +48,14 @@ def find_desync(picture: Picture) -> list[Finding]:
         Finding(
             cause=Cause.ORDER_DESYNC,
             culprit_ranks=ring,
-            confidence=_sureness(picture, ring, waits),
+            confidence=sureness,
             group=first.group,
             operation=first.operation,
             sequence=first.number,
             summary=f"{rank_list(ring)} wait for each other in a ring: {parts}",
             evidence=(*(wait_line(wait) for wait in waits[:6]), *_stands_alone(odd, ring)),
             fallout_ranks=picture.fallout(ring),
+            would_settle=() if sureness is Confidence.CERTAIN else (_MISSING,),
             next_action=f"Call the operations of {what} in the same order on every rank.",
         )
     ]

@@ -56,12 +56,20 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
             *(str(link) for link in links[:_SHOWN_LINKS]),
         ),
         fallout_ranks=tuple(rank for rank in wait.waiting if rank not in culprits),
-        would_settle=() if links else _SETTLES,
+        would_settle=() if links else (*_world(picture), *_SETTLES),
         scope=Scope.FALLOUT,
         next_action=f"Check the network of {rank_list(culprits)}'s host."
         if culprits
         else "Check the links between this group's hosts and their socket queues.",
     )
+
+
+def _world(picture: Picture) -> tuple[str, ...]:
+    """Say that a rank may be missing, where nothing says how many there were."""
+    if not picture.evidence.is_world_inferred:
+        return ()
+    size = picture.evidence.world_size
+    return (f"how many ranks the job had: the dumps name no members, rank {size} may be missing",)
 
 
 def _progress(wait: Wait) -> str:

@@ -163,6 +163,7 @@ class TorchLoader:
             origin=f"torch's flight recorder dumps in {path}",
             foreign="torch",
             vague_groups=frozenset(groups.vague),
+            is_world_inferred=groups.is_inferred,
             unreadable=tuple(sorted(self._unreadable)),
             warnings=(*warnings, *self.warnings),
         )
@@ -232,7 +233,9 @@ class TorchGroups:
                 if ranks and ranks not in self._configs.setdefault(name, []):
                     self._configs[name].append(ranks)
         self.world_size = max(max(world, default=-1) + 1, world_size)
-        if not any(read.members.get(name) for read in files.values() for name in read.members):
+        named = (ranks for read in files.values() for ranks in read.members.values())
+        self.is_inferred = not any(named)
+        if self.is_inferred:
             inside = {pair for read in files.values() for pair in _pairs_inside(read.rows)}
             self.world_size = max(self.world_size, _regular_size(pairs, self._recorded, inside))
 
