@@ -1,6 +1,6 @@
 """Log lines to standard error from a thread of their own.
 
-A pipe that nobody reads blocks whoever writes to it, and the server's loop must not stop for its
+A pipe that is not read blocks its writer, and the server's loop must not stop for its
 log. Lines that find the queue full are dropped; the next line that fits says how many.
 """
 
@@ -49,5 +49,5 @@ class StderrSink(logging.Handler):
         while (line := self._lines.get()) is not None:
             try:
                 print(line, file=sys.stderr, flush=True)
-            except OSError:  # nobody can read it any more
+            except OSError:  # its reader has exited
                 return

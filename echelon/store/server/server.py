@@ -186,7 +186,7 @@ class StoreServer:
         """Hang up on everyone and drop all keys, for an owner that begins something new.
 
         Members of the past cannot write into what comes: their connections are gone, and our own
-        clients refuse a server that was begun anew.
+        clients refuse a server that was restarted.
 
         Raises:
             StoreError: the server is not running.

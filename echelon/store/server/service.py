@@ -68,7 +68,7 @@ def serve(peer: Peer, messages: Iterator[Any]) -> Iterator[Any]:
 
 
 def release_unless_popped(peer: Peer, message: p.Message) -> None:
-    """Give back the item kept for a peer that asks for anything but that item."""
+    """Release the item kept for a peer that asks for anything but that item."""
     state = peer.state
     if message[:2] != (p.QUEUE_POP, state.promised_to[peer]):
         state.release_promise(peer)

@@ -1,7 +1,7 @@
 """What a store holds, and who waits for it: one class, no I/O, no clock, no threads.
 
 `StoreState` is told what a member asks and answers at once, or keeps a `Waiter`. Waiters that
-an event has satisfied are collected in `woken`; whoever drives the state (the server's loop, or
+an event has satisfied are collected in `woken`; the driver of the state (the server's loop, or
 `MemoryStore` under its lock) drains that list and delivers. Everything that a member waits for or
 has put in for a time belongs to its `owner` token, and `forget(owner)` takes all of it back: a
 death or a cancel leaves nothing behind.
