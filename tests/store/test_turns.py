@@ -89,6 +89,32 @@ def test_a_flood_is_executed_in_slices_with_the_same_replies(loop, name, in_c):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [(p.LIST_KEYS,)] + [(p.PING, number) for number in range(9000)],
+        [(p.PING, number) for number in range(9000)] + [(p.LIST_KEYS,), (p.PING, 1)],
+        [(p.APPEND, b"/log", b"%d" % number) for number in range(2000)],
+    ],
+    ids=["list first", "list last", "appends"],
+)
+def test_a_peer_waits_for_one_turn_at_a_time(loop, messages):
+    """A second place in the queue would carry on while an answer is still made in slices."""
+    data = b"".join(p.encode(*message) for message in messages)
+    written = []
+    for clock in (lambda: 0.0, ticking()):
+        world = World(loop, in_c=False, clock=clock)
+        world.hub.state.values.update((b"/%06d" % number, b"v") for number in range(25_000))
+        peer, transport = listening(world, is_ours=False)
+        peer.data_received(data)
+        while not transport.is_read:
+            assert len(world.hub.turns._waiting) == 1
+            world.turn()
+        written.append(transport.written + world.hub.state.values.get(b"/log", b""))
+        world.hub.close()
+    assert written[0] == written[1]
+
+
 def test_others_are_served_between_the_slices(loop):
     world = World(loop, in_c=False, clock=ticking())
     peer, transport = listening(world, is_ours=False)

@@ -394,7 +394,13 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def put_off(self) -> None:
-        """Let other peers have their turn before the next command."""
+        """Let other peers have their turn before the next command.
+
+        A peer that is busy has its place in the queue, for its commands or for a long answer, which
+        a second place would overtake.
+        """
+        if self._is_busy:
+            return
         self._is_busy = True
         self._pause()
         self.hub.turns.put_off(self._continue)
