@@ -21,10 +21,13 @@ TAIL_STRUCT = struct.Struct("<qqIIIIiiiiII")
 
 _SIGNATURE_FIELDS = 7  # of a call: those that come first
 _MAX_LINES = 1 << 14
+_MAX_TAILS = 256  # of a line
 
 _Code = CodeType | None
-# Its code; where its three nearest callers stood; what it passed; the packed fields.
-Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], bytes]
+_Tails = dict[tuple[Any, ...], bytes]
+# Its code; where its three nearest callers stood; what it passed; the packed fields; and the fields
+# of what it passed otherwise, from the same callers.
+Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], bytes, _Tails]
 
 
 class Calls:
@@ -43,8 +46,21 @@ class Calls:
         self._calls: dict[tuple[Any, ...], tuple[int, int]] = {}
         ring.texts.when_a_part_is_full(self._forget)
 
-    def find(self, frame: FrameType | None, call: tuple[Any, ...]) -> bytes:
-        """Return the packed fields of a call that a frame makes, and keep them with its line."""
+    def find(
+        self, frame: FrameType | None, call: tuple[Any, ...], tails: _Tails | None = None
+    ) -> bytes:
+        """Return the packed fields of a call that a frame makes, and keep them with its line.
+
+        Args:
+            tails: what its line passed before, from the same callers.
+        """
+        if tails is not None:
+            try:
+                found = tails.get(call)
+            except TypeError:  # lists, which may change
+                found = None
+            if found is not None:
+                return found
         key = call[:_SIGNATURE_FIELDS]
         num_bytes, group, root, peer, tag, coalesced, thread, flags = call[_SIGNATURE_FIELDS:]
         before = self._num_forgotten
@@ -67,11 +83,14 @@ class Calls:
         except struct.error:
             return pack_clamped(TAIL_STRUCT, *fields)
         if first is not None and is_hashable:
-            line = (first.f_code, *_callers(first), call, tail)
+            if tails is None or len(tails) >= _MAX_TAILS:
+                tails = {}
+            line = (first.f_code, *_callers(first), call, tail, tails)
             where = id(first.f_code), first.f_lasti
             if len(self.lines) >= _MAX_LINES:
                 self.lines.clear()
             if self._num_forgotten == before:
+                tails[call] = tail
                 self.lines[where] = line
         return tail
 
@@ -90,6 +109,8 @@ class Calls:
         """Forget references into `recent`, whose entries may be overwritten from now on."""
         self._num_forgotten += 1
         self._calls.clear()
+        for line in list(self.lines.values()):
+            line[-1].clear()  # another thread may be about to look here
         self.lines.clear()
 
 

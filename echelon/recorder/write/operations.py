@@ -323,10 +323,9 @@ class Operations:
             second = frame.f_back or _OUTSIDE
             third = second.f_back or _OUTSIDE
             fourth = third.f_back or _OUTSIDE
-            _, code_2, at_2, code_3, at_3, code_4, at_4, known, tail = line
+            _, code_2, at_2, code_3, at_3, code_4, at_4, known, tail, tails = line
             if (
-                what != known
-                or second.f_lasti != at_2
+                second.f_lasti != at_2
                 or second.f_code is not code_2
                 or third.f_lasti != at_3
                 or third.f_code is not code_3
@@ -334,6 +333,8 @@ class Operations:
                 or fourth.f_code is not code_4
             ):
                 tail = self._find(frame, what)
+            elif what != known:
+                tail = self._find(frame, what, tails)
         live = self._live
         step = live[_STEP] - 1
         draw = self._numbers
