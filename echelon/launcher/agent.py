@@ -59,7 +59,8 @@ def run(options: Options) -> int:
     directory = RunDirectory(
         options.run_dir, options.rdzv_id, node="" if is_host else options.node_name
     )
-    raise_descriptor_limit(options.nproc_per_node, options.max_nodes)
+    links = 0 if meeting is None else max(1, options.min_nodes if is_host else 1)
+    raise_descriptor_limit(options.nproc_per_node, links)
     terminal = Terminal(as_json=options.logs.as_json, fold=options.logs.fold)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(contextlib.closing(Workers()))

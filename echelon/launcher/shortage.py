@@ -26,12 +26,12 @@ def is_shortage(err: BaseException) -> bool:
     return isinstance(err, MemoryError) or _NO_THREAD in str(err)
 
 
-def raise_descriptor_limit(num_ranks: int, num_nodes: int) -> None:
+def raise_descriptor_limit(num_ranks: int, num_links: int) -> None:
     """Use all descriptors that are allowed: a shell allows 1024, and many ranks need more.
 
     Args:
         num_ranks: of this node.
-        num_nodes: at most; each has a connection to the host.
+        num_links: connections to other nodes without which no world begins; 0 on a single node.
 
     Raises:
         LaunchError: the launcher cannot work with so few.
@@ -40,7 +40,7 @@ def raise_descriptor_limit(num_ranks: int, num_nodes: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _OWN + _OF_A_RANK * num_ranks + (_OF_GRPC + num_nodes if num_nodes > 1 else 0)
+    needed = _OWN + _OF_A_RANK * num_ranks + (_OF_GRPC + num_links if num_links else 0)
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise LaunchError(
             f"Too many open files: the limit is {allowed} (ulimit -Hn), and {num_ranks} ranks on "

@@ -37,16 +37,16 @@ def test_what_the_machine_lacks_is_no_defect(err, expected):
     assert is_shortage(err) == expected
 
 
-@pytest.mark.parametrize(("num_nodes", "needed"), [(1, 32), (2, 74)])
-def test_too_few_descriptors_are_one_line_before_anything_starts(monkeypatch, num_nodes, needed):
+@pytest.mark.parametrize(("num_links", "needed"), [(0, 32), (2, 74)])
+def test_too_few_descriptors_are_one_line_before_anything_starts(monkeypatch, num_links, needed):
     limits = [(10, needed)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    raise_descriptor_limit(2, num_nodes)
+    raise_descriptor_limit(2, num_links)
     assert limits[-1] == (needed, needed), "all that is allowed is used"
     limits[:] = [(needed - 1, needed - 1)]
     with pytest.raises(LaunchError, match=rf"limit is {needed - 1} .* need {needed}$"):
-        raise_descriptor_limit(2, num_nodes)
+        raise_descriptor_limit(2, num_links)
 
 
 def test_a_launcher_without_descriptors_ends_with_one_line(tmp_path):

@@ -107,7 +107,7 @@ class StoreProcess:
             stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
         except OSError:
             return False
-        return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return stat.rpartition(b")")[2].split()[0] == b"T"  # not one that is traced
 
     def renew(self) -> None:
         """Drop all members and keys, or begin a new server, at another port, for one that is gone.
