@@ -215,7 +215,7 @@ class Job:
         elif not self.is_ours:
             command += ["--standalone"]
         program = [str(self._worker), str(self.folder), mode, *args] if mode else []
-        secret = {"ECHELON_SECRET": "benchmark"}
+        secret = {"ECHELON_SECRET": "a-secret-of-the-benchmark"}
         agent = Agent(
             [*command, *options, *program],
             {**secret, **(environ or {})},
