@@ -19,6 +19,7 @@ import pytest
 from benchmarks import attach as table
 from echelon.cli import analyze
 from echelon.host.stacks import can_spy
+from echelon.host.threads import threads
 from echelon.launcher.attach.look import keep, look
 from echelon.launcher.attach.ranks import numbered
 from echelon.launcher.attach.verdict import judge
@@ -82,7 +83,7 @@ def start(tmp_path):
             started.append(one)
         for one, fault in zip(started, faults, strict=True):
             assert one.stdout.readline() == "ready\n"
-            if fault in ("load", "waits"):
+            if fault in ("load", "waits", "moves"):
                 wait_until(lambda one=one: _is_waiting(one.pid), "it waits")
         return [one.pid for one in started]
 
@@ -207,7 +208,11 @@ def _train(rank: int, world_size: int, folder: str) -> dict[str, object] | None:
         paths = [Path(folder) / str(one) for one in range(2)]
         wait_until(lambda: all(path.exists() for path in paths), "both have trained")
         pids = [int(path.read_text()) for path in paths]
-        wait_until(lambda: all(map(_is_waiting, pids)), "one sleeps, the other waits for it")
+        wait_until(lambda: _is_waiting(pids[1]), "one sleeps")
+        wait_until(
+            lambda: any(thread.is_in_collective for thread in threads(pids[0], [])),
+            "the other waits for it",
+        )
         ranks = numbered(pids)
         below = Path(folder) / "look"
         below.mkdir()
