@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,38 @@ def _cell(cases: list[dict[str, Any]]) -> str:
     return text + (f" ({'; '.join(wrong)})" if wrong else "")
 
 
+def _overhead(args: argparse.Namespace) -> None:
+    """Time steps with and without the record, in runs that alternate."""
+    for kind in ("ddp", "fsdp2"):
+        runs: dict[str, list[dict[str, Any]]] = {"0": [], "1": []}
+        for _ in range(args.runs):
+            for record, measured in runs.items():
+                measured.append(_steps(kind, record))
+        told = [f"{kind}: {args.runs} pairs of runs"]
+        for name in ("best_ms", "median_ms", "cpu_ms"):
+            without, with_record = (
+                statistics.median(run[name] for run in runs[record]) for record in ("0", "1")
+            )
+            told.append(f"{name} {without:.3f} -> {with_record:.3f} ({with_record / without:.3f})")
+        same = all(run["losses"] == runs["0"][0]["losses"] for run in runs["0"] + runs["1"])
+        print("; ".join([*told, f"losses equal bit for bit: {same}"]), flush=True)
+
+
+def _steps(kind: str, record: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="unmodified_") as folder:
+        argv = [
+            sys.executable, "-m", "echelon", "run", "--nproc-per-node=2", f"--run-dir={folder}",
+            str(Path(__file__).with_name("unmodified_steps.py")), kind,
+        ]  # fmt: skip
+        environ = {**os.environ, "ECHELON_RECORD": record, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=_CASE_S, check=True, env=environ
+        )
+    text = next(line for line in done.stdout.splitlines() if '"losses"' in line)
+    told: dict[str, Any] = json.loads(text[text.index("{") :])
+    return told
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(required=True)
@@ -177,6 +210,9 @@ def _parse() -> argparse.Namespace:
     table = commands.add_parser("table")
     table.add_argument("out")
     table.set_defaults(act=_table)
+    overhead = commands.add_parser("overhead")
+    overhead.add_argument("--runs", type=int, default=30)
+    overhead.set_defaults(act=_overhead)
     return parser.parse_args()
 
 

@@ -82,7 +82,7 @@ class Operations:
             record, recorder = NOT_RECORDED, black_box.if_opened()
             if recorder is not None:
                 try:
-                    pending.sweep()
+                    pending.sweep_oldest()
                     record = self._begin(recorder, layout, args)
                 except Exception:  # noqa: BLE001 -- a program trains without its record
                     record = NOT_RECORDED

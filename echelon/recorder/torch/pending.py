@@ -8,12 +8,14 @@ a work: it would run on the backend's own thread, which then had to take the int
 Some works never say that they are complete (Gloo's reduce_scatter): for these the return of the
 program's own wait counts, which is known by the work, or by the memory that `wait_tensor` is about.
 
-A work keeps its tensors alive, so it is dropped as soon as it is seen complete.
+A work keeps its tensors alive, so it is dropped as soon as it is seen complete. Of works that never
+are, the newest `_MAX_WORKS` are kept; an older one counts as complete.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ from typing import Any, NamedTuple
 import echelon.recorder.current as black_box
 
 _PERIOD_S = 0.25
+_MAX_WORKS = 256
+_FEW = 8  # works end about in the order in which they began
 
 
 class _Started(NamedTuple):
@@ -45,17 +49,19 @@ class Pending:
     def add(self, record: int, work: Any, *, is_message: bool, address: int) -> None:
         """Note a work that was just started, and where it writes its result."""
         self._works[record] = _Started(work, is_message, address)
+        if len(self._works) > _MAX_WORKS:
+            self._end([next(iter(self._works))])
 
     def finish(self, work: Any) -> None:
         """Record that waiting for a work has returned."""
         self._end([record for record, one in list(self._works.items()) if one.work is work])
-        self.sweep()
+        self.sweep_oldest()
 
     def finish_at(self, address: int) -> None:
         """Record that waiting for the memory at an address has returned."""
         works = list(self._works.items())
         self._end([record for record, one in works if address and one.address == address])
-        self.sweep()
+        self.sweep_oldest()
 
     def _end(self, records: list[int]) -> None:
         recorder = black_box.if_opened()
@@ -74,10 +80,16 @@ class Pending:
 
     def sweep(self) -> None:
         """Record the works that are complete by now. Thread-safe; blocks on nothing."""
-        if not self._works:
-            return
+        self._sweep(list(self._works.items()))
+
+    def sweep_oldest(self) -> None:
+        """Do what `sweep` does for the few works that began first: cheap enough for every call."""
+        if self._works:
+            self._sweep(list(itertools.islice(self._works.items(), _FEW)))
+
+    def _sweep(self, works: list[tuple[int, _Started]]) -> None:
         recorder = black_box.if_opened()
-        for record, one in list(self._works.items()):
+        for record, one in works:
             if recorder is not None and not one.work.is_completed():
                 continue
             # Of two threads that see it complete, one takes it out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import subprocess
@@ -272,6 +273,27 @@ def test_a_torch_that_is_not_as_expected_trains_all_the_same(tmp_path, damage, n
     assert run_ranks(_alone, 1, str(tmp_path), damage) == [[1.0, 1.0]]
     ring = read_ring(tmp_path / "rank_0" / "attempt_0" / "ring")
     assert len(ring.operations) == num_operations
+
+
+def _never_waiting(rank: int, world_size: int, folder: str) -> int:
+    os.environ["ECHELON_RECORD_DIR"] = folder
+    echelon_torch_autoload._record()
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    for _ in range(1000):
+        dist.all_reduce(torch.ones(1), async_op=True)
+    dist.destroy_process_group()
+    start = importlib.import_module("echelon.recorder.torch.start")
+    return len(start._operations.pending._works)
+
+
+def test_works_that_never_say_that_they_are_complete_are_not_kept_for_good(tmp_path):
+    """Torch's fake works do not: each would hold its tensors, and be asked at every operation."""
+    [num_kept] = run_ranks(_never_waiting, 1, str(tmp_path))
+    assert 0 < num_kept <= 256
+    ring = read_ring(tmp_path / "rank_0" / "attempt_0" / "ring")
+    assert len(ring.operations) == 1000
+    assert sum(row["state"] == State.COMPLETED for row in ring.operations) == 1000 - num_kept
 
 
 _PROGRAM = """\
