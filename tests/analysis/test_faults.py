@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,3 +45,10 @@ def test_the_matrix_covers_what_one_host_can_show() -> None:
     assert len(faults.CASES) - len(injected) >= 8
     shown = {case.cause for case in injected}
     assert {cause.value for cause in Cause} - shown == {"network", "unknown"}
+
+
+def test_a_job_that_does_not_end_is_stopped_and_the_matrix_goes_on() -> None:
+    job = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    assert faults._ended(job, 0.05) is None
+    assert job.returncode != 0
+    assert faults._ended(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]), 60) == 3
