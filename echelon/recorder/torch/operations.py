@@ -5,7 +5,7 @@ process group in C++, so patched Python functions would miss them. A process gro
 torch's would see them, but programs ask a group for its type. All of them call an operator of the
 namespace c10d, through torch's dispatcher. A kernel under the key BackendSelect, which c10d does
 not use, stands before the backend's own kernel: it records the call and passes it on unchanged.
-It is one Python call per operation, and takes about 10 us of processor time.
+It is one Python call per operation, and takes 10 to 40 us of processor time.
 
 Tensors on a device are not recorded: only the device knows when such an operation completes, and
 asking it from here could block. The ring says that there were some, and torch's own recorder, which
