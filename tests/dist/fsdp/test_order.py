@@ -288,6 +288,32 @@ def test_a_unit_that_lends_a_parameter_stays_until_its_borrower_is_through():
     assert borrower.state is State.SHARDED
 
 
+def test_a_borrower_that_is_gone_through_again_keeps_its_owner_once_more():
+    """A reentrant checkpoint around a frozen borrower that contains the owner, used twice."""
+    order, memory, (owner, borrower, root) = make("owner", "borrower", "root")
+    owner.facts.members = {"b"}
+    borrower.facts.members, borrower.facts.has_frozen = set(), True
+    borrower.borrowed.append(owner)
+    owner.borrowers.add(borrower)
+    memory.do(order.forward_begins(root, records=True, trains=True))
+    for _ in range(2):  # without a graph: there are no calls before they are computed again
+        memory.do(order.forward_begins(borrower, records=False, trains=True))
+        memory.do(order.forward_begins(owner, records=False, trains=True))
+        memory.do(order.forward_ends(owner, has_graph=False))
+        memory.do(order.forward_ends(borrower, has_graph=False))
+    memory.do(order.forward_ends(root, has_graph=True))
+    memory.do(order.backward_begins())
+    for use in range(2):
+        memory.do(order.outputs_have_gradients(borrower, 10 + use))
+        memory.do(order.outputs_have_gradients(owner, 20 + use))
+        memory.do(order.inputs_have_gradients(owner, 20 + use))
+        assert owner.state is State.WHOLE, "the borrower's use of it is still to come"
+        memory.do(order.gradient_arrives(owner, "b"))
+        memory.do(order.inputs_have_gradients(borrower, 10 + use))
+        assert owner.state is borrower.state is State.SHARDED
+    assert memory.reduced == [owner, owner]
+
+
 def test_a_second_backward_over_a_kept_graph_holds_units_until_their_inputs_are_reached():
     order, memory, entries = make("0", "1", "root")
     entries[-1].outer = True

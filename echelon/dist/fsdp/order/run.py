@@ -56,6 +56,7 @@ class Run:
         self._expected = [entry for entry in reversed(begun) if entry.facts.trains]
         self._over: set[Entry] = set()
         self._entered: set[Entry] = set()  # units whose outputs have their gradients
+        self._inside: set[Entry] = set()  # those whose backward is not complete; maybe once more
         self._arrived: set[Entry] = set()  # units of which a parameter has its gradient
         self._reductions = Reductions(residency)
 
@@ -81,6 +82,8 @@ class Run:
         for one in (*entry.borrowed, entry):
             self._entered.add(one)
             self._needs(one)
+        self._inside.update(one for one in entry.borrowed if one not in self._over)
+        self._inside.add(entry)  # with a reentrant checkpoint each use of it is entered by itself
 
     def arrived(self, entry: Entry, member: Hashable) -> None:
         """Take the gradient that autograd finished for a parameter.
@@ -105,12 +108,13 @@ class Run:
         if entry.calls or self._is_lent(entry) or not self._is_complete(entry, passed=passed):
             return
         self._over.add(entry)
+        self._inside.discard(entry)
         # Frozen parameters have no gradient that tells when the last use of them is over.
         if not entry.held and not (entry.is_unwatched and entry.facts.has_frozen):
             self._residency.release(entry)
         self._reduce_ready()
         for owner in entry.borrowed:
-            if owner not in self._over:
+            if owner not in self._over or owner.state is State.WHOLE:
                 self.look(owner, passed=not owner.is_unwatched)
 
     def finish(self, recordings: list[Recording]) -> None:
@@ -178,7 +182,7 @@ class Run:
 
     def _is_lent(self, entry: Entry) -> bool:
         """Whether autograd is inside a unit that uses parameters of this one."""
-        return any(one in self._entered and one not in self._over for one in entry.borrowers)
+        return any(one in self._inside for one in entry.borrowers)
 
     def _expect(self, entry: Entry) -> None:
         self._expected.append(entry)
