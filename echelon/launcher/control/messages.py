@@ -96,11 +96,13 @@ class Sights:
     of dumps that torch wrote of itself]; [] if no rank records.
     `ranks` has each other rank: [rank, initialised, progress age, pending age, number of signs of
     activity, whether it has a ring, number of dumps].
+    `dumped_rank` is the rank among the folded ones that wrote the last of those dumps; -1: none.
     """
 
     attempt: int
     folded: list[int]
     ranks: list[list[int]]
+    dumped_rank: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

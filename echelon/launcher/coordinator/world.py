@@ -141,6 +141,7 @@ class World:
                 pending_mono_ns=_stamp(now_mono_ns, pending_ms),
                 num_ended=moves,
                 num_dumps=dumps,
+                dumped_rank=event.dumped_rank,
             )
 
     def look(self, now_mono_ns: int) -> Stall | None:

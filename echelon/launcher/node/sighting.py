@@ -45,6 +45,8 @@ class Sighting:
         self._rings: dict[int, LiveRing] = {}
         self._activities: dict[int, Activity] = {}  # of ranks without a ring, and hooked ones
         self._num_signs: dict[int, int] = {}
+        self._num_dumps: dict[int, int] = {}
+        self._dumped_rank = -1  # of the recording ranks, the one whose dump appeared last
         self._num_moves = 0
         self._lived = LivedTime(_STEP_S, time.monotonic_ns() / 1e9)
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
@@ -60,7 +62,7 @@ class Sighting:
         """Return what the living ranks show; None if there are none."""
         now = time.monotonic_ns()
         self._lived.tick(now / 1e9)
-        sights, rows, dumps = [], [], 0
+        sights, rows, own = [], [], {}
         for worker in self._workers:
             if not worker.alive:
                 continue
@@ -70,10 +72,23 @@ class Sighting:
                 rows.append([worker.rank, *self._from_outside(worker, now), own_dumps])
             else:
                 sights.append(self._sight(ring, worker, now))
-                dumps += own_dumps
+                own[worker.rank] = own_dumps
         if not sights and not rows:
             return None
-        return m.Sights(attempt=self._attempt, folded=self._fold(sights, now, dumps), ranks=rows)
+        self._note_dumps(own)
+        return m.Sights(
+            attempt=self._attempt,
+            folded=self._fold(sights, now, sum(own.values())),
+            ranks=rows,
+            dumped_rank=self._dumped_rank,
+        )
+
+    def _note_dumps(self, own: dict[int, int]) -> None:
+        """Note whose dump is new; of several that appeared at once, the lowest rank's."""
+        new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
+        if new:
+            self._dumped_rank = min(new)
+        self._num_dumps.update(own)
 
     def rest(self) -> None:
         """Forget what an incident's own questions made ranks do: that was no sign of life."""

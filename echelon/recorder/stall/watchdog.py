@@ -33,6 +33,7 @@ class Sight:
     records: bool = True  # it has a ring
     num_dumps: int = 0  # that torch's own recorder has written
     named_rank: int = -1  # the rank to name, where this stands for all recording ranks of a node
+    dumped_rank: int = -1  # the rank that wrote the last dump, in the same case
 
     @property
     def name(self) -> str:
@@ -82,7 +83,9 @@ class StallRule:
         self._dumps.update({sight.rank: sight.num_dumps for sight in new})
         if not new:
             return None
-        return Stall(f"{new[0].name} wrote a dump of torch's flight recorder", now)
+        first = new[0]
+        name = first.name if first.dumped_rank < 0 else f"rank {first.dumped_rank}"
+        return Stall(f"{name} wrote a dump of torch's flight recorder", now)
 
     def _pending(self, sights: Sequence[Sight], now: int) -> Stall | None:
         waiting = [sight for sight in sights if sight.pending_mono_ns]

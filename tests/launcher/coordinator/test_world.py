@@ -46,3 +46,15 @@ def test_a_node_whose_ranks_have_all_closed_their_rings_shows_what_it_sees_from_
     computes = [[rank, 1, 0, -1, 3, 0, 0] for rank in (0, 1)]
     world.note_sights("a", m.Sights(attempt=0, folded=[], ranks=computes), 300 * second)
     assert world.look(300 * second) is None
+
+
+def test_a_dump_is_named_by_the_rank_that_wrote_it_and_not_by_the_one_that_waits_longest():
+    second = 1_000_000_000
+    world = _world()
+    for dumps, dumped_rank in ((0, -1), (1, 0)):
+        row = [0, 1, 100, 100, 1, 7, dumps]  # rank 1 has waited for longest
+        seen = m.Sights(attempt=0, folded=row, ranks=[], dumped_rank=dumped_rank)
+        world.note_sights("a", seen, second)
+        stall = world.look(second)
+    assert stall is not None
+    assert stall.reason == "rank 0 wrote a dump of torch's flight recorder"
