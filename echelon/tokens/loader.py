@@ -196,8 +196,8 @@ class TokenLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the sample where the state was taken, on any number of ranks.
 
-        The batch's size and the weights may differ, and sources may be new; each source that the
-        state knows must be given, with weight 0 if it is no longer drawn from.
+        The batch's size and the weights may differ, and sources may be new. Every source in
+        the state must be passed, with weight 0 if no more samples are to be drawn from it.
 
         Raises:
             ValueError: the state belongs to another context or seed, to other tokens, or to a

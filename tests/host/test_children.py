@@ -59,7 +59,7 @@ def test_living_children_are_seen_with_call_command_and_stack(family):
 def test_a_dead_child_is_seen_with_its_signal(family):
     parent, python, _ = family
     os.kill(python, signal.SIGKILL)
-    wait_until(lambda: look_at(python).state == "Z", "the child is dead and nobody waited for it")
+    wait_until(lambda: look_at(python).state == "Z", "the child is dead and was not reaped")
     assert look_at(python).exit_code == -signal.SIGKILL
     assert python in {child.pid for child in look_at_children(parent)[0]}
 

@@ -183,7 +183,7 @@ def _waits(record: Record) -> bool:
 def _changed(
     record: Record, first: dict[int, Wakes | None], later: dict[int, Wakes | None]
 ) -> bool:
-    """Tell whether a rank that waited for nobody stood elsewhere later, or woke meanwhile."""
+    """Return whether a rank that waited for no other moved or woke before the second look."""
     host, rank = record.host, record.identity.rank
     if not host.alive or host.process_state in ("T", "t", "D"):
         return False

@@ -1,4 +1,4 @@
-"""Whether a job that nobody recorded moves: did the ranks that wait go on between two looks?
+"""Whether an unrecorded job moves: did its waiting ranks continue between two looks?
 
 Two looks at a healthy job show ranks inside collectives too. What tells a rank that waits for ever
 from one that waits for the next moment is how often it woke: the kernel counts how often a thread

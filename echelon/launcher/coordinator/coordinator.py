@@ -229,7 +229,7 @@ class Coordinator:
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
-            self._members.let_go(node, number)  # it waits for a place: nobody depends on it
+            self._members.let_go(node, number)  # it waits for a place: no rank depends on it
             return
         if world is None or self._ending is not None:
             self._stop_signal = number

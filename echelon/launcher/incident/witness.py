@@ -67,7 +67,7 @@ class Witness:
         return self._stacks is None or self._stacks.have_arrived()
 
     def has_torch_answered(self) -> bool:
-        """Whether torch's dump has come, or will never come."""
+        """Whether torch's dump has arrived, or will never arrive."""
         torch = self.worker.torch
         return not self._waits_for_torch or torch is None or torch.has_come()
 
