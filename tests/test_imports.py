@@ -14,7 +14,7 @@ import echelon
 
 _PACKAGE = Path(echelon.__file__).parent
 _HEAVY = ("torch", "grpc", "uvloop", "asyncio", "rich")
-_ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis", "tokens")
+_ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis", "tokens", "train")
 
 # room -> modules of echelon that it may import besides its own and echelon.errors
 _ALLOWED = {
@@ -31,6 +31,7 @@ _ALLOWED = {
     ),
     "analysis": ("echelon.analysis", "echelon.recorder.format", "echelon.recorder.read"),
     "tokens": ("echelon.tokens", "echelon.recorder"),
+    "train": ("echelon.train", "echelon.dist", "echelon.recorder", "echelon.tokens"),
 }
 
 
@@ -88,8 +89,8 @@ def test_the_stores_folders_import_only_those_below(folder):
         assert not above, f"{path.relative_to(_PACKAGE)} imports {above}"
 
 
-@pytest.mark.parametrize("room", [room for room in _ROOMS if room != "dist"])
-def test_only_dist_imports_torch(room):
+@pytest.mark.parametrize("room", [room for room in _ROOMS if room not in ("dist", "train")])
+def test_only_dist_and_train_import_torch(room):
     for path in (_PACKAGE / room).rglob("*.py"):
         assert not any(_is_below(name, "torch") for name in _imports(path)), path
 
@@ -111,6 +112,7 @@ def _loaded_after(code: str) -> set[str]:
         "import echelon.recorder",
         "import echelon.store",
         "import echelon.tokens",
+        "import echelon.train.schedules",
         "from echelon.cli import main; main(['run', '--help'])",
         "from echelon.cli import main; main(['--version'])",
         "from echelon.analysis.cli import main; main(['--help'])",

@@ -1,0 +1,196 @@
+"""Schedules of the learning rate: the factor of the peak rate as a pure function of the step.
+
+    constant                 1   /----------------------
+    cosine                   1   /--..__                      ends at `floor`
+                                        ``--..__
+    warmup-stable-decay      1   /---------------\\
+                                                  \\           ends at `floor`
+
+A schedule has no state, so a resumed run needs nothing of it but the step. Step 0 is the first; a
+warm-up of `num_warmup` steps begins at 1 / num_warmup, so that no step is wasted on a rate of 0,
+and step `num_warmup` has the whole rate. From step `num_steps` on the factor is `floor`.
+
+All are frozen dataclasses that are called with the step: they compare, print, and serve as the
+`lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Schedule = Callable[[int], float]
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A rise over `num_warmup` steps, then 1.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+
+    num_warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("num_warmup", self.num_warmup, least=0)
+
+    def __call__(self, step: int) -> float:
+        """Return the factor at a step, counted from 0."""
+        return _rise(_checked(step), self.num_warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """A rise, then half a cosine down to `floor` at step `num_steps`.
+
+    Args:
+        num_steps: of the whole run, the warm-up included.
+        num_warmup: steps of the rise.
+        floor: the last factor, between 0 and 1.
+
+    Raises:
+        ValueError: a bad argument.
+    """
+
+    num_steps: int
+    num_warmup: int = 0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_run(self.num_steps, self.num_warmup, 0, self.floor)
+
+    def __call__(self, step: int) -> float:
+        """Return the factor at a step, counted from 0."""
+        if _checked(step) < self.num_warmup:
+            return _rise(step, self.num_warmup)
+        return _fall(step, self.num_warmup, self.num_steps, self.floor, _SHAPES["cosine"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay:
+    """A rise, then 1, then a fall over the last `num_decay` steps (Hu et al. 2024, MiniCPM).
+
+    Where the run should go on after all, it continues from a checkpoint before the fall with a
+    larger `num_steps`: until then all such schedules agree.
+
+    Args:
+        num_steps: of the whole run, the warm-up and the fall included.
+        num_decay: steps of the fall; None: a tenth of the run, at least 1.
+        num_warmup: steps of the rise.
+        floor: the last factor, between 0 and 1.
+        shape: of the fall: "linear", "sqrt" (1 - sqrt: Hägele et al. 2024) or "cosine".
+
+    Raises:
+        ValueError: a bad argument.
+    """
+
+    num_steps: int
+    num_decay: int | None = None
+    num_warmup: int = 0
+    floor: float = 0.0
+    shape: str = "linear"
+
+    def __post_init__(self) -> None:
+        if self.num_decay is not None:
+            _check_count("num_decay", self.num_decay, least=1)
+        _check_run(self.num_steps, self.num_warmup, self.num_decay or 0, self.floor)
+        if self.shape not in _SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
+
+    def __call__(self, step: int) -> float:
+        """Return the factor at a step, counted from 0."""
+        if _checked(step) < self.num_warmup:
+            return _rise(step, self.num_warmup)
+        length = max(1, self.num_steps // 10) if self.num_decay is None else self.num_decay
+        begin = max(self.num_warmup, self.num_steps - length)
+        return _fall(step, begin, self.num_steps, self.floor, _SHAPES[self.shape])
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "constant": Constant,
+    "cosine": Cosine,
+    "wsd": WarmupStableDecay,
+}
+
+
+def make_schedule(name: str, **settings: Any) -> Schedule:
+    """Return a schedule by its name, as a configuration file gives it.
+
+    Args:
+        name: "constant", "cosine" or "wsd".
+        settings: of that schedule, by name.
+
+    Raises:
+        ValueError: an unknown name, or a bad value.
+        TypeError: a setting that the schedule does not have, or a missing one.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+    return SCHEDULES[name](**settings)
+
+
+def set_learning_rate(optimizer: Any, factor: float) -> float:
+    """Set each parameter group's `lr` to its peak rate times `factor`.
+
+    The peak is the group's `lr` at the first call; it is kept as `initial_lr` in the group, where
+    torch's schedulers keep it and checkpoints save it.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        factor: what a schedule returned.
+
+    Returns:
+        The first group's rate.
+
+    Raises:
+        ValueError: a factor that is negative or not finite, or an optimizer without groups.
+    """
+    if not (factor >= 0.0 and math.isfinite(factor)):
+        raise ValueError(f"factor must be finite and >= 0, got {factor!r}")
+    if not optimizer.param_groups:
+        raise ValueError("the optimizer has no parameter groups")
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def _rise(step: int, num_warmup: int) -> float:
+    return min(1.0, (step + 1) / num_warmup) if num_warmup else 1.0
+
+
+def _fall(step: int, begin: int, end: int, floor: float, shape: Callable[[float], float]) -> float:
+    if step >= end:
+        return floor
+    progress = max(0.0, (step - begin) / (end - begin)) if end > begin else 0.0
+    return floor + (1.0 - floor) * shape(progress)
+
+
+def _checked(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be an int >= 0, got {step!r}")
+    return step
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def _check_run(num_steps: int, num_warmup: int, num_decay: int, floor: float) -> None:
+    _check_count("num_steps", num_steps, least=1)
+    _check_count("num_warmup", num_warmup, least=0)
+    if num_warmup + num_decay > num_steps:
+        parts = f"num_warmup {num_warmup}" + (f" and num_decay {num_decay}" if num_decay else "")
+        raise ValueError(f"{parts} must fit into num_steps {num_steps}")
+    if not isinstance(floor, (int, float)) or not 0.0 <= floor <= 1.0:
+        raise ValueError(f"floor must be between 0 and 1, got {floor!r}")
