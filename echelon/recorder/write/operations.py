@@ -39,6 +39,7 @@ HEAD_STRUCT = struct.Struct(f"<Qqqqq{TAIL_STRUCT.size}s")
 STATE_STRUCT = struct.Struct("<QqqIIIIQ")
 _SLOT_STRUCT = struct.Struct(f"<QII{HEAD_STRUCT.size}s8xQ")
 _STATE_BODY_STRUCT = struct.Struct("<qqII")
+_STATE_CELL_STRUCT = struct.Struct(f"<Q{_STATE_BODY_STRUCT.size}sI4xQ")  # as STATE_STRUCT
 assert HEAD_STRUCT.size == OPERATION_FIXED.itemsize
 
 _SLOT_BYTES = OPERATION_SLOT.itemsize
@@ -47,7 +48,7 @@ _STATE_OFFSET = OPERATION_SLOT.fields["state"][1]  # type: ignore[index]
 _getframe = sys._getframe
 _pack_head = HEAD_STRUCT.pack
 _pack_slot = _SLOT_STRUCT.pack_into
-_pack_state = STATE_STRUCT.pack_into
+_pack_state = _STATE_CELL_STRUCT.pack_into
 _pack_state_body = _STATE_BODY_STRUCT.pack
 # Looking up a member of an enum costs as much as storing it.
 _NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
@@ -289,10 +290,11 @@ class Operations:
             at = self._states[slot]
             while True:
                 began = starts[slot]
-                crc = crc32(_pack_state_body(began, ended, _error, _state), stamp)
+                body = _pack_state_body(began, ended, _error, _state)
+                crc = crc32(body, stamp)
                 if owners[slot] == stamp and starts[slot] == began:
                     owners[slot] = -stamp  # from the comparison on nothing comes between
-                    _pack_state(self._map, at, stamp, began, ended, _error, _state, crc, 0, stamp)
+                    _pack_state(self._map, at, stamp, body, crc, stamp)
                     return
                 if owners[slot] != stamp:
                     break
@@ -412,11 +414,12 @@ class Operations:
     def _mark_started(self, record: int, began: int) -> None:
         slot = record % self._num_slots
         stamp = record + 1
-        crc = crc32(_pack_state_body(began, 0, 0, _STARTED), stamp)
+        body = _pack_state_body(began, 0, 0, _STARTED)
+        crc = crc32(body, stamp)
         at = self._states[slot]
         if self._owners[slot] == stamp:  # from here on nothing comes between
             self._starts[slot] = began
-            _pack_state(self._map, at, stamp, began, 0, 0, _STARTED, crc, 0, stamp)
+            _pack_state(self._map, at, stamp, body, crc, stamp)
         elif self._owners[slot] != -stamp:
             cell = STATE_STRUCT.pack(stamp, began, 0, 0, _STARTED, crc, 0, stamp)
             with self._lock:
