@@ -113,6 +113,7 @@ def _loaded_after(code: str) -> set[str]:
         "import echelon.store",
         "import echelon.tokens",
         "import echelon.train.schedules",
+        "import echelon.train.figures",
         "from echelon.cli import main; main(['run', '--help'])",
         "from echelon.cli import main; main(['--version'])",
         "from echelon.analysis.cli import main; main(['--help'])",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from time import monotonic_ns
 from typing import Any, TypeVar
 
 from echelon.recorder.current import current, if_opened
+from echelon.recorder.spent import MAX_NAMES, spent
 
 _T = TypeVar("_T")
 
@@ -18,20 +20,28 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     Known to verdicts: data_wait, compute, checkpoint, compile, store. Any other name is yours.
     """
 
-    __slots__ = ("_detail", "_name", "_open")
+    __slots__ = ("_before_ns", "_began_ns", "_detail", "_name", "_open", "_totals")
 
     def __init__(self, name: str, detail: str = "") -> None:
         self._name = name
         self._detail = detail
         self._open: Any = None
+        self._totals: dict[str, int] = {}
+        self._before_ns = self._began_ns = 0
         by_hand.add(name)
 
     def __enter__(self) -> None:
+        self._totals = spent.spans_ns
+        self._before_ns = self._totals.get(self._name, 0)
+        self._began_ns = monotonic_ns()
         recorder = current()
         if recorder is not None:
             self._open = recorder.open_span(self._name, self._detail, 2)
 
     def __exit__(self, *_: object) -> None:
+        # Not a sum: a span of the same name within this one has ended, and is part of it.
+        if self._name in self._totals or len(self._totals) < MAX_NAMES:
+            self._totals[self._name] = self._before_ns + monotonic_ns() - self._began_ns
         recorder = if_opened()  # none in a child forked within the span: its end is the parent's
         if self._open is not None and recorder is not None:
             recorder.close_span(self._open)

@@ -30,6 +30,7 @@ from echelon.dist.progress.interruption import is_from_handler
 from echelon.dist.progress.watcher import watcher
 from echelon.dist.work import Work
 from echelon.errors import CollectiveError
+from echelon.recorder.spent import spent
 from echelon.recorder.write.recorder import NOT_RECORDED
 
 _CLOSE_S = 1.0  # in all, for other threads to leave the engine and for verdicts to be published
@@ -151,6 +152,7 @@ class GroupState:
         Raises:
             CollectiveError: it failed; the group has ended.
         """
+        before_s, began_s = spent.collectives_s, time.monotonic()
         me = threading.get_ident()
         self._inside.append(me)
         outer = self._running  # a signal handler's collective interrupts another one
@@ -164,6 +166,7 @@ class GroupState:
             if operation.peer == -1:
                 self._running = outer
             self._leave(me)
+            spent.collectives_s = before_s + time.monotonic() - began_s
 
     def launch(self, operation: Operation, record: int) -> Work:
         """Start one admitted operation.
@@ -190,12 +193,14 @@ class GroupState:
         """Wait for a submitted operation; see `Pending.wait`."""
         if pending.done:
             return pending.wait(0.0)
+        before_s, began_s = spent.collectives_s, time.monotonic()
         me = threading.get_ident()
         self._inside.append(me)
         try:
             return pending.wait(timeout_s)
         finally:
             self._leave(me)
+            spent.collectives_s = before_s + time.monotonic() - began_s
 
     def _leave(self, thread: int) -> None:
         """Note that a thread left the engine; the last one releases it if the group is closed."""

@@ -1,0 +1,11 @@
+"""The figures of a run: one line for each step, other libraries' writers, and plots.
+
+`FigureLog` writes them, `read_figures` reads them, `echelon plot` draws them. None of it imports
+torch before a writer that needs it is made.
+"""
+
+from echelon.train.figures.file import read_figures
+from echelon.train.figures.log import FigureLog
+from echelon.train.figures.writers import TensorBoardWriter, WandbWriter, Writer
+
+__all__ = ["FigureLog", "read_figures", "TensorBoardWriter", "WandbWriter", "Writer"]

@@ -1,0 +1,70 @@
+"""What a step cost this process, and every rank of a group: time, waits, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from echelon.recorder.spent import spent
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from echelon.dist.group import ProcessGroup
+
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What the calling thread had spent at a moment, in seconds."""
+
+    time_s: float
+    data_wait_s: float
+    collectives_s: float
+
+    @classmethod
+    def now(cls, time_s: float) -> Moment:
+        """Return the totals so far of the calling thread."""
+        return cls(time_s, spent.spans_ns.get("data_wait", 0) / 1e9, spent.collectives_s)
+
+    def __sub__(self, other: Moment) -> Moment:
+        return Moment(
+            self.time_s - other.time_s,
+            self.data_wait_s - other.data_wait_s,
+            self.collectives_s - other.collectives_s,
+        )
+
+    def __add__(self, other: Moment) -> Moment:
+        return Moment(
+            self.time_s + other.time_s,
+            self.data_wait_s + other.data_wait_s,
+            self.collectives_s + other.collectives_s,
+        )
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory so far: torch's on its accelerator, else this process's resident."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
+
+
+def gather(costs: Moment, group: ProcessGroup | None) -> npt.NDArray[Any]:
+    """Return `[ranks, 4]`: seconds, of data wait, of collectives, and peak memory in bytes.
+
+    Collective where there is a group: each rank sends 32 bytes.
+    """
+    own = np.array(
+        [[costs.time_s, costs.data_wait_s, costs.collectives_s, peak_memory_bytes()]], np.float64
+    )
+    if group is None or group.size == 1:
+        return own
+    everyone = np.empty((group.size, own.shape[1]), np.float64)
+    group.all_gather(everyone, own)
+    return everyone

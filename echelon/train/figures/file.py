@@ -1,0 +1,141 @@
+"""A file with one JSON object per line and step: appended to, cut back on a resume, read.
+
+A run that is killed may leave half a line, and steps that the checkpoint it resumes from does not
+have. Both lie at the end, so the file is cut there and never rewritten: what was written before
+stays, whatever happens meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_BLOCK_BYTES = 1 << 16
+
+
+class FigureFile:
+    """The open file. Used by one thread at a time.
+
+    Args:
+        path: made with its folder if it does not exist.
+        last_step: lines of later steps are dropped, and half a line at the end.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        ValueError: it exists and is not a log of figures; it was not changed.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._check(path)
+            self.drop_after(last_step)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check(self, path: Path) -> None:
+        """Refuse to cut what somebody else may need."""
+        begin = os.pread(self._descriptor, _BLOCK_BYTES, 0)
+        line, newline, _ = begin.partition(b"\n")
+        is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES
+        if begin and not is_torn and _step_of(line) is None:
+            raise ValueError(f"{path} exists and is not a log of figures; it was left as it is")
+
+    def drop_after(self, step: int) -> None:
+        """Drop the lines of later steps, and half a line at the end."""
+        size = os.fstat(self._descriptor).st_size
+        end = self._end_of_whole_lines(size)
+        while end:
+            start = self._start_of_line(end)
+            found = _step_of(os.pread(self._descriptor, end - start, start))
+            if found is not None and found <= step:
+                break
+            end = start
+        if end != size:
+            os.ftruncate(self._descriptor, end)
+
+    def _end_of_whole_lines(self, size: int) -> int:
+        """Return the position behind the last newline."""
+        if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
+            return size
+        return self._start_of_line(size + 1)
+
+    def _start_of_line(self, end: int) -> int:
+        """Return where the line begins whose newline is the byte before `end`."""
+        at = end - 1
+        while at > 0:
+            begin = max(0, at - _BLOCK_BYTES)
+            found = os.pread(self._descriptor, at - begin, begin).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            at = begin
+        return 0
+
+    def append(self, figures: Mapping[str, Any]) -> None:
+        """Add a line, whole or not at all.
+
+        Raises:
+            OSError: the file system refuses it.
+        """
+        data = json.dumps(figures, allow_nan=False).encode() + b"\n"
+        size = os.fstat(self._descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, size)
+            raise
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return a line's step, None if it is not a line of figures."""
+    figures = _figures_of(line)
+    return None if figures is None else int(figures["step"])
+
+
+def _figures_of(line: bytes | str) -> dict[str, Any] | None:
+    try:
+        figures = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(figures, dict) or not isinstance(figures.get("step"), int):
+        return None
+    return figures
+
+
+def read_figures(path: str | Path) -> list[dict[str, Any]]:
+    """Read a log of figures, also while a run writes it.
+
+    Args:
+        path: the file; a folder stands for its `figures.jsonl`.
+
+    Returns:
+        One dictionary per line, in the order of the file. Half a line at the end and lines that are
+        not figures are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has lines, and none of them are figures.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "figures.jsonl"
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = [_figures_of(line) for line in file]
+    found = [figures for figures in lines if figures is not None]
+    if lines and not found:
+        raise ValueError(f"{path} is not a log of figures: no line has a step")
+    return found

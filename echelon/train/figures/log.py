@@ -1,0 +1,254 @@
+"""FigureLog: what a run reports of each step, written by rank 0.
+
+[Note: what the shares mean] `data_wait` is the time that the training thread spent in
+`recorder.span("data_wait")`, which `TokenLoader` and `recorder.watch` open. `exposed_communication`
+is the time that it stood still in collectives and messages: transfers that no computation hid, and
+waits for ranks that were late (in a pipeline, its bubble). Both are shares of the iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.recorder.current import say
+from echelon.train.figures.costs import Moment, gather
+from echelon.train.figures.file import FigureFile
+from echelon.train.figures.writers import Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import numpy.typing as npt
+    from typing_extensions import Self
+
+    from echelon.dist.group import ProcessGroup
+
+_FULL_PRECISION = ("loss", "gradient_norm", "learning_rate")  # the others: six digits
+
+
+class FigureLog:
+    """The log of a run's figures: one JSON line per step, and the same for other writers.
+
+    A resumed run appends: lines of steps after `first_step` are dropped first. A full disk or any
+    other failure of the file or a writer is said once and never ends the training. Used by the
+    thread that trains.
+
+    Example:
+        >>> with FigureLog(
+        ...     "runs/gpt/figures.jsonl",
+        ...     tokens_per_step=batch * context,
+        ...     flops_per_token=config.flops_per_token(),
+        ...     peak_flops=peak.flops_per_s,
+        ...     first_step=trainer.step,  # 0, or where the checkpoint stands
+        ...     group=world,  # on all ranks; rank 0 writes
+        ...     writers=[TensorBoardWriter("runs/gpt/board")] if world.rank == 0 else [],
+        ... ) as figures:
+        ...     while trainer.step < steps:
+        ...         loss, norm = trainer.train_step()
+        ...         figures.step(trainer.step, loss, gradient_norm=norm, learning_rate=trainer.lr)
+        ...         if trainer.step % 500 == 0:
+        ...             with figures.pause():  # not part of an iteration
+        ...                 figures.note(trainer.step, validation_loss=trainer.validate())
+
+    Args:
+        path: the file, made with its folder; None: no file.
+        tokens_per_step: of all ranks together, for the rates; 0: no rates.
+        flops_per_token: floating-point operations of forward and backward; 0: no MFU.
+        peak_flops: operations a second of all ranks together, which MFU is a share of; 0: no MFU.
+        first_step: finished steps before this run.
+        group: ranks whose waits and memory are compared, all of which then make the same calls;
+            32 bytes per rank and step, of host memory. None: this process's own figures.
+        writers: more receivers, on the rank that writes.
+        now: the clock, in seconds.
+
+    Raises:
+        ValueError: a negative number, or `path` exists and is not a log of figures.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        tokens_per_step: int = 0,
+        flops_per_token: float = 0.0,
+        peak_flops: float = 0.0,
+        first_step: int = 0,
+        group: ProcessGroup | None = None,
+        writers: Sequence[Writer] = (),
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        numbers = (tokens_per_step, flops_per_token, peak_flops, first_step)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError(
+                f"tokens_per_step, flops_per_token, peak_flops and first_step are {numbers}; "
+                "none may be negative"
+            )
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._group = group
+        self._writes = group is None or group.rank == 0
+        self._now = now
+        self._last_step = first_step
+        self._file: FigureFile | None = None
+        self._has_warned = False
+        self._path = path
+        if path is not None and self._writes:
+            try:
+                self._file = FigureFile(Path(path), first_step)
+            except OSError as err:
+                self._warn(f"{path}: {err.strerror or err}")
+        self._writers = list(writers) if self._writes else []
+        self._began = Moment.now(now())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        *,
+        gradient_norm: float | None = None,
+        learning_rate: float | None = None,
+        **more: float,
+    ) -> None:
+        """Log a finished step, and begin the next one's time. Collective with a `group`.
+
+        Called less than once per step, it logs the means since the last call.
+
+        Args:
+            step: number of finished steps. One that was logged before (a run that went back to a
+                checkpoint) replaces what was logged from there on.
+            loss: of the whole batch; one that is not finite is logged as null, and named in
+                `not_finite`.
+            gradient_norm, learning_rate: left out where None.
+            more: any other figures.
+
+        Raises:
+            CollectiveError: the group failed.
+        """
+        moment = Moment.now(self._now())
+        costs = gather(moment - self._began, self._group)
+        if self._writes:
+            num_steps = step - self._last_step
+            if num_steps < 1:
+                self._go_back(step)
+                num_steps = 1
+            given = {"gradient_norm": gradient_norm, "learning_rate": learning_rate, **more}
+            named = {name: value for name, value in given.items() if value is not None}
+            self._write(step, {"loss": loss, **named, **self._rates(costs, num_steps)})
+        self._last_step = step
+        self._began = Moment.now(self._now())
+
+    def note(self, step: int, **figures: float) -> None:
+        """Log figures that not every step has, such as `validation_loss`, on a line of their own.
+
+        Not collective; does nothing on ranks that do not write.
+        """
+        if self._writes:
+            self._write(step, dict(figures))
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what the block does, such as evaluation or a checkpoint, out of all figures."""
+        before = Moment.now(self._now())
+        try:
+            yield
+        finally:
+            self._began += Moment.now(self._now()) - before
+
+    def forget_pause(self) -> None:
+        """Begin the current step's time again: what was done since the last call was a pause."""
+        self._began = Moment.now(self._now())
+
+    def close(self) -> None:
+        """Close the file and the writers; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            self._pass_on(writer.close, writer)
+
+    # ---- figures ----
+
+    def _rates(self, costs: npt.NDArray[Any], num_steps: int) -> dict[str, float]:
+        """Return speed, waits and memory of the steps since the last call."""
+        iteration_s = max(float(costs[:, 0].max()) / num_steps, 1e-9)
+        figures = {"iteration_s": iteration_s, "peak_memory_bytes": float(costs[:, 3].max())}
+        if self._tokens_per_step:
+            tokens_per_s = self._tokens_per_step / iteration_s
+            figures["tokens_per_s"] = tokens_per_s
+            if self._flops_per_token and self._peak_flops:
+                figures["mfu"] = tokens_per_s * self._flops_per_token / self._peak_flops
+        shares = costs[:, 1:3] / costs[:, :1].clip(min=1e-9)
+        figures["data_wait"], figures["exposed_communication"] = shares.mean(axis=0).tolist()
+        if len(costs) > 1:
+            # The rank that the others wait for is the one that waits least.
+            figures["data_wait_max"] = float(shares[:, 0].max())
+            figures["data_wait_max_rank"] = int(shares[:, 0].argmax())
+            figures["exposed_communication_min"] = float(shares[:, 1].min())
+            figures["exposed_communication_min_rank"] = int(shares[:, 1].argmin())
+        return figures
+
+    # ---- writing ----
+
+    def _write(self, step: int, figures: dict[str, float]) -> None:
+        numbers = {name: float(value) for name, value in figures.items()}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if self._file is not None:
+            line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
+            line |= {name: _shortened(name, finite.get(name)) for name in numbers}
+            if len(finite) < len(numbers):
+                line["not_finite"] = [name for name in numbers if name not in finite]
+            try:
+                self._file.append(line)
+            except OSError as err:
+                self._warn(f"{self._path}: {err.strerror or err}")
+        for writer in list(self._writers):
+            self._pass_on(functools.partial(writer.write, step, finite), writer)
+
+    def _pass_on(self, call: Callable[[], object], writer: Writer) -> None:
+        try:
+            call()
+        except Exception as err:  # noqa: BLE001 -- another library's trouble never ends a training
+            with contextlib.suppress(ValueError):
+                self._writers.remove(writer)
+            kind = type(writer).__name__
+            say(f"{kind} gets no more figures: {type(err).__name__}: {err}; training continues")
+
+    def _go_back(self, step: int) -> None:
+        if self._file is not None:
+            try:
+                self._file.drop_after(step - 1)
+            except OSError as err:
+                self._warn(f"{self._path}: {err.strerror or err}")
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            say(f"figures are missing from {reason}; training continues")
+
+
+def _shortened(name: str, value: float | None) -> float | int | None:
+    """Return a number as it is logged: whole ones without a point, others with six digits."""
+    if value is None or name in _FULL_PRECISION:
+        return value
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.6g}")

@@ -1,0 +1,111 @@
+"""Writers of figures for other libraries, behind one interface: TensorBoard, Weights & Biases.
+
+Each library is imported when its writer is made, and a missing one is an `ImportError` of one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+_FOLDERS = {
+    "tokens_per_s": "speed",
+    "mfu": "speed",
+    "iteration_s": "speed",
+    "data_wait": "waits",
+    "exposed_communication": "waits",
+    "peak_memory_bytes": "memory",
+}
+
+
+class Writer(Protocol):
+    """What `FigureLog` passes its figures on to."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take the finite figures of a step. What it raises is said once, and it is dropped."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoardWriter:
+    """Figures as TensorBoard's scalars, through `torch.utils.tensorboard`.
+
+    Args:
+        folder: of the event files.
+        first_step: steps that were finished before; TensorBoard hides later ones of an earlier run.
+
+    Raises:
+        ImportError: torch or tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path, *, first_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import writer as board
+        except ImportError as err:
+            raise ImportError(
+                "TensorBoardWriter needs torch and tensorboard: pip install 'echelon[figures]'"
+            ) from err
+        purged = first_step + 1 if first_step else None
+        make: Any = board.SummaryWriter  # typed only where tensorboard is installed
+        self._writer = make(str(folder), purge_step=purged)
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add the figures as scalars; a thread of TensorBoard's writes them to the disk."""
+        for name, value in figures.items():
+            self._writer.add_scalar(f"{_FOLDERS.get(name, 'training')}/{name}", value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """Figures in a run of Weights & Biases.
+
+    Args:
+        project: its name there.
+        folder: where wandb keeps its files.
+        name: of the run; None: wandb makes one up.
+        run_id: of the run that this one continues; None: a new run.
+        mode: "offline" writes files that `wandb sync` uploads later; "online" uploads them.
+        config: settings to store with the run.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        folder: str | Path = ".",
+        name: str | None = None,
+        run_id: str | None = None,
+        mode: str = "offline",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as err:
+            raise ImportError("WandbWriter needs wandb: pip install 'echelon[wandb]'") from err
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        init: Any = wandb.init  # typed only where wandb is installed
+        self._run = init(
+            project=project,
+            dir=str(folder),
+            name=name,
+            id=run_id,
+            resume="allow" if run_id else None,
+            mode=mode,
+            config=dict(config or {}),
+        )
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log the figures; a process of wandb's writes them to the disk."""
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """End the run there; waits until wandb has written it."""
+        self._run.finish()
