@@ -1,0 +1,208 @@
+"""What a decoder-only transformer is made of, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+_HIDDEN_MULTIPLE = 64  # widths that kernels like
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How rotary frequencies change so that a model reads further than it was first trained to.
+
+    Attributes:
+        kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, leaves
+            the high ones alone, and passes smoothly from one to the other.
+        factor: the divisor.
+        low_frequency_factor: llama3: frequencies that turn fewer times than this within
+            `original_context` are divided.
+        high_frequency_factor: llama3: those that turn more often than this stay.
+        original_context: llama3: tokens that the model was first trained on.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: an unknown kind, or a factor that makes no sense.
+        """
+        _require_one_of("rotary_scaling.kind", self.kind, ("linear", "llama3"))
+        if self.factor < 1 or self.original_context < 1:
+            raise ValueError(
+                f"rotary_scaling: factor {self.factor} and original_context "
+                f"{self.original_context} must be at least 1"
+            )
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"rotary_scaling: low_frequency_factor {self.low_frequency_factor} must be "
+                f"positive and below high_frequency_factor {self.high_frequency_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The sizes of a model and the choices in it; the defaults are Llama's.
+
+    Attributes:
+        layers: number of blocks.
+        width: features of the residual stream.
+        heads: of the queries.
+        context: the most tokens that a sequence may have.
+        vocabulary: number of tokens.
+        kv_heads: heads of keys and values, a divisor of `heads`; 0: as many as `heads`.
+        head_width: features of a head; 0: width / heads.
+        hidden: features inside the feed-forward network; 0: 4 x width for "gelu", and for
+            "swiglu" 8/3 x width rounded up to a multiple of 64.
+        norm: "rms" (RMSNorm) or "layer" (LayerNorm).
+        mlp: "swiglu" (gate, up, down) or "gelu" (up, down, the tanh form).
+        positions: "rotary" or "learned".
+        rotary_base: rotary: the base of the frequencies.
+        rotary_scaling: rotary: how the frequencies are scaled, None: not.
+        tied: the output head is the token embedding.
+        bias: the blocks' linear layers and layer norms have biases.
+        qkv_bias: queries, keys and values have biases even if `bias` is False (Qwen2).
+        eps: of the norms.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int
+    kv_heads: int = 0
+    head_width: int = 0
+    hidden: int = 0
+    norm: Literal["rms", "layer"] = "rms"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    positions: Literal["rotary", "learned"] = "rotary"
+    rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+    tied: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        """Replace zeros by what they stand for, and refuse what cannot be built.
+
+        Raises:
+            ValueError: a size below one, an unknown choice, or sizes that do not divide.
+            TypeError: a size that is not an integer.
+        """
+        _require_one_of("norm", self.norm, ("rms", "layer"))
+        _require_one_of("mlp", self.mlp, ("swiglu", "gelu"))
+        _require_one_of("positions", self.positions, ("rotary", "learned"))
+        for name in ("layers", "width", "heads", "context", "vocabulary"):
+            _require_size(name, getattr(self, name), least=1)
+        for name in ("kv_heads", "head_width", "hidden"):
+            _require_size(name, getattr(self, name), least=0)
+        self._fill_zeros()
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+        if self.positions == "rotary" and self.head_width % 2:
+            raise ValueError(f"rotary positions need an even head_width, not {self.head_width}")
+        if self.positions == "learned" and self.rotary_scaling is not None:
+            raise ValueError("rotary_scaling has no effect on learned positions")
+        if not (self.eps > 0 and self.rotary_base > 0):
+            raise ValueError(f"eps {self.eps} and rotary_base {self.rotary_base} must be positive")
+
+    def _fill_zeros(self) -> None:
+        if self.head_width == 0 and self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} does not split into {self.heads} heads; give a head_width"
+            )
+        narrow = -(-8 * self.width // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_width", self.head_width or self.width // self.heads)
+        usual = narrow if self.mlp == "swiglu" else 4 * self.width
+        object.__setattr__(self, "hidden", self.hidden or usual)
+
+    def num_parameters(self) -> int:
+        """Count the weights of the whole model; tied ones count once."""
+        embeddings = self.vocabulary * self.width * (1 if self.tied else 2)
+        if self.positions == "learned":
+            embeddings += self.context * self.width
+        return embeddings + self.layers * self._block_parameters() + self._norm_parameters()
+
+    def flops_per_token(self) -> int:
+        """Return what training on one token costs: 6 N + 12 L H D T floating-point operations.
+
+        N counts the weights that multiply: not the positions, and of the two vocabulary matrices
+        only the head. Two operations per weight forward and four backward make 6 N; scores and
+        weighted sum of attention over a full context make 12 L H D T. This is the convention of
+        the PaLM paper (appendix B): nothing is taken off for the causal half.
+        """
+        looked_up = 0 if self.tied else self.vocabulary * self.width
+        if self.positions == "learned":
+            looked_up += self.context * self.width
+        attention = 12 * self.layers * self.heads * self.head_width * self.context
+        return 6 * (self.num_parameters() - looked_up) + attention
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, which `from_dict` takes and a checkpoint can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Undo `to_dict`.
+
+        Raises:
+            ValueError: a key that is not a field, a missing size, or a value that is refused.
+            TypeError: a size that is not an integer.
+        """
+        content = dict(values)
+        _require_fields(cls, content)
+        scaling = content.get("rotary_scaling")
+        if isinstance(scaling, Mapping):
+            _require_fields(RotaryScaling, scaling)
+            content["rotary_scaling"] = RotaryScaling(**scaling)
+        return cls(**content)
+
+    def _block_parameters(self) -> int:
+        queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
+        attention = 2 * self.width * (queries + keys)
+        num_matrices = 3 if self.mlp == "swiglu" else 2
+        mlp = num_matrices * self.width * self.hidden
+        biases = 0
+        if self.bias:
+            biases += self.width + (num_matrices - 1) * self.hidden + self.width
+        if self.bias or self.qkv_bias:
+            biases += queries + 2 * keys
+        return attention + mlp + biases + 2 * self._norm_parameters()
+
+    def _norm_parameters(self) -> int:
+        return self.width * (2 if self.norm == "layer" and self.bias else 1)
+
+
+def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+def _require_size(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _require_fields(kind: type[ModelConfig | RotaryScaling], values: Mapping[str, Any]) -> None:
+    known = {field.name for field in fields(kind)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(
+            f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+        )
+    needed = [one.name for one in fields(kind) if one.default is one.default_factory]  # MISSING
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise ValueError(f"{kind.__name__} needs {', '.join(missing)}")

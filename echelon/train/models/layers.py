@@ -1,0 +1,74 @@
+"""Layers that know how their weights start, also after they were made on the meta device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from echelon.train.models.config import ModelConfig
+
+INIT_STD = 0.02  # GPT-2's
+
+
+class Linear(nn.Linear):
+    """A linear layer whose weights are drawn from a normal distribution; biases start at zero.
+
+    Args:
+        std: of the weights.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        std: float = INIT_STD,
+        device: str | None = None,
+    ) -> None:
+        self.std = std  # the next line draws the weights
+        super().__init__(inputs, outputs, bias=bias, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights; on the meta device there are none, and asking torch takes seconds."""
+        if self.weight.is_meta:
+            return
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding whose weights are drawn from a normal distribution."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights, unless they are on the meta device."""
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class RMSNorm(nn.Module):
+    """Divide each position's features by their root mean square; computed in float32 (Llama)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of `x`; the type stays."""
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(x.dtype)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """Return the norm that a model has."""
+    if config.norm == "rms":
+        return RMSNorm(config.width, config.eps)
+    return nn.LayerNorm(config.width, eps=config.eps, bias=config.bias)

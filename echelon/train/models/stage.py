@@ -1,0 +1,106 @@
+"""A part of a transformer for one stage of a pipeline, under the whole model's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.train.models.config import ModelConfig
+from echelon.train.models.transformer import Transformer, embed, run
+
+_EMBEDDING = "token.weight"
+
+
+class TransformerStage(nn.Module):
+    """Some consecutive blocks, with the embeddings before the first and the head after the last.
+
+    Where the head is tied to the embedding, the last stage has both under the whole model's names,
+    so that an optimizer's state is saved as that of `token.weight` everywhere.
+
+    Args:
+        model: the whole model, whose modules are used.
+        index: which stage.
+        num_stages: how many there are.
+        blocks: which of the model's blocks it has.
+
+    Attributes:
+        config: the whole model's.
+    """
+
+    position: nn.Module | None
+    rotary: nn.Module | None
+
+    def __init__(self, model: Transformer, index: int, num_stages: int, blocks: range) -> None:
+        super().__init__()
+        self.config = model.config
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        if self.is_first or (self.is_last and model.config.tied):
+            self.token = model.token
+        self.position = model.position if self.is_first else None
+        self.rotary = model.rotary
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in blocks})
+        if self.is_last:
+            self.final_norm = model.final_norm
+            self.head = model.head
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Any:
+        """Do this stage's part.
+
+        Args:
+            x: tokens, int64 [B, T], at the first stage; else the stage before's features [B, T, C].
+            documents: as `Transformer.forward` takes them; each stage passes them on.
+
+        Returns:
+            Logits [B, T, V] at the last stage; else features [B, T, C], with documents a tuple of
+            both.
+
+        Raises:
+            ValueError: more tokens than the context, or documents of another shape.
+        """
+        x = self.hidden(x, documents)
+        if self.is_last:
+            return self.head(x)
+        return x if documents is None else (x, documents)
+
+    def hidden(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return this stage's features [B, T, C]; at the last stage those that the head reads."""
+        if self.is_first:
+            x = embed(self.config, self.token, self.position, x, documents)  # type: ignore[arg-type]
+        x = run(self.blocks.values(), x, self.rotary, documents)  # type: ignore[arg-type]
+        return self.final_norm(x) if self.is_last else x
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or convert the weights; those that were tied still are."""
+        has_both = self.is_last and "token" in self._modules
+        tied = has_both and self.head.weight is self.token.weight
+        result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied:
+            self.head.weight = self.token.weight
+        return result
+
+
+def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
+    """Return one stage of a model; blocks are divided evenly, the first stages have one more.
+
+    Give the pipeline `stage_ties` as its `ties`.
+
+    Raises:
+        ValueError: more stages than blocks, or no such stage.
+    """
+    layers = len(model.blocks)
+    if not 1 <= num_stages <= layers:
+        raise ValueError(f"{num_stages} stages for {layers} blocks: each stage needs a block")
+    if not 0 <= index < num_stages:
+        raise ValueError(f"there is no stage {index} among {num_stages}")
+    each, rest = divmod(layers, num_stages)
+    start = index * each + min(index, rest)
+    return TransformerStage(model, index, num_stages, range(start, start + each + (index < rest)))
+
+
+def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
+    """Return the weights that stages share, as `Pipeline` takes them: the tied embedding."""
+    if not config.tied or num_stages < 2:
+        return []
+    return [[f"0:{_EMBEDDING}", f"{num_stages - 1}:{_EMBEDDING}"]]

@@ -1,0 +1,161 @@
+"""A decoder-only transformer that computes what GPT-2's and Llama's published code computes.
+
+    token -> (+ position) -> blocks -> final_norm -> head
+
+The names of its parts are the names in checkpoints, whatever divides the model: a stage of a
+pipeline (`make_stage`), shards, tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.train.models.block import Block
+from echelon.train.models.config import ModelConfig
+from echelon.train.models.layers import Embedding, Linear, make_norm
+from echelon.train.models.rotary import RotaryTable
+
+
+class Transformer(nn.Module):
+    """Predict the next token at every position.
+
+    It can be made on the meta device: `fully_shard` then makes and initialises one unit at a time,
+    and `to_empty` followed by `reset_parameters` does the whole model.
+
+    Attributes:
+        config: what it is made of.
+        token: the embedding of tokens.
+        position: the embedding of positions; only where positions are learned.
+        rotary: the table of rotary positions; only where they are rotary. Not saved.
+        blocks: the layers.
+        final_norm: the norm before the head.
+        head: from features to logits; its weight is `token.weight` where the config ties them.
+    """
+
+    position: Embedding | None
+    rotary: RotaryTable | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token = Embedding(config.vocabulary, config.width)
+        learned = config.positions == "learned"
+        self.position = Embedding(config.context, config.width) if learned else None
+        self.rotary = None if learned else RotaryTable(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = make_norm(config)
+        self.head = _make_head(config, self.token)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the logits of the next token: [B, T, V].
+
+        Args:
+            tokens: int64 [B, T], T at most the config's context.
+            documents: the document of each token: int64 [B, T]. A token reads only tokens before it
+                of its own document, and learned positions start at 0 with each document. None: each
+                row is one document.
+
+        Raises:
+            ValueError: more tokens than the context, or documents of another shape.
+        """
+        return self.head(self.hidden(tokens, documents))  # type: ignore[no-any-return]
+
+    def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return what the head multiplies, the final normed features: [B, T, C].
+
+        For a loss that makes logits a part at a time. Under `fully_shard`, name it to
+        `register_forward_method`. Arguments and errors are those of `forward`.
+        """
+        x = embed(self.config, self.token, self.position, tokens, documents)
+        x = run(self.blocks, x, self.rotary, documents)
+        return self.final_norm(x)  # type: ignore[no-any-return]
+
+    def reset_parameters(self) -> None:
+        """Give every weight a new first value; on shards, call it before they are made."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
+    def num_parameters(self) -> int:
+        """Count the weights, sharded or not; tied ones count once."""
+        return self.config.num_parameters()
+
+    def flops_per_token(self) -> int:
+        """Return what training on one token costs; see `ModelConfig.flops_per_token`."""
+        return self.config.flops_per_token()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or convert the weights; those that were tied still are."""
+        tied = self.head.weight is self.token.weight
+        result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tied:
+            self.head.weight = self.token.weight
+        return result
+
+
+def embed(
+    config: ModelConfig,
+    token: nn.Embedding,
+    position: nn.Embedding | None,
+    tokens: Tensor,
+    documents: Tensor | None,
+) -> Tensor:
+    """Return the features that the first block reads: [B, T, C].
+
+    Raises:
+        ValueError: more tokens than the context, or documents of another shape.
+    """
+    num_tokens = tokens.shape[1]
+    if num_tokens > config.context:
+        raise ValueError(f"{num_tokens} tokens; the model's context is {config.context}")
+    if documents is not None and documents.shape != tokens.shape:
+        raise ValueError(
+            f"documents have shape {list(documents.shape)}, tokens {list(tokens.shape)}"
+        )
+    x: Tensor = token(tokens)
+    if position is None:
+        return x
+    places = torch.arange(num_tokens, device=tokens.device)
+    if documents is not None:
+        places = places - _first_places(documents, places)
+    return x + position(places)  # type: ignore[no-any-return]
+
+
+def run(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    rotary: RotaryTable | None,
+    documents: Tensor | None,
+) -> Tensor:
+    """Pass features through blocks: [B, T, C] -> [B, T, C]."""
+    table = None if rotary is None else rotary()
+    mask = None if documents is None else document_mask(documents)
+    for block in blocks:
+        x = block(x, table, mask)
+    return x
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return which positions each may read: its document's, up to itself: bool [B, 1, T, T]."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril()[:, None]
+
+
+def _first_places(documents: Tensor, places: Tensor) -> Tensor:
+    """Return for each token where its document starts in its row: int64 [B, T]."""
+    starts = torch.ones_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.where(starts, places, 0).cummax(dim=1).values
+
+
+def _make_head(config: ModelConfig, token: nn.Embedding) -> Linear:
+    if not config.tied:
+        return Linear(config.width, config.vocabulary, bias=False)
+    head = Linear(config.width, config.vocabulary, bias=False, device="meta")
+    head.weight = token.weight
+    return head
