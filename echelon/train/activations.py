@@ -1,0 +1,137 @@
+"""Activation checkpointing: forward again in backward what forward did not keep.
+
+    full         a block keeps its inputs alone; backward runs its forward again. Memory of one
+                 block's activations and of every block's input; about a third more computation.
+    every n-th   full, for every n-th block; the others keep everything.
+    selective    a block keeps its inputs and the results of matrix products and attention, which
+                 cost most to make again, and recomputes the rest.
+
+The recomputed forward is the first one, operation by operation and with the same random numbers,
+so gradients have the same bits. A block's `forward` is replaced and its hooks are not:
+`fully_shard` gathers a unit around either forward, whether it is called before or after this. No
+module is wrapped, so no name in a state dict changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+MODES = ("none", "full", "selective")
+
+# By name, since no torch has all of them.
+_COSTLY = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def checkpoint_activations(
+    blocks: Iterable[nn.Module],
+    mode: str = "full",
+    *,
+    every: int = 1,
+    keep: Sequence[Any] | None = None,
+) -> int:
+    """Make blocks forget activations after forward and compute them again in backward.
+
+    In a pipeline each rank passes the blocks of its stages; `every` counts among them.
+
+    Args:
+        blocks: the model's blocks in order, such as `model.blocks`.
+        mode: "full", "selective", or "none", which changes nothing.
+        every: checkpoint every n-th block: the first, the one n later, ...
+        keep: for "selective": the operations (`torch.ops.aten.mm.default`, ...) whose results are
+            kept; None: `costly_operations()`.
+
+    Returns:
+        How many blocks were changed.
+
+    Raises:
+        ValueError: a bad argument, or a block that is checkpointed already.
+
+    Example:
+        >>> checkpoint_activations(model.blocks, "selective", every=2)
+    """
+    given = list(blocks)
+    _check(given, mode, every, keep)
+    if mode == "none":
+        return 0
+    kept = None
+    if mode == "selective":
+        kept = frozenset(costly_operations() if keep is None else keep)
+    chosen = given[::every]
+    for block in chosen:
+        block.forward = _Checkpointed(block.forward, kept)
+    return len(chosen)
+
+
+def costly_operations() -> list[Any]:
+    """Return the matrix products and attentions of this torch, in all their overloads."""
+    found = (getattr(torch.ops.aten, name, None) for name in _COSTLY)
+    packets = [packet for packet in found if packet is not None]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+class _Checkpointed:
+    """A block's forward, checkpointed. An object, which a copy of the block gets a copy of."""
+
+    def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
+        self._forward = forward
+        self._settings: dict[str, Any] = {}
+        if kept is not None:
+            self._settings["context_fn"] = functools.partial(_contexts, kept)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **self._settings, **kwargs)
+
+
+def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
+        if operation in kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    make: Any = create_selective_checkpoint_contexts  # it has no types
+    contexts: tuple[Any, Any] = make(policy)
+    return contexts
+
+
+def _check(blocks: list[nn.Module], mode: str, every: int, keep: Sequence[Any] | None) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be an int >= 1, got {every!r}")
+    if keep is not None and mode != "selective":
+        raise ValueError(f"keep= is for mode 'selective', got mode {mode!r}")
+    for block in blocks:
+        if not isinstance(block, nn.Module):
+            raise ValueError(f"blocks must be modules, got {type(block).__name__}")
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"a {type(block).__name__} has no forward of its own: pass the modules in it"
+            )
+        if isinstance(block.forward, _Checkpointed):
+            raise ValueError(f"this {type(block).__name__} is checkpointed already")
