@@ -152,7 +152,7 @@ def _named(finding: Finding) -> Finding:
     if not unnamed:
         return finding
     names = ", ".join(f"rank {rank}" for rank in unnamed)
-    return finding.changed(evidence=(*finding.evidence, f"singled out: {names}"))
+    return finding.changed(evidence=(*finding.evidence, f"also involved: {names}"))
 
 
 def _findings(picture: Picture) -> list[Finding]:

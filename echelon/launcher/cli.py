@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Point closed standard streams at /dev/null: else the next file opened becomes one."""
+    """Open closed standard streams on /dev/null, so that no other file takes their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, os.O_RDWR)

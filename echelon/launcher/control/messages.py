@@ -157,7 +157,7 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A visitor, who is no node, wants to know how the job stands. Sent again for each answer."""
+    """A visitor, which is not a node, asks for the job's state; sent again for each answer."""
 
     version: int = VERSION
 
@@ -394,7 +394,7 @@ _PLAIN: dict[str, type[Any]] = {"int": int, "str": str, "bytes": bytes, "bool": 
 
 
 def _check(annotation: object, value: object) -> None:
-    """Hold a value against a field's type: plain, a list of plain ones, or a list of such lists."""
+    """Check a value against a field's type: plain, a list of plain values, or a list of lists."""
     name, depth = str(annotation), 0
     while name.startswith("list["):
         name, depth = name[5:-1], depth + 1

@@ -428,7 +428,7 @@ def _address(peer: str) -> str:
 
 
 def _check_free(address: str) -> None:
-    """Find out what gRPC says in many lines: whether an address can be bound.
+    """Check that an address can be bound; gRPC's own error takes many lines.
 
     Raises:
         LaunchError: it cannot.

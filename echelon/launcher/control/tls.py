@@ -56,7 +56,7 @@ def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles 
         except OSError as err:
             raise ValueError(f"--rdzv-{name} {path}: {err.strerror}") from None
         if found[name] is not None and b"-----BEGIN" not in (found[name] or b""):
-            raise ValueError(f"--rdzv-{name} {path}: it is no PEM file")
+            raise ValueError(f"--rdzv-{name} {path}: is not a PEM file")
     if not any(found.values()):
         return None
     if (found["cert"] is None) != (found["key"] is None):

@@ -181,9 +181,11 @@ class _Host:
             for trouble in (node.troubles if node.has_tried else ["anybody: it did not answer"])
         ]
         for trouble in troubles:
-            yield Result("ways", trouble, ok=False)
+            yield Result("connectivity", trouble, ok=False)
         if not troubles and len(self._nodes) > 1:
-            yield Result("ways", f"each of {len(self._nodes)} nodes reaches each other one")
+            yield Result(
+                "connectivity", f"each of {len(self._nodes)} nodes can reach every other node"
+            )
 
     def _clock(self, node: _Node) -> Result:
         host = node.about.host
@@ -193,7 +195,7 @@ class _Host:
         text = f"{host} is {abs(node.ahead_s) * 1e3:.1f} ms {way} {self._self.about.host}"
         text += f", within {node.error_s * 1e3:.1f} ms"
         if abs(node.ahead_s) > _CLOCK_S:
-            text += ": a job does not mind, but its logs cannot be compared"
+            text += ": harmless for the job, but log timestamps will not line up"
         return Result("clocks", text, abs(node.ahead_s) <= _CLOCK_S)
 
 
@@ -212,7 +214,7 @@ def _take_part(
             select.select([link.fileno()], [], [], left_s)
             for command in link.take():
                 if command is None:
-                    raise LaunchError(link.lost_because or "the host hung up")
+                    raise LaunchError(link.lost_because or "the host closed the connection")
                 if isinstance(command, m.Tick):
                     link.send(m.Tock(number=command.number, wall_ns=time.time_ns()))
                 elif isinstance(command, m.TryWays):
@@ -224,7 +226,7 @@ def _take_part(
                     if command.text:
                         raise LaunchError(command.text)
                     return
-    raise LaunchError("the host did not tell the outcome in time")
+    raise LaunchError("the host did not report the results in time")
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
@@ -263,7 +265,7 @@ def _try(address: str, port: int) -> str:
             said = connection.recv(len(_GREETING))
     except OSError as err:
         return f"{address} port {port}: {err.strerror or err}"
-    return "" if said == _GREETING else f"{address} port {port}: somebody else answers"
+    return "" if said == _GREETING else f"{address} port {port}: another service is listening there"
 
 
 def _as_text(results: Sequence[Result]) -> str:

@@ -186,7 +186,10 @@ def loopback_port() -> Check:
 def shared_memory() -> Check:
     """How much memory /dev/shm gives: the rings lie there while a job runs."""
     if file_system(_SHM) != "tmpfs":
-        return Check("shared memory", f"{_SHM} is no tmpfs: rings lie on the disk and may wait")
+        return Check(
+            "shared memory",
+            f"{_SHM} is not a tmpfs: rings are kept on disk, and writing them may block",
+        )
     free = shutil.disk_usage(_SHM).free
     note = "" if free >= _SMALL_SHM_BYTES else ": small (containers: --shm-size=1g)"
     if removes_at_logout(os.getuid(), getpass.getuser()):
@@ -254,7 +257,9 @@ def proc() -> Check:
     """Whether /proc tells what verdicts need."""
     denied = sample(os.getpid()).not_permitted
     if denied:
-        return Check("/proc", f"not permitted: {', '.join(denied)}; verdicts go without")
+        return Check(
+            "/proc", f"not permitted: {', '.join(denied)}; verdicts will lack this evidence"
+        )
     return Check("/proc", "process state, wait channel and signals can be read")
 
 
@@ -262,7 +267,7 @@ def stacks() -> Check:
     """Whether the stacks of ranks can be read, and how."""
     first = getattr(signal, "SIGRTMIN", None)
     if first is None or not hasattr(faulthandler, "register"):
-        asked = "this platform has no real-time signals: verdicts go without"
+        asked = "this platform has no real-time signals: verdicts will lack stacks"
     else:
         asked = f"asked for by signal {int(first) + 6}"
     if can_spy():

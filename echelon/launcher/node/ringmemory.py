@@ -10,8 +10,8 @@ directory; the guard does the same if the agent is killed, so that nothing stays
 If agent and guard are killed together, the next launcher on the node does it: a folder says in
 `home` which run it belongs to, and agent and guard hold a lock on that file as long as they live.
 
-Where /dev/shm is no tmpfs, or too small (containers often give it 64 MB), the rings stay where the
-recorder puts them.
+Where /dev/shm is not a tmpfs, or too small (containers often give it 64 MB), the rings stay where
+the recorder puts them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _clear_up_after_the_killed() -> None:
 
 
 def _bring_all_home(folder: Path) -> None:
-    """Put each ring in place of its link; one whose run is gone belongs to nobody.
+    """Put each ring in place of its link; remove those whose run directory is gone.
 
     Raises:
         OSError: a run directory cannot hold its rings; they stay.
@@ -121,7 +121,7 @@ def _lock(folder: Path, how: int) -> int:
     """Return a descriptor that locks a folder until it is closed.
 
     Raises:
-        OSError: somebody else's lock is in the way, or the folder has just been removed.
+        OSError: another process holds the lock, or the folder has just been removed.
     """
     fd = os.open(folder / _HOME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _show_run(run_dir: Path | None, *, once: bool) -> int:
     if run_dir is None or not ring_paths(run_dir):
-        what = "no run below runs/" if run_dir is None else f"{run_dir}: no ring of a rank there"
+        what = "no runs found in runs/" if run_dir is None else f"{run_dir}: no rank's ring found"
         raise ValueError(f"{what}; give a run directory or an endpoint")
 
     def views(run: Path) -> Iterator[View]:
@@ -152,7 +152,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
         for command in link.take():
             if command is None:
                 if job is None:
-                    raise LaunchError(f"{endpoint}: {link.lost_because or 'hung up'}")
+                    raise LaunchError(f"{endpoint}: {link.lost_because or 'connection closed'}")
                 return  # the job is over
             if isinstance(command, JobShown):
                 job, answers = command, []

@@ -125,7 +125,7 @@ def test_nodes_check_each_other_and_all_are_told():
         assert lines["nodes"].startswith("  nodes           3 of 3 came"), text
         assert "on all nodes" in lines["versions"], text
         assert " ms" in lines["clocks"], text
-        assert "each of 3 nodes reaches each other one" in lines["ways"], text
+        assert "each of 3 nodes can reach every other node" in lines["connectivity"], text
 
 
 @pytest.mark.ranks
@@ -151,7 +151,7 @@ def test_a_way_that_is_closed_is_named():
         ]
         told = _told(doctors)
     for text, one in zip(told, doctors, strict=True):
-        assert sum(line.startswith("! ways") for line in text.splitlines()) == 2, text
+        assert sum(line.startswith("! connectivity") for line in text.splitlines()) == 2, text
         assert f"{made[1].address} port" in text
         assert one.returncode == 1
 

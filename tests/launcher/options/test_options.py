@@ -69,7 +69,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--numa-binding", "core", "x.py"], "invalid choice: 'core'"),
         (["--start-method", "threads", "x.py"], "invalid choice: 'threads'"),
         (["--rdzv-cert", "/no/such", "x.py"], "--rdzv-cert /no/such: No such file"),
-        (["--rdzv-cert", __file__, "x.py"], "it is no PEM file"),
+        (["--rdzv-cert", __file__, "x.py"], "is not a PEM file"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(argv, said, capsys):

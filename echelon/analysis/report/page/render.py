@@ -149,14 +149,14 @@ def _time(timing: Timing) -> str:
     tables = ""
     if ranks:
         tables += _table(
-            ("rank", "late by, on average", "last in", "phases", ""),
+            ("rank", "mean lag", "last in", "phases", ""),
             [_rank_row(rank) for rank in ranks[:_MAX_ROWS]],
         )
         more = len(ranks) - _MAX_ROWS
-        tables += f'<p class="small">and {more} ranks that are less late</p>' if more > 0 else ""
+        tables += f'<p class="small">and {more} more ranks</p>' if more > 0 else ""
     if timing.calls:
         tables += "<br>" * bool(ranks) + _table(
-            ("collective", "group", "times", "own time", "each", "rate per rank"),
+            ("collective", "group", "calls", "own time", "each", "rate per rank"),
             [_call_row(call) for call in timing.calls[:10]],
         )
     return f"<section><h2>Where the time went</h2>{tables}</section>"

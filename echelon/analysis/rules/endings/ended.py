@@ -144,13 +144,13 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
     rest = [rank for rank in ranks if rank != endings[0].rank]
     return first.changed(
         culprit_ranks=ranks,
-        summary=f"{endings[0].words}; {rank_list(rest)} ended alike",
+        summary=f"{endings[0].words}; {rank_list(rest)} ended the same way",
         fallout_ranks=picture.fallout(ranks),
     )
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
-    """Say how a rank ended; None if it runs, ended well, or ended because of others."""
+    """Say how a rank ended; None if it runs, exited successfully, or ended because of others."""
     host = facts.host
     raised = _raised(facts)
     if host.stopped_by_agent or (host.alive and raised is None):

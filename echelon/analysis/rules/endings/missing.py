@@ -24,7 +24,7 @@ def find_missing(picture: Picture) -> list[Finding]:
             cause=Cause.DEAD_PROCESS,
             culprit_ranks=missing,
             confidence=Confidence.POSSIBLE,
-            summary=f"{who} {left}, the others did: a process that is gone cannot write one",
+            summary=f"{who} {left} although the others did; probably killed",
             evidence=(f"{who}: {left}", f"{rank_list(tuple(picture.evidence.ranks))} left theirs"),
             fallout_ranks=picture.fallout(missing),
             would_settle=(f"the exit status of {who}, or a record of it",),
@@ -34,7 +34,7 @@ def find_missing(picture: Picture) -> list[Finding]:
 
 
 def find_unknown(picture: Picture) -> list[Finding]:
-    """Say plainly that there was trouble and that nothing recorded explains it."""
+    """Report an incident that nothing in the records explains."""
     incident = picture.evidence.incident
     if incident.kind not in ("failure", "stall"):
         return []
@@ -46,12 +46,13 @@ def find_unknown(picture: Picture) -> list[Finding]:
     if ringless:
         settles.insert(0, f"a recording of {rank_list(ringless)}")
     reason = f" ({incident.reason})" if incident.reason else ""
+    seen = f"a {incident.kind} was detected{reason}"
     return [
         Finding(
             cause=Cause.UNKNOWN,
             culprit_ranks=(),
             confidence=Confidence.POSSIBLE,
-            summary=f"a {incident.kind} was seen{reason}, and nothing recorded explains it",
+            summary=f"{seen}, but nothing in the records explains it",
             evidence=(f"incident {incident.number}: {incident.kind}{reason}",),
             fallout_ranks=tuple(sorted(picture.disturbed)),
             would_settle=tuple(settles),

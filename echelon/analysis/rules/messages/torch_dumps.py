@@ -235,7 +235,7 @@ def _describe_wrong(
         confidence=Confidence.LIKELY if is_shown or other is None else Confidence.POSSIBLE,
         group=picture.evidence.groups[message.way[0]].name,
         operation=one.call.operation,
-        summary=f"{one}, as never before, and rank {message.peer} has posted nothing for it"
+        summary=f"{one} for the first time, and rank {message.peer} has posted nothing for it"
         + "".join(f", while {its}" for its in beside),
         evidence=(f"{one}: rank {message.peer} has posted no counterpart", *beside),
         scope=Scope.SHARED,

@@ -1,4 +1,4 @@
-"""What a rank does instead of what the others wait for.
+"""What a rank is doing while the others wait for it.
 
 Every test is a small function from one rank's evidence to a reading. They are asked in the order
 of `_TESTS`, the most telling first, and the first that answers decides; a rank that shows nothing
@@ -84,9 +84,10 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
     frame = users_line(facts)
     span = innermost_span(facts)
     if frame is None and span is not None:
-        words = f"is in no operation, inside the span '{span.name}' since {short_site(span.site)}"
+        where = f"inside span '{span.name}' (opened at {short_site(span.site)})"
+        words = f"is {where}, outside any operation"
     else:
-        words = f"stands at {frame}, in no operation" if frame else "is in no operation"
+        words = f"is at {frame}, outside any operation" if frame else "is outside any operation"
     lines = [f"rank {facts.rank}: main thread at {frame}"] if frame else []
     lines += [*_waits_line(facts), *worker_lines(facts)]
     lines += [*process_lines(facts), *native_line(facts), *interrupted_lines(facts)]

@@ -32,7 +32,7 @@ def read_ending(picture: Picture, facts: RankEvidence) -> Reading | None:
     if host.stopped_by_agent and not _is_closed(facts):
         return None  # it ran until then: what it did is for the other tests to tell
     if host.exit_code == 0 and _is_closed(facts):
-        return _left_early(facts, "ended well (exit code 0)")
+        return _left_early(facts, "exited successfully (exit code 0)")
     code = "has ended" if host.exit_code is None else f"ended {exit_words(host.exit_code)}"
     return Reading(
         cause=Cause.DEAD_PROCESS,
