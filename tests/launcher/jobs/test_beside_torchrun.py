@@ -20,7 +20,6 @@ import pytest
 
 from echelon.launcher.control.client import METHOD
 from echelon.launcher.control.seal import NONCE_BYTES
-from tests.launcher.cluster import Cluster
 from tests.ranks import read_json, run_echelon
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
@@ -77,9 +76,9 @@ def test_a_peer_that_ignores_sigterm_does_not_keep_the_job_from_starting_again(t
     assert report["incidents"][0]["verdict"]["culprit_ranks"] == [0]
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 0), (1, 2)])
-def test_of_two_failures_the_earlier_is_the_root_cause(tmp_path, first, second):
-    script = f"""
+def _two_failures(first: int, second: int) -> str:
+    """Return a script of which two ranks fail, the second when the first one is gone."""
+    return f"""
         import os, pathlib, select, signal, sys
         folder, rank = pathlib.Path(sys.argv[0]).parent, os.environ["RANK"]
 
@@ -103,9 +102,22 @@ def test_of_two_failures_the_earlier_is_the_root_cause(tmp_path, first, second):
             os._exit(2)
         signal.pause()
         """
-    done, report = _run(tmp_path, script, "--nproc-per-node", "4")
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 0), (1, 2)])
+def test_of_two_failures_the_earlier_is_the_root_cause(tmp_path, first, second):
+    done, report = _run(tmp_path, _two_failures(first, second), "--nproc-per-node", "4")
     assert done.returncode == 1, done.stderr
     verdict = report["incidents"][0]["verdict"]
+    assert (verdict["cause"], verdict["culprit_ranks"]) == ("dead_process", [first])
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 0), (0, 3)])
+def test_of_two_failures_on_two_nodes_the_earlier_is_the_root_cause(cluster, first, second):
+    job = cluster(_two_failures(first, second))
+    nodes = [job.start("--nnodes", "2", rank=rank) for rank in range(2)]
+    assert [node.end() for node in nodes] == [1, 1], job.told()
+    verdict = read_json(job.folder / "node_0/report.json")["incidents"][0]["verdict"]
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("dead_process", [first])
 
 
@@ -131,14 +143,6 @@ def test_streams_of_rank_10_can_be_redirected(tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(f"{rank}| out" for rank in range(10))
     assert (tmp_path / "run/rank_10/attempt_0/stdout.log").read_text() == "out\n"
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = Cluster(tmp_path, "print('worked')")
-    yield made
-    made.close()
-    assert made.left() == []
 
 
 class _MakeFolder:
@@ -173,27 +177,29 @@ def _session(endpoint: str, *frames: bytes) -> grpc.StatusCode:
 
 
 def test_what_a_stranger_writes_is_never_unpickled_and_hurts_nobody(cluster, tmp_path):
+    job = cluster("print('worked')")
     marker = tmp_path / "executed"
     pickled = pickle.dumps(_MakeFolder(marker))
     pickle.loads(pickled)
     marker.rmdir()  # whoever unpickles it makes the folder: just now we did
-    first = cluster.start("--nnodes", "2", rank=0)
+    first = job.start("--nnodes", "2", rank=0)
     first.wait_for("ranks on each of 2 nodes")
     store_port = int(read_json(first.run_dir / "job.json")["endpoint"].rpartition(":")[2])
     garbage = (pickled, b"\x80\x04garbage", bytes(range(256)) * 64)
     for data in garbage:
         _pour(store_port, data)
-        _pour(int(cluster.endpoint.rpartition(":")[2]), data)
+        _pour(int(job.endpoint.rpartition(":")[2]), data)
         nonce = b"n" * NONCE_BYTES
         for frames in ((data,), (nonce, data), (nonce, bytes(40) + data)):
-            assert _session(cluster.endpoint, *frames) is grpc.StatusCode.UNAUTHENTICATED
-    second = cluster.start("--nnodes", "2", rank=1)
-    assert (first.end(), second.end()) == (0, 0), cluster.told()
+            assert _session(job.endpoint, *frames) is grpc.StatusCode.UNAUTHENTICATED
+    second = job.start("--nnodes", "2", rank=1)
+    assert (first.end(), second.end()) == (0, 0), job.told()
     assert not marker.exists()
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler, to shift a clock")
 def test_nodes_whose_wall_clocks_are_apart_work_together(cluster, tmp_path):
+    job = cluster("print('worked')")
     import launcher as benchmark
 
     library = benchmark.shifted_clock(tmp_path)
@@ -202,9 +208,9 @@ def test_nodes_whose_wall_clocks_are_apart_work_together(cluster, tmp_path):
     there = subprocess.check_output(tell, env={**os.environ, **shift})
     here = subprocess.check_output(tell)
     assert float(here) - float(there) > 800, "the clock was shifted"
-    first = cluster.start("--nnodes", "2", rank=0)
-    second = cluster.start("--nnodes", "2", rank=1, environ=shift)
-    assert (first.end(), second.end()) == (0, 0), cluster.told()
+    first = job.start("--nnodes", "2", rank=0)
+    second = job.start("--nnodes", "2", rank=1, environ=shift)
+    assert (first.end(), second.end()) == (0, 0), job.told()
     assert sum("worked" in line for line in second.lines) == 2
 
 
