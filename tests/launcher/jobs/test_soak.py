@@ -36,6 +36,8 @@ def _soak(folder: Path, seed: int, num_faults: int, faults: list[str]) -> None:
     ]
     report = read_json(folder / "node_0/report.json")
     assert (report["attempts"], report["exit_code"]) == (num_faults + 1, 0)
+    seen_all = [(one["kind"], *_seen(one)) for one in report["incidents"]]
+    assert len(seen_all) == num_faults, f"{folder}: {seen_all}"
     wrong = [
         f"{expected} was reported as {seen}: {folder / 'node_0' / incident['folder']}"
         for fact, incident in zip(truth, report["incidents"], strict=True)
