@@ -88,6 +88,35 @@ class DeviceMesh:
 
     get_group = group
 
+    def completed(self, names: Sequence[str]) -> DeviceMesh:
+        """Return a mesh with these axes, of which those that this mesh lacks have one rank.
+
+        Collective if any is lacking: every rank of the world calls it with the same names.
+
+        Args:
+            names: the axes of the result, in order; all of this mesh's are among them.
+
+        Raises:
+            ValueError: an axis of this mesh is not among the names, or one is named twice.
+            CollectiveTimeoutError: a rank did not join within the world's timeout.
+        """
+        _check_distinct(tuple(names))
+        left_out = [name for name in self.names if name not in names]
+        if left_out:
+            raise ValueError(f"axis {left_out[0]!r} of {self!r} is not among {tuple(names)}")
+        groups = dict(self._groups)
+        lacking = [name for name in names if name not in self.names]
+        if lacking:
+            alone = _make_alone(world().size)
+            groups.update(dict.fromkeys(lacking, alone))
+        places = dict(zip(self.names, zip(self.shape, self.coordinate, strict=True), strict=True))
+        whole = DeviceMesh.__new__(DeviceMesh)
+        whole.names = tuple(names)
+        whole.shape = tuple(places.get(name, (1, 0))[0] for name in names)
+        whole.coordinate = tuple(places.get(name, (1, 0))[1] for name in names)
+        whole._groups = {name: groups[name] for name in names}
+        return whole
+
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={n}" for name, n in zip(self.names, self.shape, strict=True))
         return f"DeviceMesh({axes}, coordinate {self.coordinate})"
@@ -133,6 +162,15 @@ def _make_axis(shape: tuple[int, ...], axis: int, name: str) -> ProcessGroup:
         line = [_rank((*fixed[:axis], place, *fixed[axis:]), shape) for place in range(shape[axis])]
         own = new_group(line, name=name) or own
     assert own is not None, (shape, axis)
+    return own
+
+
+def _make_alone(world_size: int) -> ProcessGroup:
+    """Make a group of each rank alone; return this rank's."""
+    own: ProcessGroup | None = None
+    for rank in range(world_size):
+        own = new_group([rank], name="alone") or own
+    assert own is not None, world_size
     return own
 
 

@@ -37,14 +37,17 @@ class RankFileWriter:
         self._checksums: list[int] = []
 
     def append(self, held: Held) -> None:
-        """Write what is held of a tensor."""
+        """Write what is held of a tensor, or one piece of it after the other."""
         ranges: tuple[Range, ...] = ()
         if held.length:
             ranges = (
                 Range(self._rank, self._num_bytes, held.start, held.pattern.length, held.repeats),
             )
             self._write(as_bytes(held.data))
-        assert held.path not in self.tensors, held.path
+        before = self.tensors.get(held.path)
+        if before is not None:
+            assert (before.shape, before.dtype) == (held.shape, held.dtype), (held.path, before)
+            ranges = (*before.ranges, *ranges)
         self.tensors[held.path] = StoredTensor(held.shape, held.dtype, ranges)
 
     def finish(self) -> StoredFile:

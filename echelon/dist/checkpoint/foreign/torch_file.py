@@ -24,7 +24,7 @@ from echelon.dist.checkpoint.state.entries import (
     plain_name,
 )
 from echelon.dist.checkpoint.state.plain import TensorAt, pack
-from echelon.dist.checkpoint.state.shards import local
+from echelon.dist.checkpoint.state.shards import whole_shape
 from echelon.errors import CheckpointError
 
 
@@ -121,7 +121,7 @@ def _add_optimizer(
 ) -> None:
     """Give the numbered parameters of torch's form the names that they have here."""
     known = {
-        (group, place): (name, local(parameter).shape)
+        (group, place): (name, whole_shape(parameter))
         for parameter, name, group, place in optimizer_names(optimizer, names)
     }
     for index, group in enumerate(content["param_groups"]):

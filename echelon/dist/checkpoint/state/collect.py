@@ -30,7 +30,7 @@ from echelon.dist.checkpoint.state.entries import (
 )
 from echelon.dist.checkpoint.state.held import Held, dtype_name
 from echelon.dist.checkpoint.state.plain import TensorAt, pack
-from echelon.dist.checkpoint.state.shards import local, owner
+from echelon.dist.checkpoint.state.shards import is_divided, owner, pieces, pieces_like
 
 
 class Contents:
@@ -112,21 +112,22 @@ class Contents:
         dtype_bytes(dtype_name(tensor.dtype))  # refuses what cannot be stored
         assert path not in self._paths, path
         self._paths.add(path)
-        data, shape, start, sharded, repeats = local(tensor)
-        if like is not None:
-            _, shape, start, sharded, repeats = local(like)
-        one = Held(path, shape, data, start, sharded, repeats)
+        parts = pieces(tensor) if like is None else pieces_like(like, tensor)
+        held = [
+            Held(path, one.shape, one.data, one.start, one.sharded, one.repeats) for one in parts
+        ]
+        first, start = held[0], held[0].start
         where: tuple[Any, ...]
         if isinstance(tensor, torch.nn.Parameter):  # outlives this; may have no element here
-            where = (id(owner(tensor)), shape, start, one.dtype)
-        elif one.length:
-            layout = (tuple(data.shape), data.stride(), shape, start, repeats)
-            where = (data.data_ptr(), one.dtype, *layout)
+            where = (id(owner(tensor)), first.shape, start, first.dtype)
+        elif any(one.length for one in held):
+            layout = (tuple(first.data.shape), first.data.stride(), first.shape, start)
+            where = (first.data.data_ptr(), first.dtype, *layout, first.repeats)
         else:
             where = (path,)
         known = self._known.setdefault(where, path)
         if known == path:
-            self.held.append(one)
+            self.held += held
         else:
             self.aliases[path] = known
 
@@ -159,7 +160,7 @@ def collect(state: Mapping[str, Any], rank: int) -> Contents:
 def _add_module(contents: Contents, path: str, module: torch.nn.Module) -> None:
     buffers = {id(buffer) for buffer in module.buffers()}
     for name, value in module_state(module).items():
-        if not isinstance(value, Tensor) or (id(value) in buffers and not local(value).sharded):
+        if not isinstance(value, Tensor) or (id(value) in buffers and not is_divided(value)):
             contents.set_local(f"{path}/{name}", value)
         else:
             contents.add_tensor(f"{path}/{name}", value)
@@ -183,7 +184,7 @@ def _add_optimizer(
             if is_part(key, value, parameter.shape):
                 contents.add_tensor(where, value, like=parameter)
                 contents.values[where] = pack(TensorAt(where, "part"), where)
-            elif isinstance(value, Tensor) and value.dim() > 0 and local(parameter).sharded:
+            elif isinstance(value, Tensor) and value.dim() > 0 and is_divided(parameter):
                 raise ValueError(
                     f"{where}: shape {list(value.shape)} beside a shard of "
                     f"{list(parameter.shape)}: only elementwise optimizers can be sharded"

@@ -34,7 +34,13 @@ from echelon.dist.checkpoint.state.entries import (
 from echelon.dist.checkpoint.state.held import Held
 from echelon.dist.checkpoint.state.plain import TensorAt, unpack
 from echelon.dist.checkpoint.state.random_state import RandomState
-from echelon.dist.checkpoint.state.shards import local, wrap
+from echelon.dist.checkpoint.state.shards import (
+    Local,
+    elements,
+    pieces,
+    pieces_like,
+    wrap,
+)
 
 
 class Restore:
@@ -264,17 +270,19 @@ class Restore:
             return here
         dtype = dtype_named(stored.dtype)
         if like is not None and at.role == "part":
-            data, shape, start, sharded, repeats = local(like)
-            new = torch.empty(data.shape, dtype=dtype)
-            self._want(Held(at.path, shape, new, start, sharded, repeats), at.path)
+            new = torch.empty(elements(like).shape, dtype=dtype)
+            self._want_pieces(at.path, pieces_like(like, new))
             return wrap(new, like)
         new = torch.empty(stored.shape, dtype=dtype)
         self._want(Held(at.path, stored.shape, new), at.path)
         return new.numpy() if at.role == "array" else new
 
     def _want_tensor(self, path: str, tensor: Tensor) -> None:
-        data, shape, start, sharded, repeats = local(tensor)
-        self._want(Held(path, shape, data, start, sharded, repeats), path)
+        self._want_pieces(path, pieces(tensor))
+
+    def _want_pieces(self, path: str, parts: list[Local]) -> None:
+        for data, shape, start, sharded, repeats in parts:
+            self._want(Held(path, shape, data, start, sharded, repeats), path)
 
     def _want(self, held: Held, path: str) -> None:
         self._used.add(path)

@@ -1,11 +1,12 @@
 """Which elements of a whole tensor a tensor on this rank stands for.
 
-Three kinds: plain tensors, which every rank holds whole; shards of echelon's `fully_shard`; and
-torch's DTensors, sharded along any dims.
+Four kinds: plain tensors, which every rank holds whole; shards of echelon's `fully_shard`; slices
+of tensor parallelism, whole or sharded in turn; and torch's DTensors, sharded along any dims.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from echelon.dist.checkpoint.disk.pattern import Repeats, pattern_of
 from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.slices import Slice, slice_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,12 +41,69 @@ class Local(NamedTuple):
     repeats: Repeats = ()
 
 
-def local(tensor: Tensor) -> Local:
-    """Return what this rank holds of a tensor.
+def pieces(tensor: Tensor) -> list[Local]:
+    """Return what this rank holds of a tensor, as pieces with one pattern each, in order.
+
+    One piece, but for a shard of a slice along a later dim: it may begin and end within a row.
 
     Raises:
         ValueError: a DTensor of partial sums, or of indices at no regular distance.
     """
+    part, member = slice_of(tensor), member_of(tensor)
+    if part is None:
+        return [_local(tensor)]
+    return _pieces_of_slice(elements(tensor), 0 if member is None else member.part.start, part)
+
+
+def pieces_like(parameter: Tensor, data: Tensor) -> list[Local]:
+    """Return tensors of a parameter's shape on this rank as pieces of what is divided as it is.
+
+    Args:
+        parameter: whose elements have the places.
+        data: an optimizer's state of it, say.
+
+    Raises:
+        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+    """
+    parts, own, first = pieces(parameter), elements(data), 0
+    if len(parts) == 1:
+        return [parts[0]._replace(data=own)]
+    found = []
+    for one in parts:
+        length = one.data.numel()
+        found.append(one._replace(data=own.reshape(-1)[first : first + length]))
+        first += length
+    return found
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor that this rank holds."""
+    member = member_of(tensor)
+    if member is not None:
+        return member.shard.detach()
+    return tensor.to_local().detach() if _is_dtensor(tensor) else tensor.detach()
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Return whether other ranks hold other elements of a tensor.
+
+    Raises:
+        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+    """
+    return slice_of(tensor) is not None or _local(tensor).sharded
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole tensor.
+
+    Raises:
+        ValueError: a DTensor of partial sums, or of indices at no regular distance.
+    """
+    part = slice_of(tensor)
+    return _local(tensor).shape if part is None else part.shape
+
+
+def _local(tensor: Tensor) -> Local:
     member = member_of(tensor)
     if member is not None:
         shape = tuple(member.piece.shape)
@@ -52,6 +111,43 @@ def local(tensor: Tensor) -> Local:
     if _is_dtensor(tensor):
         return _local_of_dtensor(tensor)
     return Local(tensor.detach(), tuple(tensor.shape), 0, sharded=False)
+
+
+def _pieces_of_slice(data: Tensor, start: int, part: Slice) -> list[Local]:
+    """Place a run of a slice's elements in the whole tensor.
+
+    A row is what follows one index of the dims before the divided one: `width` elements of the
+    slice, `whole_width` of the whole tensor.
+
+    Args:
+        data: the run.
+        start: its first element, counted in the slice.
+        part: the slice.
+    """
+    width = math.prod(part.local_shape[part.dim :])
+    whole_width = math.prod(part.shape[part.dim :])
+    length = data.numel()
+    if not length or not width:
+        return [Local(data, part.shape, 0, sharded=True)]
+
+    def place(first: int, count: int, repeats: Repeats = ()) -> Local:
+        row, column = divmod(start + first, width)
+        where = row * whole_width + part.index * width + column
+        own = data if count == length else data.reshape(-1)[first : first + count]
+        return Local(own, part.shape, where, True, repeats)
+
+    head = min(length, -start % width)
+    num_rows = (length - head) // width
+    tail = length - head - num_rows * width
+    found = [place(0, head)] if head else []
+    if num_rows:
+        repeats = ((num_rows, whole_width),) if num_rows > 1 else ()
+        if width == whole_width:
+            repeats = ()
+        found.append(place(head, num_rows * width, repeats))
+    if tail:
+        found.append(place(length - tail, tail))
+    return found
 
 
 def owner(tensor: Tensor) -> Tensor:

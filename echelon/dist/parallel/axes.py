@@ -1,0 +1,62 @@
+"""Axes: the groups of a mesh by what each axis is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.mesh import DeviceMesh
+
+NAMES = ("pp", "replicate", "shard", "tp")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A mesh whose axes have names that `parallelize` knows.
+
+    Attributes:
+        mesh: of all four axes; those that the caller's mesh lacks have one rank.
+        stages: the ranks that hold the model's stages.
+        tensor: the ranks among which layers are divided.
+    """
+
+    mesh: DeviceMesh
+
+    @property
+    def stages(self) -> ProcessGroup:
+        """The ranks that hold the model's stages."""
+        return self.mesh.group("pp")
+
+    @property
+    def tensor(self) -> ProcessGroup:
+        """The ranks among which layers are divided."""
+        return self.mesh.group("tp")
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The ranks among which batches are divided: (replicate, shard)."""
+        return self.mesh["replicate", "shard"]
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """This rank's share of a batch: its number and how many there are."""
+        data = self.data
+        return data.coordinate[0] * data.shape[1] + data.coordinate[1], data.size
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """Return a mesh's axes, with those added that it lacks. Collective where any is added.
+
+    Raises:
+        ValueError: not a mesh, an unknown axis, or axes in another order.
+        CollectiveTimeoutError: a rank did not join within the world's timeout.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    known = tuple(name for name in NAMES if name in mesh.names)
+    if known != mesh.names:
+        raise ValueError(
+            f"a mesh for parallelize has axes of {', '.join(NAMES)}, in this order; got "
+            f"{', '.join(mesh.names)}"
+        )
+    return Axes(mesh.completed(NAMES))

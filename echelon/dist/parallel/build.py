@@ -1,0 +1,181 @@
+"""parallelize: from a model on every rank to this rank's part of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from echelon.dist.mesh import DeviceMesh
+from echelon.dist.parallel.axes import Axes, axes_of
+from echelon.dist.parallel.parallel import Parallel
+from echelon.dist.parallel.plan import Plan, matches
+from echelon.dist.parallel.stages import copies, cut, find_ties, first_names
+from echelon.dist.parallel.tensor.divide import Undivided, divide_model
+from echelon.dist.parallel.tensor.gradients import SharedGradients
+from echelon.dist.parallel.tensor.styles import Setting
+from echelon.dist.pipeline import Pipeline
+from echelon.dist.pipeline.execute.stage import LossFn
+from echelon.dist.pipeline.plan.catalogue import schedule as schedule_of
+
+_SEED_STEP = 7919  # between the seeds of tensor-parallel ranks that draw their slices' values
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    num_microbatches: int = 1,
+    schedule: str = "1f1b",
+    num_chunks: int | None = None,
+    sequence: bool = False,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    offload_policy: CPUOffloadPolicy | None = None,
+    prefetch: int = 2,
+    memory_budget_bytes: int | None = None,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> Parallel:
+    """Divide a model and its training among the ranks of a mesh.
+
+        mesh = DeviceMesh((2, 1, 2, 2), ("pp", "replicate", "shard", "tp"))
+        parallel = parallelize(model, mesh, loss_fn=loss_fn, num_microbatches=8)
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        loss = parallel.step(tokens, targets)
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    The axes, of which a mesh has any in this order: "pp", stages of a pipeline; "replicate", equal
+    copies, each trained on other data; "shard", `fully_shard`; "tp", layers divided by heads and
+    features, which wants the fastest links: its ranks are neighbours. Every rank of the world calls
+    this with the same arguments and an equal model, which is divided in place; it blocks until all
+    have, within the groups' timeouts. Values are those of the first rank along each axis but "pp".
+
+    Args:
+        model: on the host, on a device, or on the meta device.
+        mesh: the ranks.
+        plan: how this kind of model is divided; None: `model.plan()`.
+        loss_fn: called with the model's output and the targets, returns the mean over what it was
+            given; None: the model's output is the loss.
+        num_microbatches: into how many a rank's batch is split along dim 0, with a pipeline or
+            without: gradients are averaged over them and reduced once.
+        schedule, num_chunks: of the pipeline, by name; chunks are stages per rank.
+        sequence: sequence parallelism: norms and residuals hold an even part of each sequence on
+            each rank of axis "tp".
+        mp_policy, reshard_after_forward, offload_policy, prefetch, memory_budget_bytes: as in
+            `fully_shard`.
+        device, init: for a model on the meta device, as in `fully_shard`. Slices of ranks of "tp"
+            are drawn from different seeds.
+
+    Raises:
+        ValueError: a bad argument, or a model, plan and mesh that do not fit each other.
+        PlanError: the schedule cannot run.
+        CollectiveError: a rank is lost or did not join.
+    """
+    axes = axes_of(mesh)
+    plan = _plan_of(model, plan)
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ValueError(f"num_microbatches must be a number >= 1, got {num_microbatches!r}")
+    if sequence and axes.tensor.size == 1:
+        raise ValueError("sequence=True needs two ranks or more on axis tp, which shares sequences")
+    stages_needed = axes.stages.size > 1
+    order = schedule_of(schedule, axes.stages.size, num_microbatches, num_chunks)
+    if not stages_needed and num_chunks not in (None, 1):
+        raise ValueError(f"num_chunks={num_chunks} needs two ranks or more on axis pp")
+    blocks = [module for _, module, _ in matches(model, plan.blocks)]
+    first = first_names(model)
+    undivided = Undivided()
+    if axes.tensor.size > 1:
+        undivided = divide_model(model, plan, Setting(axes.tensor, sequence))
+    stages = cut(model, plan, order, axes.stages) if stages_needed else []
+    settings: dict[str, Any] = {
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "offload_policy": offload_policy,
+        "prefetch": prefetch,
+        "memory_budget_bytes": memory_budget_bytes,
+        "device": device,
+        "init": init,
+    }
+    tops = [stage.module for stage in stages] or [model]
+    _shard(tops, blocks, axes, settings)
+    _make_copies_equal(tops, undivided, axes)
+    ties = find_ties(stages, first, axes.stages) if stages_needed else []
+    pipeline = None
+    if stages_needed:
+        pipeline = Pipeline(stages, group=axes.stages, schedule=order, loss_fn=loss_fn, ties=ties)
+    held = list(dict.fromkeys(parameter for top in tops for parameter in top.parameters()))
+    return Parallel(
+        axes,
+        model if pipeline is None else pipeline.module,
+        pipeline,
+        SharedGradients(undivided, held, axes.tensor),
+        loss_fn=loss_fn,
+        num_microbatches=num_microbatches,
+        copies=copies(stages, ties),
+        names=first,
+    )
+
+
+def _plan_of(model: nn.Module, plan: Plan | None) -> Plan:
+    if plan is None:
+        make: Any = getattr(model, "plan", None)
+        if not callable(make):
+            raise ValueError(f"{type(model).__name__} has no plan() of its own: pass plan=")
+        plan = make()
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be an echelon.dist.parallel.Plan, got {type(plan).__name__}")
+    return plan
+
+
+def _shard(
+    tops: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    axes: Axes,
+    settings: dict[str, Any],
+) -> None:
+    """Make units of the blocks in each top module and of the rest of it, where that does anything.
+
+    A rank that shares its parameters with no other has nothing to gather; it needs units only to
+    compute in another dtype, or to give memory to a model on the meta device.
+    """
+    is_meta = any(parameter.is_meta for top in tops for parameter in top.parameters())
+    needs_units = is_meta or settings["mp_policy"] is not None or settings["offload_policy"]
+    if axes.data.size == 1 and not needs_units:
+        return
+    with _own_seed(axes) if is_meta else contextlib.nullcontext():
+        for top in tops:
+            within = set(top.modules())
+            for block in blocks:
+                if block in within and block is not top:
+                    fully_shard(block, mesh=axes.data, **settings)
+            fully_shard(top, mesh=axes.data, **settings)
+
+
+@contextlib.contextmanager
+def _own_seed(axes: Axes) -> Iterator[None]:
+    """Let each rank of axis tp draw other values: slices are parts of one random matrix."""
+    if axes.tensor.size == 1:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.initial_seed() + _SEED_STEP * axes.tensor.rank)
+        yield
+
+
+def _make_copies_equal(tops: Sequence[nn.Module], undivided: Undivided, axes: Axes) -> None:
+    """Give every rank of axis tp the first one's values of what all of them hold."""
+    whole = {id(one) for one in (*undivided.partial, *undivided.equal)}
+    if axes.tensor.size == 1:
+        return
+    with torch.no_grad():
+        for parameter in dict.fromkeys(one for top in tops for one in top.parameters()):
+            if id(parameter) in whole and parameter.numel():
+                axes.tensor.broadcast(parameter.detach(), root=0)

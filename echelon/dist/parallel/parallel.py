@@ -1,0 +1,238 @@
+"""Parallel: what one rank trains of a model that `parallelize` divided."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import echelon.dist as dist
+from echelon.dist.fsdp import clip_grad_norm_, gradient_sync
+from echelon.dist.mesh import DeviceMesh
+from echelon.dist.parallel import whole
+from echelon.dist.parallel.axes import Axes
+from echelon.dist.parallel.tensor.gradients import SharedGradients
+from echelon.dist.pipeline import Pipeline
+from echelon.dist.pipeline.execute.batch import split_batch
+from echelon.dist.pipeline.execute.failure import end_groups
+from echelon.dist.pipeline.execute.stage import LossFn
+
+
+class Parallel:
+    """One rank's part of a model, and the calls that train it; made by `parallelize`.
+
+    Attributes:
+        model: this rank's module, under the whole model's names; of a pipeline, its stages as one
+            module. What a checkpoint's state takes: `{"model": parallel.model, ...}`.
+        mesh: of all four axes.
+        data: (rank, size) by which the batch is divided. Ranks with one number get the same data.
+        pipeline: runs the stages; None without axis "pp".
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        model: nn.Module,
+        pipeline: Pipeline | None,
+        shared: SharedGradients,
+        *,
+        loss_fn: LossFn | None,
+        num_microbatches: int,
+        copies: Sequence[nn.Parameter],
+        names: dict[str, str],
+    ) -> None:
+        self.model = model
+        self.mesh: DeviceMesh = axes.mesh
+        self.data = axes.data_place
+        self.pipeline = pipeline
+        self.num_microbatches = num_microbatches
+        self._axes = axes
+        self._shared = shared
+        self._loss_fn = loss_fn
+        self._names = names
+        self._num_calls = 0
+        self._has_compared = False
+        # Counted by another rank when a norm is taken over all of them.
+        self._aliases = [*copies, *(shared.parameters if axes.tensor.rank else ())]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return what this rank's optimizer trains."""
+        return self.model.parameters()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes losses: it holds the last stage."""
+        return self.pipeline is None or self.pipeline.has_last
+
+    def step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
+        """Run forward and backward on this rank's share of a batch; the gradients are reduced.
+
+        They are the gradients of the mean loss over all ranks' data, added to `.grad`. Collective
+        among all ranks; each operation blocks at most for its group's timeout.
+
+        Args:
+            inputs: a tensor or a tuple of them, [batch_size, ...]: the same on all ranks that share
+                `data[0]`. Stages after the first ignore them.
+            targets: likewise, for the loss; stages before the last ignore them.
+            loss_scale: of a gradient scaler, the same on all ranks. Gradients are multiplied by it,
+                losses are not.
+
+        Returns:
+            This rank's term of the mean loss, a scalar without a graph: the sum over all ranks of
+            the world is the mean. 0 where there is no loss (`has_loss`).
+
+        Raises:
+            ValueError: a bad argument, or ranks of axis "tp" got different data.
+            CollectiveError: a rank is lost or did not join.
+        """
+        if not (loss_scale > 0 and math.isfinite(loss_scale)):
+            raise ValueError(f"loss_scale must be positive and finite, got {loss_scale!r}")
+        self._compare(inputs, targets)
+        self._shared.set_aside()
+        try:
+            if self.pipeline is not None:
+                with self._ending_on_failure("step"):
+                    losses = self.pipeline.step(inputs, targets, loss_scale=loss_scale)
+            else:
+                losses = self._accumulate(inputs, targets, loss_scale)
+            self._shared.reduce()
+        except BaseException:
+            self._shared.drop()
+            raise
+        return self._term(losses)
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> Tensor:
+        """Run forward alone, without gradients.
+
+        Args:
+            inputs, targets: as `step`.
+
+        Returns:
+            This rank's term of the mean loss, as `step`.
+
+        Raises:
+            ValueError, CollectiveError: as `step`.
+        """
+        self._compare(inputs, targets)
+        if self.pipeline is not None:
+            with self._ending_on_failure("evaluate"):
+                return self._term(self.pipeline.evaluate(inputs, targets))
+        with torch.no_grad():
+            return self._term([self._loss(*one) for one in self._microbatches(inputs, targets)])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale all gradients so that their common norm is at most `max_norm`.
+
+        Each element of the whole model counts once, on whichever ranks it is. Collective among all
+        ranks.
+
+        Returns:
+            The norm before scaling, with the same bits on every rank.
+
+        Raises:
+            ValueError: a bad argument.
+            CollectiveError: a rank is lost or did not join.
+        """
+        return clip_grad_norm_(
+            self.model, max_norm, norm_type, over=dist.world(), aliases=self._aliases
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's parameters and buffers on the host, on every rank. Collective.
+
+        Raises:
+            CollectiveError: a rank is lost or did not join.
+        """
+        return whole.full_state_dict(self.model, self._axes, self._names)
+
+    # ---- one rank's step ----
+
+    def _accumulate(self, inputs: Any, targets: Any, loss_scale: float) -> list[Tensor]:
+        losses = []
+        parts = self._microbatches(inputs, targets)
+        for number, (part, target) in enumerate(parts, 1):
+            is_last = number == len(parts)
+            with contextlib.nullcontext() if is_last else gradient_sync(self.model, enabled=False):
+                loss = self._loss(part, target)
+                (loss * (loss_scale / len(parts))).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return losses
+
+    def _loss(self, inputs: list[Tensor], targets: list[Tensor] | None) -> Tensor:
+        output = self.model(*inputs)
+        if self._loss_fn is not None and targets is not None:
+            output = self._loss_fn(output, targets[0] if len(targets) == 1 else tuple(targets))
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"the loss of a micro-batch must be a scalar tensor, got {found}")
+        return output
+
+    def _microbatches(
+        self, inputs: Any, targets: Any
+    ) -> list[tuple[list[Tensor], list[Tensor] | None]]:
+        num = self.num_microbatches
+        if self._loss_fn is not None and targets is None:
+            raise ValueError("step: targets are None, and there is a loss_fn")
+        parts = split_batch("inputs", inputs, num)
+        if targets is None:
+            return [(part, None) for part in parts]
+        aims = split_batch("targets", targets, num)
+        for part, aim in zip(parts, aims, strict=True):
+            if len(part[0]) != len(aim[0]):
+                raise ValueError("step: inputs and targets have different sizes in dim 0")
+        return list(zip(parts, aims, strict=True))
+
+    def _term(self, losses: list[Tensor] | None) -> Tensor:
+        if losses is None:
+            return torch.zeros((), device=self._device)
+        share = self.data[1] * self._axes.tensor.size
+        return torch.stack([loss.detach().float() for loss in losses]).mean() / share
+
+    @property
+    def _device(self) -> torch.device:
+        first = next(self.model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def _compare(self, inputs: Any, targets: Any) -> None:
+        """Check before the first step that ranks of axis tp were given the same data.
+
+        Each would train on its own data with the others' parts of the layers, and none would fail.
+        """
+        group = self._axes.tensor
+        if self._has_compared or group.size == 1:
+            return
+        self._has_compared = True
+        sums = group.all_gather_object(_checksum((inputs, targets)))
+        if len(set(sums)) > 1:
+            other = next(rank for rank, one in enumerate(sums) if one != sums[0])
+            raise ValueError(
+                f"ranks {group.ranks[0]} and {group.ranks[other]} were given different data: the "
+                "ranks of axis tp share theirs. Divide data by parallel.data, not by rank"
+            )
+
+    @contextlib.contextmanager
+    def _ending_on_failure(self, call: str) -> Iterator[None]:
+        """After a failed step of a pipeline, other ranks wait for this one in axis tp, too."""
+        number = self._num_calls
+        self._num_calls += 1
+        try:
+            yield
+        except BaseException as raised:
+            group = self._axes.tensor
+            end_groups([group], call, number, group.ranks[group.rank], raised)
+            raise
+
+
+def _checksum(batch: Any) -> int:
+    if isinstance(batch, tuple | list):
+        return zlib.crc32(repr([_checksum(one) for one in batch]).encode())
+    if isinstance(batch, Tensor):
+        raw = batch.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content: Any = raw.numpy()  # a buffer, which its type does not say
+        return zlib.crc32(content, zlib.crc32(repr(tuple(batch.shape)).encode()))
+    return zlib.crc32(type(batch).__name__.encode())

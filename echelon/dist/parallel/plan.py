@@ -1,0 +1,85 @@
+"""Plan: which modules of a model are units, are divided, and stand in which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    MakeStage = Callable[[nn.Module, int, int], nn.Module]
+
+TensorStyle = Literal["region", "column", "row", "vocabulary", "embedding", "head"]
+_STYLES = get_args(TensorStyle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a kind of model is divided. Names are patterns: `*` stands for one part of a name.
+
+    Attributes:
+        blocks: modules that are units of `fully_shard`, in the order of the model. The rest of the
+            model, or of a stage, is one more unit.
+        tensor: what tensor parallelism does with which modules:
+
+            * "region": a module whose first argument enters the divided part of the model, and in
+              which "column" and "row" modules stand: attention, a feed-forward network.
+            * "column": an `nn.Linear` divided by its outputs.
+            * "row": an `nn.Linear` divided by its inputs; its outputs are summed over the ranks.
+            * "vocabulary": an `nn.Embedding` divided by its rows, where the ranks divide them
+              evenly; else as "embedding".
+            * "embedding": an `nn.Embedding` that every rank holds.
+            * "head": an `nn.Linear` whose outputs are divided where the ranks divide them evenly,
+              and put together again.
+
+        stages: called with the model, the number of a stage and how many there are, returns the
+            stage's module under the model's names. None: the model cannot be a pipeline.
+        divisors: attributes that tensor parallelism must divide, by what to call them: heads.
+    """
+
+    blocks: tuple[str, ...] = ()
+    tensor: Mapping[str, TensorStyle] = field(default_factory=dict)
+    stages: MakeStage | None = None
+    divisors: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the styles.
+
+        Raises:
+            ValueError: an unknown style.
+        """
+        for pattern, style in self.tensor.items():
+            if style not in _STYLES:
+                raise ValueError(
+                    f"plan.tensor[{pattern!r}] is {style!r}; it must be one of {', '.join(_STYLES)}"
+                )
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """Return whether a module's name matches a pattern, part by part."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def matches(
+    model: nn.Module, patterns: Iterator[str] | tuple[str, ...]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield name, module and pattern of each match, in the model's order.
+
+    Raises:
+        ValueError: a pattern matches no module.
+    """
+    unused = list(patterns)
+    wanted = tuple(unused)
+    for name, module in model.named_modules():
+        for pattern in wanted:
+            if is_match(name, pattern):
+                if pattern in unused:
+                    unused.remove(pattern)
+                yield name, module, pattern
+                break
+    if unused:
+        raise ValueError(f"the plan's {unused[0]!r} matches no module of {type(model).__name__}")

@@ -1,0 +1,149 @@
+"""Collectives that autograd knows: what enters the divided part of a model, and what leaves it.
+
+Outside of the divided part every rank has the same features, or with `sequence` an even part of
+each sequence. Each function has the collective of its forward, and in backward the one that gives
+every rank the gradient of what it put in:
+
+    enter               identity                    backward: all_reduce
+    enter, sequence     all_gather of positions     backward: reduce_scatter
+    leave               all_reduce                  backward: identity
+    leave, sequence     reduce_scatter              backward: all_gather
+    gather              all_gather of a dim         backward: this rank's part, with no message
+
+Bytes on the wire are those of the collectives of `group`: `enter` and `leave` move the features of
+a layer once in forward and once in backward. All block, at most for the group's timeout, and raise
+its `CollectiveError`s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from echelon.dist.group import ProcessGroup
+
+POSITIONS = -2  # the dim of a sequence's positions: features are last
+
+
+def enter(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
+    """Return what every rank of the divided part computes on: [..., T, C]."""
+    if sequence:
+        return cast(Tensor, _EnterSequence.apply(x, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Enter.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def leave(x: Tensor, group: ProcessGroup, *, sequence: bool) -> Tensor:
+    """Sum what the ranks computed; with `sequence` each rank gets its positions: [..., T / n, C].
+
+    Raises:
+        ValueError: the ranks do not divide the positions.
+    """
+    if sequence:
+        return cast(Tensor, _LeaveSequence.apply(x, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Leave.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Put all ranks' parts together along a dim. What follows is computed alike on all ranks."""
+    return cast(Tensor, _Gather.apply(x, group, dim))  # type: ignore[no-untyped-call]
+
+
+def own_positions(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's positions: [..., T, C] -> [..., T / n, C].
+
+    Raises:
+        ValueError: the ranks do not divide the positions.
+    """
+    _check_positions(x, group)
+    return x.chunk(group.size, POSITIONS)[group.rank]
+
+
+def _check_positions(x: Tensor, group: ProcessGroup) -> None:
+    if x.shape[POSITIONS] % group.size:
+        raise ValueError(
+            f"sequence parallelism divides {x.shape[POSITIONS]} positions among the "
+            f"{group.size} ranks of group {group.name!r}, which do not divide them: pad sequences"
+        )
+
+
+def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    # A copy: autograd may pass one gradient to several functions.
+    total = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total)
+    return total
+
+
+def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    parts = x.new_empty(group.size, *x.shape)
+    group.all_gather(parts.view(-1), x.contiguous().view(-1))
+    return torch.cat(parts.unbind(0), dim)
+
+
+def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    parts = torch.stack(x.chunk(group.size, dim))
+    own = parts.new_empty(parts.shape[1:])
+    group.reduce_scatter(own.view(-1), parts.view(-1))
+    return own
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient, ctx.group), None
+
+
+class _EnterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group, POSITIONS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(gradient, ctx.group, POSITIONS), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ARG004
+        return _all_reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return gradient, None
+
+
+class _LeaveSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        _check_positions(x, group)
+        ctx.group = group
+        return _reduce_scatter(x, group, POSITIONS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(gradient, ctx.group, POSITIONS), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.group.size, ctx.dim)[ctx.group.rank], None, None

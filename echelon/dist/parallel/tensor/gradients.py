@@ -1,0 +1,107 @@
+"""Gradients of parameters that every rank of a tensor-parallel group holds: made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from echelon.dist.group import ProcessGroup
+from echelon.dist.parallel.tensor.divide import Undivided
+
+_BUCKET_BYTES = 32 << 20
+
+
+class SharedGradients:
+    """What one step adds to the gradients of undivided parameters, reduced at the step's end.
+
+    Args:
+        undivided: of the whole model.
+        held: this rank's parameters, whose `.grad` an optimizer uses: shards, where there are any.
+        group: the ranks that hold the same parameters.
+    """
+
+    def __init__(
+        self, undivided: Undivided, held: Sequence[nn.Parameter], group: ProcessGroup
+    ) -> None:
+        partial, equal = (
+            {id(one) for one in kind} for kind in (undivided.partial, undivided.equal)
+        )
+        self.parameters = [one for one in held if id(one) in partial | equal]
+        self._is_equal = {id(one): id(one) in equal for one in self.parameters}
+        self._group = group
+        self._kept: dict[int, Tensor] = {}
+
+    def set_aside(self) -> None:
+        """Keep earlier steps' gradients, which are reduced, out of this step's."""
+        if self._group.size > 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    self._kept[id(parameter)] = parameter.grad
+                    parameter.grad = None
+
+    def drop(self) -> None:
+        """Put back what was set aside, after a step that failed; its own gradients are dropped."""
+        if self._group.size > 1:
+            for parameter in self.parameters:
+                parameter.grad = self._kept.pop(id(parameter), None)
+
+    def reduce(self) -> None:
+        """Sum or average the step's gradients over the group, and add what was set aside.
+
+        A parameter without a gradient on any rank has none after it. Collective.
+
+        Raises:
+            CollectiveError: a rank is lost or did not join.
+        """
+        if self._group.size == 1:
+            return
+        trained = [one for one in self.parameters if one.requires_grad and one.numel()]
+        for bucket in _buckets(trained):
+            self._reduce(bucket)
+        for parameter in self.parameters:
+            before = self._kept.pop(id(parameter), None)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    def _reduce(self, bucket: list[nn.Parameter]) -> None:
+        """Reduce gradients as one vector, with one flag per parameter: whether it has one."""
+        flags = [torch.full_like(_first(one), float(one.grad is not None)) for one in bucket]
+        gradients = [_gradient(one).reshape(-1) for one in bucket]
+        flat = torch.cat([*gradients, *flags])
+        self._group.all_reduce(flat)
+        sizes = [one.numel() for one in bucket]
+        *parts, found = torch.split(flat, [*sizes, len(bucket)])
+        for parameter, part, has_any in zip(bucket, parts, found.tolist(), strict=True):
+            if not has_any:
+                continue
+            if self._is_equal[id(parameter)]:
+                part.div_(self._group.size)
+            if parameter.grad is None:
+                parameter.grad = part.view_as(parameter).clone()
+            else:
+                parameter.grad.copy_(part.view_as(parameter))
+
+
+def _first(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().reshape(-1)[:1]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters of one dtype and device, up to a size."""
+    buckets: list[list[nn.Parameter]] = []
+    open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        bucket, used = open_ones.get(key, ([], _BUCKET_BYTES))
+        if used >= _BUCKET_BYTES:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_ones[key] = bucket, used + parameter.numel() * parameter.element_size()
+    return buckets
