@@ -109,6 +109,18 @@ def somebody_asked_for_a_snapshot() -> Report:
     return job.report("signal")
 
 
+def ranks_that_share_too_few_cores() -> Report:
+    """One host: each step another one of two ranks waits for a core; the others share that host."""
+    job = Job(4)
+    for number in range(60):
+        for rank in job.ranks:
+            rank.wait(0.009 if rank.rank == number % 2 else 0.004)
+        latest = max(rank.now_ns for rank in job.ranks)
+        for rank in job.ranks:
+            rank.all_reduce(took_s=(latest - rank.now_ns) / 1e9 + 0.001)
+    return job.report("")
+
+
 def a_few_late_arrivals() -> Report:
     job = Job(4)
     for number in range(60):
@@ -140,6 +152,7 @@ STORIES = [
     rooted_operations,
     steps_counted_differently_on_rank_0,
     somebody_asked_for_a_snapshot,
+    ranks_that_share_too_few_cores,
     a_few_late_arrivals,
     one_rank_alone,
     nothing_recorded_at_all,

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 _POLL_S = 0.05
-_FROZEN_S = 4.0  # until a frozen launcher is woken: longer than the coordinator waits for it
+_LOST_AFTER_S = 5.0
+_FROZEN_S = 8.0  # until a frozen launcher is woken: longer than the coordinator waits for it
 _END_S = 30.0
 
 
@@ -50,7 +51,7 @@ def _start(node: int, folder: Path, endpoint: str) -> subprocess.Popen[bytes]:
             sys.executable, "-m", "echelon", "run", "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "1000000",
             "--shutdown-timeout", "0.5", "-r", "3", "--run-dir", str(folder / f"node_{node}"),
-            "--rdzv-conf", "join_timeout=60",
+            "--rdzv-conf", f"join_timeout=60,lost_after={_LOST_AFTER_S:g}",
             str(rank), str(folder), sys.argv[2], sys.argv[3], *sys.argv[5:],
         ],
         env={**os.environ, "ECHELON_SECRET": "a-secret-of-the-tests"},

@@ -9,7 +9,7 @@ other, the first takes up the slow rank's delay, and who is last in the other th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,7 @@ class Laggards:
         return self.last_share >= NOTED_LAST_SHARE and self.cost_share >= NOTED_COST_SHARE
 
 
-def laggards(found: Arrivals, hosts: Sequence[str]) -> Laggards | None:
+def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
     """Return who was last most often, None if there are too few collectives to say.
 
     One rank where one alone is late; else the ranks of a host, or a few that are equally late:
@@ -74,7 +74,7 @@ def laggards(found: Arrivals, hosts: Sequence[str]) -> Laggards | None:
     return best
 
 
-def _sets(lag: npt.NDArray[np.int64], hosts: Sequence[str]) -> Iterator[tuple[int, ...]]:
+def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, ...]]:
     """Yield the sets of members that may be late together, at most half of them."""
     size = len(hosts)
     median = np.median(lag, axis=1)
@@ -94,21 +94,30 @@ def _sets(lag: npt.NDArray[np.int64], hosts: Sequence[str]) -> Iterator[tuple[in
 
 
 def _judge(
-    found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: Sequence[str]
+    found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
     """Measure what a set of members costs: how much later it came than all others."""
     rest = np.delete(lag, members, axis=0)
-    cost_ns = lag.max(axis=0) - rest.max(axis=0) if len(rest) else lag.max(axis=0)
+    if not len(rest):
+        rest = np.zeros_like(lag[:1])
+    cost_ns = lag.max(axis=0) - rest.max(axis=0)
     mine = cost_ns > 0
     cost_s = float(cost_ns[mine].sum()) / 1e9
     host = hosts[members[0]]
-    is_host = len(members) > 1 and [hosts[m] for m in range(len(hosts))].count(host) == len(members)
+    is_host = (
+        len(members) > 1
+        and hosts.count(host) == len(members)
+        and all(hosts[member] == host for member in members)
+    )
+    # A host's ranks may take turns. Of others each is late by itself: ranks that share too few
+    # cores take turns, too, and which of them they are is chance.
+    shares = [mine] if is_host else [lag[member] > rest.max(axis=0) for member in members]
     return Laggards(
         group=found.group,
         ranks=tuple(sorted(int(found.members[member]) for member in members)),
-        host=host if is_host and all(hosts[m] == host for m in members) else "",
+        host=host if is_host else "",
         num_collectives=lag.shape[1],
-        last_share=float(mine.mean()),
+        last_share=min(float(share.mean()) for share in shares),
         cost_share=cost_s / found.span_s,
         cost_s=cost_s,
         group_size=len(found.members),
@@ -139,8 +148,9 @@ def _hosts(picture: Picture, found: Arrivals) -> list[str]:
 def _describe(picture: Picture, found: Laggards) -> Finding:
     who = rank_list(found.ranks)
     one = len(found.ranks) == 1
+    together = "took turns at being last" if found.host else "were each later than all others"
     others = tuple(other for other in picture.evidence.ranks if other not in found.ranks)
-    was, whom = ("was the last", f"{who} alone") if one else ("were last in turn", who)
+    was, whom = ("was the last", f"{who} alone") if one else (together, who)
     of = f", all those of host {found.host}," if found.host else ""
     # torch's stamps are of wall clocks that differ between hosts.
     is_verdict = found.is_straggler and not picture.evidence.foreign

@@ -1,0 +1,84 @@
+"""Write the reports of docs/verdicts.md again, from the fault matrix.
+
+    python benchmarks/fault_reports.py [--page docs/verdicts.md] [--only TEXT,...]
+
+A block that follows the line `<!-- report of CASE -->` is replaced by what `fr-analyze` prints for
+that case of `faults.py`: so the page shows what the program says today. All other text stays. A
+case whose verdict is not the one that its fault deserves leaves its block alone, and is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import faults
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/verdicts.md"
+COLUMNS = "92"  # what the page shows without a scroll bar
+_BLOCK = re.compile(r"(<!-- report of (?P<case>\S+) -->\n\n```text\n)(?P<report>.*?)(```\n)", re.S)
+
+
+def main() -> int:
+    """Replace the reports; return 1 if one could not be made."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--only", default="", metavar="TEXT,...", help="cases that hold these")
+    options = parser.parse_args()
+    page = options.page.read_text()
+    cases = {case.name: case for case in faults.CASES}
+    unknown = {found["case"] for found in _BLOCK.finditer(page)} - set(cases)
+    if unknown:
+        parser.error(f"{options.page}: faults.py has no case {', '.join(sorted(unknown))}")
+    failed = 0
+    for found in _BLOCK.finditer(page):
+        name = found["case"]
+        if not any(part in name for part in options.only.split(",")):
+            continue
+        report = report_of(cases[name])
+        if report is None:
+            print(f"{name}: another verdict than expected; its report stays as it was")
+            failed += 1
+            continue
+        page = page.replace(found[0], f"{found[1]}{report}{found[4]}")
+        options.page.write_text(page)
+        print(f"{name}: written", flush=True)
+    return int(failed > 0)
+
+
+def report_of(case: faults.Case) -> str | None:
+    """Run a case; return what `fr-analyze` prints, None if its verdict is not the expected one."""
+    with tempfile.TemporaryDirectory(prefix="reports-") as temporary:
+        runs = Path(temporary, "runs")
+        runs.mkdir()
+        if faults.run(case, runs).said != case.expected:
+            return None
+        (runs / case.name).rename(runs / "job")
+        shown = on_terminal([sys.executable, "-m", "echelon.analysis", "runs/job"], temporary)
+    lines = shown.replace(f"{temporary}/", "").splitlines()
+    return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
+
+
+def on_terminal(command: list[str], folder: str) -> str:
+    """Return what a command prints on a terminal of `COLUMNS` columns, without colours."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "COLUMNS": COLUMNS, "TERM": "dumb", "NO_COLOR": "1"}
+    process = subprocess.Popen(command, cwd=folder, stdout=theirs, env=environment)
+    os.close(theirs)
+    shown = bytearray()
+    with contextlib.suppress(OSError):  # the terminal's end
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    process.wait()
+    return shown.decode().replace("\r\n", "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
