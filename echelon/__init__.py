@@ -9,9 +9,9 @@ TYPE_CHECKING = False  # what type checkers take as True; importing typing takes
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from echelon import analysis, dist, launcher, recorder, store, tokens, train
+    from echelon import analysis, dist, launcher, planner, recorder, store, tokens, train
 
-__all__ = ["analysis", "dist", "launcher", "recorder", "store", "tokens", "train"]
+__all__ = ["analysis", "dist", "launcher", "planner", "recorder", "store", "tokens", "train"]
 __version__ = "0.1.0"
 
 

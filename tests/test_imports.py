@@ -14,7 +14,7 @@ import echelon
 
 _PACKAGE = Path(echelon.__file__).parent
 _HEAVY = ("torch", "grpc", "uvloop", "asyncio", "rich")
-_ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis", "tokens", "train")
+_ROOMS = ("host", "store", "recorder", "dist", "launcher", "analysis", "tokens", "train", "planner")
 
 # room -> modules of echelon that it may import besides its own and echelon.errors
 _ALLOWED = {
@@ -31,6 +31,7 @@ _ALLOWED = {
     ),
     "analysis": ("echelon.analysis", "echelon.recorder.format", "echelon.recorder.read"),
     "tokens": ("echelon.tokens", "echelon.recorder"),
+    "planner": ("echelon.planner", "echelon.dist"),
     "train": ("echelon.train", "echelon.dist", "echelon.recorder", "echelon.tokens"),
 }
 
@@ -116,6 +117,8 @@ def _loaded_after(code: str) -> set[str]:
         "import echelon.train.figures",
         "from echelon.cli import main; main(['run', '--help'])",
         "from echelon.cli import main; main(['--version'])",
+        "from echelon.cli import main; main(['plan', '--help'])",
+        "import echelon.planner.planner, echelon.dist.pipeline.simulate.simulator",
         "from echelon.analysis.cli import main; main(['--help'])",
     ],
 )

@@ -1,0 +1,145 @@
+"""A layout: how ranks divide the work of a step. And all layouts that some ranks can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from echelon.planner.model import Model
+
+_MAX_STAGES = 16
+_MAX_MICROBATCHES = 128
+_SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a step trains, and with what.
+
+    Attributes:
+        ranks: of the whole job.
+        ranks_per_node: neighbours that share a machine, and its fast links.
+        batch: sequences of all ranks together.
+        context: tokens of a sequence.
+        compute_bytes: of a number that is computed with: 2 (bf16) or 4.
+        loss_chunks: parts in which logits are made and dropped; 1: all at once.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    batch: int
+    context: int
+    compute_bytes: int = 4
+    loss_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: one is below 1, or nodes do not have equally many ranks.
+        """
+        for name in ("ranks", "ranks_per_node", "batch", "context", "loss_chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
+            raise ValueError(f"{self.ranks_per_node} ranks per node do not divide {self.ranks}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A mesh of `parallelize`, outermost axis first, and how its steps run.
+
+    Attributes:
+        pp, replicate, shard, tp: ranks along each axis.
+        schedule, chunks: of the pipeline; "" and 1 without one.
+        microbatches: into which a data rank's share of the batch is divided.
+        recompute: blocks keep their inputs alone and are computed again for backward.
+    """
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    schedule: str = ""
+    chunks: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+
+    @property
+    def data(self) -> int:
+        """Ranks among which the batch is divided."""
+        return self.replicate * self.shard
+
+    @property
+    def name(self) -> str:
+        """The layout in words: `pp 2 x shard 4, 1f1b, 8 micro-batches`."""
+        axes = [
+            f"{axis} {size}"
+            for axis, size in (
+                ("pp", self.pp),
+                ("replicate", self.replicate),
+                ("shard", self.shard),
+                ("tp", self.tp),
+            )
+            if size > 1
+        ]
+        parts = [" x ".join(axes) or "one rank"]
+        if self.schedule:
+            parts.append(self.schedule)
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} micro-batches")
+        if self.recompute:
+            parts.append("recompute")
+        return ", ".join(parts)
+
+    def spans(self, axis: str) -> int:
+        """Return over how many neighbouring ranks a group of an axis stretches."""
+        if axis == "tp":
+            return self.tp
+        if axis == "shard":
+            return self.shard * self.tp
+        if axis == "replicate":
+            return self.data * self.tp
+        return self.pp * self.data * self.tp
+
+
+def layouts(model: Model, job: Job) -> Iterator[Layout]:
+    """Yield the layouts that divide the ranks, the batch and the model evenly."""
+    for pp in _divisors(job.ranks):
+        if pp > min(model.layers, _MAX_STAGES):
+            continue
+        for tp in _divisors(job.ranks // pp):
+            if tp > job.ranks_per_node or not _is_divisible(model, tp):
+                continue
+            for shard in _divisors(job.ranks // pp // tp):
+                replicate = job.ranks // pp // tp // shard
+                if job.batch % (replicate * shard) == 0:
+                    share = job.batch // (replicate * shard)
+                    mesh = Layout(pp=pp, replicate=replicate, shard=shard, tp=tp)
+                    yield from _ways(mesh, model, share)
+
+
+def _ways(mesh: Layout, model: Model, share: int) -> Iterator[Layout]:
+    """Yield a mesh with each schedule, number of micro-batches, and with and without recompute."""
+    sizes = vars(mesh) | {"schedule": "", "chunks": 1}
+    numbers = [m for m in _divisors(share) if m <= _MAX_MICROBATCHES]
+    for schedule, chunks in _SCHEDULES if mesh.pp > 1 else (("", 1),):
+        if mesh.pp * chunks > model.layers:
+            continue
+        for number in numbers:
+            if mesh.pp > 1 and (number % mesh.pp or number > (8 if mesh.pp <= 4 else 4) * mesh.pp):
+                continue  # fewer than ranks leave most of them idle; chunks need a multiple
+            for recompute in (False, True):
+                yield Layout(
+                    **sizes | {"schedule": schedule, "chunks": chunks, "microbatches": number,
+                               "recompute": recompute}
+                )  # fmt: skip
+
+
+def _is_divisible(model: Model, tp: int) -> bool:
+    return not (model.heads % tp or model.kv_heads % tp or model.hidden % tp)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,182 @@
+"""What the ranks' processors and links do: measured, read from a file, or assumed with wide bounds.
+
+A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
+bandwidth. Bandwidth here is what a rank sends per second while all groups of that kind are at work,
+so that a ring's all_reduce of S bytes over n ranks takes 2 (n - 1) (latency + S / n / bandwidth).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+TERA = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number with its bounds, of which nine in ten draws lie within."""
+
+    likely: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        """Check the order of the three.
+
+        Raises:
+            ValueError: they are not finite and positive numbers in order.
+        """
+        numbers = (self.low, self.likely, self.high)
+        if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
+            raise ValueError(f"{numbers} are not three finite numbers of 0 or more")
+        if not self.low <= self.likely <= self.high:
+            raise ValueError(f"low, likely and high are {numbers}, which are not in order")
+
+    @classmethod
+    def about(cls, likely: float, factor: float) -> Figure:
+        """Return a number that may be `factor` times less or more."""
+        return cls(likely, likely / factor, likely * factor)
+
+    def draw(self, random: random.Random) -> float:
+        """Return one value: likely ones more often, in proportion (a log-normal, cut)."""
+        if self.low <= 0:
+            return random.triangular(self.low, self.high, self.likely)
+        deviate = random.gauss(0.0, 1 / 1.645)  # 90 % within the bounds
+        far = self.high if deviate > 0 else self.low
+        away = abs(math.log(far / self.likely)) if far > 0 else 0.0
+        return self.likely * math.exp(math.copysign(away, deviate) * min(abs(deviate), 3.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What groups of a size reach: inside a node, or across nodes."""
+
+    size: int
+    is_across: bool
+    latency_s: Figure
+    bytes_per_s: Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What one rank computes and sends, with bounds.
+
+    Attributes:
+        flops_per_s: that training reaches between its communication.
+        bytes_per_s: of a rank's memory, for the optimizer.
+        overlap: share of communication that computation can hide, 0 to 1.
+        block_s: what starting a block's operations and hooks costs, however small they are.
+        links: by group size.
+        origins: what of it was measured, stated, or assumed; for the report.
+    """
+
+    flops_per_s: Figure
+    bytes_per_s: Figure
+    overlap: Figure
+    block_s: Figure
+    links: tuple[Link, ...]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def link(self, size: int, *, is_across: bool) -> Link:
+        """Return the link of groups of a size: measured, or that of the nearest size."""
+        known = [link for link in self.links if link.is_across == is_across] or list(self.links)
+        return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
+
+    def drawn(self, random: random.Random) -> Machine:
+        """Return one machine that this one may be."""
+
+        def one(figure: Figure) -> Figure:
+            value = figure.draw(random)
+            return Figure(value, value, value)
+
+        return replace(
+            self,
+            flops_per_s=one(self.flops_per_s),
+            bytes_per_s=one(self.bytes_per_s),
+            overlap=one(self.overlap),
+            block_s=one(self.block_s),
+            links=tuple(
+                replace(link, latency_s=one(link.latency_s), bytes_per_s=one(link.bytes_per_s))
+                for link in self.links
+            ),
+        )
+
+
+def assumed(*, is_half: bool) -> Machine:
+    """Return an H100 with NVLink inside a node and 400 Gbit/s per rank across: from data sheets."""
+    peak = 989e12 if is_half else 67e12
+    return Machine(
+        flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),
+        bytes_per_s=Figure.about(2e12, 1.5),
+        overlap=Figure(0.8, 0.5, 1.0),
+        block_s=Figure.about(300e-6, 2.0),
+        links=(
+            Link(8, False, Figure.about(15e-6, 2.0), Figure.about(300e9, 1.6)),
+            Link(8, True, Figure.about(30e-6, 2.0), Figure.about(40e9, 1.8)),
+        ),
+        origins={"processors": "assumed: an H100", "links": "assumed: NVLink and 400 Gbit/s"},
+    )
+
+
+def with_peak(machine: Machine, tflops: float) -> Machine:
+    """Return the machine with a stated peak, of which training reaches a part.
+
+    Raises:
+        ValueError: the peak is not above 0.
+    """
+    if not (math.isfinite(tflops) and tflops > 0):
+        raise ValueError(f"the peak is {tflops} TFLOP/s; it must be above 0")
+    peak = tflops * TERA
+    return replace(
+        machine,
+        flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),
+        origins={**machine.origins, "processors": f"stated: {tflops:g} TFLOP/s at their peak"},
+    )
+
+
+def read_machine(path: str | Path, base: Machine) -> Machine:
+    """Read what `python -m echelon.planner.measure` wrote; what it lacks is taken from `base`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not such a file.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("echelon_links") != FORMAT:
+            raise ValueError(f"echelon_links is not {FORMAT}")
+        links = tuple(_link(one) for one in content["links"])
+        if not links:
+            raise ValueError("it holds no links")
+        known = {
+            name: _figure(content[name])
+            for name in ("flops_per_s", "bytes_per_s", "overlap", "block_s")
+            if name in content
+        }
+    except (KeyError, TypeError, ValueError) as err:
+        raise ValueError(f"{path} does not describe links: {err}") from err
+    origins = {**base.origins, "links": f"measured: {path}"}
+    if "flops_per_s" in known:
+        origins["processors"] = f"measured: {path}"
+    return replace(base, links=links, origins=origins, **known)
+
+
+def _figure(value: Any) -> Figure:
+    return Figure(float(value["likely"]), float(value["low"]), float(value["high"]))
+
+
+def _link(value: Any) -> Link:
+    size = value["size"]
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"a group's size is {size!r}")
+    bandwidth = _figure(value["bytes_per_s"])
+    if bandwidth.low <= 0:
+        raise ValueError("a link's bandwidth must be above 0")
+    return Link(size, bool(value["is_across"]), _figure(value["latency_s"]), bandwidth)

@@ -1,0 +1,138 @@
+"""The memory that a layout takes of a rank, part by part.
+
+Weights, gradients and AdamW's state are 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
+2020, with fp32 weights kept), divided by the axis "shard". The buffers of `fully_shard` are those
+of docs/sharding.md, "The budget". Activations are counted tensor by tensor as autograd keeps them
+for this repository's blocks, with attention that keeps no scores (Korthikanti et al. 2022, table 2,
+without dropout).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from echelon.planner.layout import Job, Layout
+from echelon.planner.model import Model
+from echelon.planner.pipeline import course, stages_of
+from echelon.planner.work import forward_costs
+
+_STATE_BYTES = 4  # of weights, of gradients, of each of AdamW's two moments
+_UNITS_GATHERED = 4
+_BUFFERS_REDUCED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of the rank that takes the most.
+
+    Attributes:
+        weights, gradients, optimizer: the rank's own.
+        units: of `fully_shard`: parameters gathered, gradients whole before they are reduced.
+        activations: kept for backward, of all micro-batches under way.
+        logits: and what the loss makes of them.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    units: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return math.fsum(getattr(self, field.name) for field in fields(self))
+
+
+def memory(model: Model, layout: Layout, job: Job) -> Memory:
+    """Return the memory of the rank of axis "pp" that takes the most."""
+    stages = stages_of(layout, model)
+    peaks: tuple[int, ...] = (1,)
+    if layout.pp > 1:
+        costs = forward_costs(model, layout, job.context)
+        backward = 3.0 if layout.recompute else 2.0
+        peaks = course(
+            layout.schedule, layout.pp, layout.microbatches, layout.chunks, costs, backward
+        ).peaks
+    every = [
+        _of_rank(model, layout, job, stages.blocks, stages.of_rank(rank), peaks[rank])
+        for rank in range(layout.pp)
+    ]
+    return max(every, key=lambda one: one.total)
+
+
+def _of_rank(
+    model: Model, layout: Layout, job: Job, blocks: tuple[int, ...], own: list[int], peak: int
+) -> Memory:
+    num_blocks = sum(blocks[stage] for stage in own)
+    has_first, has_last = 0 in own, len(blocks) - 1 in own
+    unit = model.block_matrices / layout.tp + 2 * model.width
+    root = _ends(model, layout, has_first=has_first, has_last=has_last)
+    parameters = num_blocks * unit + root
+    tokens = job.batch // layout.data // layout.microbatches * job.context
+    per_block = activation_bytes(model, layout.tp, job.compute_bytes) * tokens
+    # A peak counts pairs of stage and micro-batch; this rank's stages differ by one block at most.
+    kept = peak * num_blocks / len(own) * per_block
+    if layout.recompute:
+        kept = peak * num_blocks / len(own) * model.width * job.compute_bytes * tokens + per_block
+    return Memory(
+        weights=_STATE_BYTES * parameters / layout.shard,
+        gradients=_STATE_BYTES * parameters / layout.shard,
+        optimizer=2 * _STATE_BYTES * parameters / layout.shard,
+        units=_units(layout, job, unit, root, num_blocks),
+        activations=kept + (tokens * model.width * job.compute_bytes * 2 if has_last else 0),
+        logits=logits_bytes(model, job) * tokens if has_last else 0.0,
+    )
+
+
+def _ends(model: Model, layout: Layout, *, has_first: bool, has_last: bool) -> float:
+    """Return the parameters of a rank's embeddings, head and last norm."""
+    divisor = layout.tp if model.vocabulary % layout.tp == 0 else 1
+    matrix = model.vocabulary * model.width / divisor
+    first = matrix + (model.context * model.width if model.learns_positions else 0)
+    is_copied = model.is_tied and not has_first  # each of the two stages has the tied matrix
+    last = model.width + (matrix if is_copied or not model.is_tied else 0)
+    return (first if has_first else 0.0) + (last if has_last else 0.0)
+
+
+def _units(layout: Layout, job: Job, unit: float, root: float, num_blocks: int) -> float:
+    """Return the bytes of parameters gathered and of gradients that are not reduced yet."""
+    if layout.data == 1 and job.compute_bytes == _STATE_BYTES:
+        return 0.0  # nothing is gathered, cast or reduced
+    whole = num_blocks * unit + root
+    gathered = (min(num_blocks, _UNITS_GATHERED) * unit + root) * job.compute_bytes
+    reduced = (min(num_blocks, _BUFFERS_REDUCED) * unit + root) * _STATE_BYTES
+    if layout.pp > 1:  # a stage is kept while its micro-batches come and go
+        gathered = whole * job.compute_bytes
+    if layout.microbatches > 1:  # summed whole, reduced with the last
+        reduced = whole * _STATE_BYTES + unit * _STATE_BYTES
+    return gathered + reduced
+
+
+def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
+    """Return what a block of `echelon.train.models` keeps of one token.
+
+    Inputs and outputs of the norms (RMSNorm computes in fp32), attention's operands and mixture
+    (once more behind rotary positions, which change its layout), and what lies inside the
+    feed-forward network. Tensor parallelism divides all but the norms' part. Kernels that fuse
+    these keep less.
+    """
+    if model.is_gated:
+        norms = 2 * (model.width * (4 + 2 * compute_bytes) + 4)
+    else:
+        norms = 2 * (model.width * 2 * compute_bytes + 8)
+    num_mixtures = 1 if model.learns_positions else 2
+    attention = (1 + num_mixtures) * model.query_width + 2 * model.key_width
+    mlp = (4 if model.is_gated else 2) * model.hidden
+    return norms + (compute_bytes * (attention + mlp) + 4 * model.heads) / tp
+
+
+def logits_bytes(model: Model, job: Job) -> float:
+    """Return what the loss of one token takes at its peak.
+
+    Logits as computed, and in fp32: their logarithmic softmax and its gradient.
+    """
+    copies = job.compute_bytes + 8 + (4 if job.compute_bytes < _STATE_BYTES else 0)
+    return model.vocabulary * copies / job.loss_chunks

@@ -1,0 +1,210 @@
+"""The sizes of a decoder-only transformer, and what follows from them: weights and operations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_GPT2 = {"vocabulary": 50_257, "context": 1024, "is_gated": False, "is_tied": True}
+_LLAMA3 = {"vocabulary": 128_256, "context": 8192, "is_gated": True, "learns_positions": False}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": {**_GPT2, "layers": 12, "width": 768, "heads": 12},
+    "gpt2-medium": {**_GPT2, "layers": 24, "width": 1024, "heads": 16},
+    "gpt2-large": {**_GPT2, "layers": 36, "width": 1280, "heads": 20},
+    "gpt2-xl": {**_GPT2, "layers": 48, "width": 1600, "heads": 25},
+    "llama-1b": {
+        **_LLAMA3, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192,
+        "is_tied": True,
+    },
+    "llama-8b": {
+        **_LLAMA3, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14_336,
+    },
+    "llama-70b": {
+        **_LLAMA3, "layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28_672,
+    },
+}  # fmt: skip
+PRESETS = tuple(_PRESETS)
+# Of Hugging Face's config.json: GPT-2's names and those of Llama-shaped models.
+_CONFIG_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "width": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_width": ("head_dim",),
+    "hidden": ("intermediate_size", "n_inner"),
+    "vocabulary": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a model.
+
+    Attributes:
+        layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
+        kv_heads, head_width, hidden: 0 for what is usual: heads, width / heads, and 4 x width (8/3
+            if gated).
+        is_gated: blocks are Llama's: a feed-forward network with a gate (SwiGLU), RMSNorm.
+        is_tied: the output head is the token embedding.
+        learns_positions: positions are a second embedding.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = 50_257
+    context: int = 1024
+    kv_heads: int = 0
+    head_width: int = 0
+    hidden: int = 0
+    is_gated: bool = False
+    is_tied: bool = False
+    learns_positions: bool = True
+
+    def __post_init__(self) -> None:
+        """Replace zeros by what they stand for.
+
+        Raises:
+            ValueError: a size that no model can have.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                least = 0 if field.name in ("kv_heads", "head_width", "hidden") else 1
+                if not isinstance(value, int) or value < least:
+                    raise ValueError(f"{field.name} is {value!r}; it must be at least {least}")
+        if not self.head_width and self.width % self.heads:
+            raise ValueError(f"width {self.width} does not split into {self.heads} heads")
+        usual = -(-8 * self.width // 192) * 64 if self.is_gated else 4 * self.width
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_width", self.head_width or self.width // self.heads)
+        object.__setattr__(self, "hidden", self.hidden or usual)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} kv_heads do not divide {self.heads} heads")
+
+    @property
+    def query_width(self) -> int:
+        """Features of all queries."""
+        return self.heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """Features of all keys, and of all values."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def block_matrices(self) -> int:
+        """Weights of one block that multiply; biases and norms are below a thousandth."""
+        attention = 2 * self.width * (self.query_width + self.key_width)
+        return attention + (3 if self.is_gated else 2) * self.width * self.hidden
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights of one block."""
+        return self.block_matrices + 2 * self.width
+
+    @property
+    def first_parameters(self) -> int:
+        """Weights before the blocks: the embeddings."""
+        positions = self.context * self.width if self.learns_positions else 0
+        return self.vocabulary * self.width + positions
+
+    @property
+    def last_parameters(self) -> int:
+        """Weights behind the blocks: the head, where it is not the embedding, and a norm."""
+        return self.width + (0 if self.is_tied else self.vocabulary * self.width)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model; tied ones count once."""
+        return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
+
+    def block_flops(self, context: int) -> float:
+        """Operations of one block's forward pass on one token; attention over the full context."""
+        return 2.0 * self.block_matrices + 4.0 * self.query_width * context
+
+    def head_flops(self) -> float:
+        """Operations of the head's forward pass on one token."""
+        return 2.0 * self.vocabulary * self.width
+
+    def train_flops(self, context: int) -> float:
+        """Operations of forward and backward on one token: 6 N + 12 L H D T (PaLM, appendix B)."""
+        return 3.0 * (self.layers * self.block_flops(context) + self.head_flops())
+
+
+def read_model(text: str) -> Model:
+    """Read a preset's name, `layers=12,width=768,heads=12,...`, or a Hugging Face config.json.
+
+    Raises:
+        ValueError: it is none of these, or its sizes are refused.
+        OSError: the file cannot be read.
+    """
+    if text in _PRESETS:
+        return Model(**_PRESETS[text])
+    if "=" in text and not Path(text).exists():
+        return _from_pairs(text)
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        raise ValueError(
+            f"no model {text!r}: give {', '.join(PRESETS)}, layers=..,width=..,heads=.., or a "
+            "config.json"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ValueError(f"{text} is not a model's config.json: {err}") from err
+    return _from_config(config, text)
+
+
+def _from_pairs(text: str) -> Model:
+    kinds = {field.name: field.type for field in fields(Model)}
+    sizes: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        name = name.strip()
+        if name not in kinds:
+            raise ValueError(f"a model has no {name!r}; it has {', '.join(kinds)}")
+        if kinds[name] == "bool":
+            sizes[name] = _as_bool(name, value)
+        elif not value.strip().isdecimal():
+            raise ValueError(f"{name} is {value!r}; it must be a whole number")
+        else:
+            sizes[name] = int(value)
+    missing = [name for name in ("layers", "width", "heads") if name not in sizes]
+    if missing:
+        raise ValueError(f"the model's {', '.join(missing)} is missing")
+    return Model(**sizes)
+
+
+def _as_bool(name: str, value: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if value.strip().lower() not in words:
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return words[value.strip().lower()]
+
+
+def _from_config(config: Any, text: str) -> Model:
+    """Read what Hugging Face's `transformers` writes beside the weights."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{text} is not a model's config.json: it holds no object")
+    sizes: dict[str, Any] = {}
+    for name, keys in _CONFIG_NAMES.items():
+        found = [config[key] for key in keys if config.get(key) is not None]
+        if found:
+            sizes[name] = found[0]
+    missing = [name for name in ("layers", "width", "heads", "vocabulary") if name not in sizes]
+    if missing:
+        raise ValueError(f"{text} is not a model's config.json: it has no {', '.join(missing)}")
+    is_gpt2 = "n_embd" in config
+    return Model(
+        **sizes,
+        is_gated=not is_gpt2,
+        is_tied=bool(config.get("tie_word_embeddings", is_gpt2)),
+        learns_positions=is_gpt2,
+    )

@@ -1,0 +1,146 @@
+"""`plan`: all layouts, which of them fit, and how sure the order of the fastest is.
+
+How sure: the machine's figures have bounds, so many machines that it may be are drawn, and every
+layout is timed on each of them. What all layouts have in common, such as slow processors, moves
+them together and changes no order. Beside that every layout gets an error of its own, of the size
+that the model was measured to have (docs/planner.md).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echelon.planner.layout import Job, Layout, layouts
+from echelon.planner.machine import Machine
+from echelon.planner.memory import Memory, memory
+from echelon.planner.model import Model
+from echelon.planner.step_time import StepTime, step_time
+
+NUM_DRAWS = 200
+_OWN_ERROR = 0.08  # of a layout's time, one standard deviation
+_TIE = 0.2  # a layout that is faster than the first in as many draws is a tie with it
+_RESERVE = 0.05  # of the memory, for allocators
+_MAX_COMPARED = 40
+_SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A layout that fits.
+
+    Attributes:
+        step_s: low, likely and high: nine in ten draws lie between low and high.
+        wins: share of the draws in which it is the fastest.
+        is_tie: no difference from the first that the figures support.
+    """
+
+    layout: Layout
+    memory: Memory
+    time: StepTime
+    step_s: tuple[float, float, float]
+    wins: float
+    is_tie: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What `plan` found.
+
+    Attributes:
+        candidates: that fit, the fastest first; one per mesh and schedule.
+        num_layouts: that were looked at.
+        num_fitting: of them, that fit.
+        smallest: of those that do not, the one that takes the least memory; None if all fit.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_layouts: int
+    num_fitting: int
+    smallest: tuple[Layout, Memory] | None
+
+
+def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outcome:
+    """Return the layouts of a job, the fastest first.
+
+    Args:
+        memory_bytes: of one rank; a twentieth of it is left free.
+
+    Raises:
+        ValueError: the context is longer than the model's, or no layout divides ranks and batch.
+    """
+    if model.learns_positions and job.context > model.context:
+        raise ValueError(f"the model has {model.context} positions, the context {job.context}")
+    every = [(layout, memory(model, layout, job)) for layout in layouts(model, job)]
+    if not every:
+        raise ValueError(
+            f"no layout of {job.ranks} ranks divides a batch of {job.batch} and the model's "
+            f"{model.layers} layers and {model.kv_heads} kv_heads evenly"
+        )
+    room = memory_bytes * (1 - _RESERVE)
+    fitting = [pair for pair in every if pair[1].total <= room]
+    beyond = [pair for pair in every if pair[1].total > room]
+    best = _best_of_each_mesh(model, job, machine, fitting)
+    return Outcome(
+        candidates=_compared(model, job, machine, best[:_MAX_COMPARED]),
+        num_layouts=len(every),
+        num_fitting=len(fitting),
+        smallest=min(beyond, key=lambda pair: pair[1].total) if beyond else None,
+    )
+
+
+def _best_of_each_mesh(
+    model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
+) -> list[tuple[Layout, Memory]]:
+    """Of layouts that differ in micro-batches and recomputation alone, keep the fastest."""
+    best: dict[object, tuple[float, Layout, Memory]] = {}
+    for layout, needed in fitting:
+        key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)
+        took = step_time(model, layout, job, machine).total
+        # Of equals the one with less memory.
+        if key not in best or (took, needed.total) < (best[key][0], best[key][2].total):
+            best[key] = (took, layout, needed)
+    return [(layout, needed) for _, layout, needed in sorted(best.values(), key=lambda b: b[0])]
+
+
+def _compared(
+    model: Model, job: Job, machine: Machine, best: Sequence[tuple[Layout, Memory]]
+) -> tuple[Candidate, ...]:
+    """Time the layouts on many machines that this one may be, and order them."""
+    if not best:
+        return ()
+    chance = random.Random(_SEED)
+    draws = [_times(model, job, machine.drawn(chance), best, chance) for _ in range(NUM_DRAWS)]
+    first = [min(range(len(best)), key=draw.__getitem__) for draw in draws]
+    likely = [step_time(model, layout, job, machine) for layout, _ in best]
+    order = sorted(range(len(best)), key=lambda i: likely[i].total)
+    leader = order[0]
+    found = []
+    for i in order:
+        own = sorted(draw[i] for draw in draws)
+        faster = sum(draw[i] < draw[leader] for draw in draws) / NUM_DRAWS
+        found.append(
+            Candidate(
+                layout=best[i][0],
+                memory=best[i][1],
+                time=likely[i],
+                step_s=(own[NUM_DRAWS // 20], likely[i].total, own[-NUM_DRAWS // 20]),
+                wins=first.count(i) / NUM_DRAWS,
+                is_tie=i != leader and faster >= _TIE,
+            )
+        )
+    return tuple(found)
+
+
+def _times(
+    model: Model,
+    job: Job,
+    machine: Machine,
+    best: Sequence[tuple[Layout, Memory]],
+    chance: random.Random,
+) -> list[float]:
+    return [
+        step_time(model, layout, job, machine).total * chance.lognormvariate(0.0, _OWN_ERROR)
+        for layout, _ in best
+    ]

@@ -1,0 +1,146 @@
+"""The time of a layout's step, part by part, on a machine as it is described.
+
+Computation is operations over the rate that training reaches. A collective over a ring takes as
+many latencies as it has steps, and its bytes over the bandwidth. What `fully_shard` and replicas
+exchange is hidden behind computation as far as the machine can; what tensor parallelism exchanges
+is not. A pipeline's idle time is that of its simulated schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from echelon.planner.layout import Job, Layout
+from echelon.planner.machine import Machine
+from echelon.planner.model import Model
+from echelon.planner.pipeline import Course, course, stages_of
+from echelon.planner.work import forward_costs
+
+_OPTIMIZER_BYTES = 32  # AdamW reads and writes weights and moments, and reads gradients twice
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        compute: of the rank that has the most to compute.
+        tensor: collectives of tensor parallelism.
+        exposed: of gathers and reductions, what computation does not hide.
+        bubble: in which that rank waits for other stages, and for messages between them.
+        optimizer: reading and writing the optimizer's state.
+    """
+
+    compute: float
+    tensor: float
+    exposed: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """The sum of the parts."""
+        return math.fsum(getattr(self, field.name) for field in fields(self))
+
+
+def step_time(model: Model, layout: Layout, job: Job, machine: Machine) -> StepTime:
+    """Return the time of a step, by the machine's likely figures."""
+    tokens = job.batch // layout.data // layout.microbatches * job.context
+    shares = forward_costs(model, layout, job.context)
+    backward = 3.0 if layout.recompute else 2.0
+    whole_s = model.train_flops(job.context) / 3 * tokens / layout.tp / machine.flops_per_s.likely
+    run = _course(layout, shares, backward)
+    blocks_s = (1 + backward) * machine.block_s.likely * layout.microbatches
+    per_rank = -(-model.layers // layout.pp)
+    compute = run.busiest * whole_s + blocks_s * per_rank
+    tensor = _tensor_s(model, layout, job, machine, tokens, per_rank)
+    bubble = (run.makespan / run.busiest - 1) * (compute + tensor)
+    parameters = _most_parameters(model, layout)
+    return StepTime(
+        compute=compute,
+        tensor=tensor,
+        exposed=_exposed_s(model, layout, job, machine, compute),
+        bubble=bubble + _messages_s(model, layout, job, machine, tokens),
+        optimizer=parameters / layout.shard * _OPTIMIZER_BYTES / machine.bytes_per_s.likely,
+    )
+
+
+def _course(layout: Layout, shares: tuple[float, ...], backward: float) -> Course:
+    if layout.pp > 1:
+        return course(
+            layout.schedule, layout.pp, layout.microbatches, layout.chunks, shares, backward
+        )
+    busy = layout.microbatches * (1 + backward) * sum(shares)
+    return Course(busy, busy, (1,))
+
+
+def _ring_s(
+    machine: Machine, layout: Layout, job: Job, axis: str, num_bytes: float, num_calls: float
+) -> float:
+    """Return how long gathering (or reducing and scattering) takes, in so many calls, by a ring."""
+    size = int(getattr(layout, axis))
+    if size == 1:
+        return 0.0
+    is_across = layout.spans(axis) > job.ranks_per_node
+    link = machine.link(size, is_across=is_across)
+    steps = size - 1
+    return (
+        num_calls * steps * link.latency_s.likely
+        + steps / size * num_bytes / link.bytes_per_s.likely
+    )
+
+
+def _tensor_s(
+    model: Model, layout: Layout, job: Job, machine: Machine, tokens: int, num_blocks: int
+) -> float:
+    """Two all_reduces per block forward and two backward (Megatron-LM, Shoeybi et al. 2019)."""
+    num_calls = 2 * (3 if layout.recompute else 2) * num_blocks * layout.microbatches
+    num_bytes = num_calls * tokens * model.width * job.compute_bytes
+    return 2 * _ring_s(machine, layout, job, "tp", num_bytes, num_calls)
+
+
+def _most_parameters(model: Model, layout: Layout) -> float:
+    """Return the parameters of the rank that has the most, before sharding."""
+    stages = stages_of(layout, model)
+    held = [0.0] * layout.pp
+    for stage, owner in enumerate(stages.rank_of_stage):
+        held[owner] += stages.blocks[stage] * model.block_matrices / layout.tp
+    matrix = model.vocabulary * model.width
+    held[stages.rank_of_stage[0]] += model.first_parameters
+    held[stages.rank_of_stage[-1]] += matrix if layout.pp > 1 or not model.is_tied else 0
+    return max(held)
+
+
+def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute_s: float) -> float:
+    """Gathers for forward and backward, and reductions of gradients, less what is hidden."""
+    if layout.data == 1:
+        return 0.0
+    parameters = _most_parameters(model, layout)
+    num_units = -(-model.layers // layout.pp) + 1
+    # A pipeline keeps a stage's parameters through its step; else each micro-batch gathers twice.
+    num_gathers = 1 if layout.pp > 1 else 2 * layout.microbatches
+    gather = num_gathers * _ring_s(
+        machine, layout, job, "shard", parameters * job.compute_bytes, num_units
+    )
+    gradients = parameters * _GRADIENT_BYTES
+    reduce = _ring_s(machine, layout, job, "shard", gradients, num_units)
+    reduce += 2 * _ring_s(machine, layout, job, "replicate", gradients / layout.shard, num_units)
+    overlap = machine.overlap.likely
+    forward_s = compute_s / (4 if layout.recompute else 3)
+    behind_forward = min(gather / 2, forward_s) * overlap
+    behind_backward = min(gather / 2 + reduce, compute_s - forward_s) * overlap
+    # The first gather and the last reduction have nothing to hide behind.
+    least = (gather / num_gathers + reduce) / num_units
+    return max(gather + reduce - behind_forward - behind_backward, least)
+
+
+def _messages_s(model: Model, layout: Layout, job: Job, machine: Machine, tokens: int) -> float:
+    """What messages between stages delay: the first way down and the last way up."""
+    if layout.pp == 1:
+        return 0.0
+    link = machine.link(2, is_across=layout.spans("pp") > job.ranks_per_node)
+    num_bytes = tokens * model.width * job.compute_bytes
+    one_s = link.latency_s.likely + num_bytes / link.bytes_per_s.likely
+    return 2 * (layout.pp * layout.chunks - 1) * one_s

@@ -1,0 +1,17 @@
+"""The operations of a layout's stages, and the bytes that its ranks exchange."""
+
+from __future__ import annotations
+
+from echelon.planner.layout import Layout
+from echelon.planner.model import Model
+from echelon.planner.pipeline import stages_of
+
+
+def forward_costs(model: Model, layout: Layout, context: int) -> tuple[float, ...]:
+    """Return what each stage's forward pass costs, as a share of the whole model's."""
+    stages = stages_of(layout, model)
+    block, head = model.block_flops(context), model.head_flops()
+    whole = model.layers * block + head
+    costs = [blocks * block / whole for blocks in stages.blocks]
+    costs[-1] += head / whole
+    return tuple(round(cost, 12) for cost in costs)
