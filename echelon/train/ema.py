@@ -1,0 +1,176 @@
+"""An exponential moving average of a model's parameters.
+
+    average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
+
+It is an optimizer in form: it keeps one tensor beside each parameter, of the parameter's shape. So
+under `fully_shard` each rank keeps the average of its shards alone, nothing is communicated, and a
+checkpoint saves it by the parameter's name, as it does with an optimizer's state, and loads it into
+any number of ranks. It has no `step`: torch and the recorder count those as steps of training.
+
+Buffers are not averaged, nor are parameters that require no gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.parameters.flat import member_of
+
+_STATE = "average"
+
+
+class ExponentialMovingAverage(torch.optim.Optimizer):
+    """Averages of a model's parameters, which start as copies of them.
+
+    Made after `fully_shard`. Its memory is one more copy of this rank's shards, in float32 for
+    shorter parameters, and a second one inside of `applied()`.
+
+    Args:
+        parameters: the model, a stage or a pipeline, or parameters.
+        decay: between 0 and 1.
+        warmup: use the smaller of `decay` and (1 + n) / (10 + n) in update n: without it the first
+            1 / (1 - decay) steps would average the values before training.
+
+    Raises:
+        ValueError: a bad argument, or no parameter requires gradients.
+
+    Example:
+        >>> average = ExponentialMovingAverage(model, decay=0.999)
+        >>> optimizer.step()
+        >>> average.update()
+        >>> with average.applied():
+        ...     evaluate(model)
+        >>> save(path, {"model": model, "optimizer": optimizer, "average": average})
+    """
+
+    def __init__(
+        self,
+        parameters: nn.Module | Any | Iterable[nn.Parameter],
+        decay: float = 0.999,
+        *,
+        warmup: bool = True,
+    ) -> None:
+        if not isinstance(decay, (int, float)) or not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}")
+        given = parameters.parameters() if hasattr(parameters, "parameters") else parameters
+        trained = {id(one): one for one in map(_owner, given) if one.requires_grad}
+        if not trained:
+            raise ValueError("there is no parameter that requires gradients to average")
+        self._backup: list[tuple[nn.Parameter, torch.Tensor]] | None = None
+        defaults = {"decay": decay, "warmup": warmup, "num_updates": 0}
+        super().__init__(list(trained.values()), defaults)
+        for parameter in self._parameters():
+            self.state[parameter][_STATE] = _copy(parameter)
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates the averages have seen."""
+        count: int = self.param_groups[0]["num_updates"]
+        return count
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages towards the parameters. After the optimizer's step; not collective.
+
+        Raises:
+            ValueError: inside of `applied()`, where the parameters are the averages.
+        """
+        self._check_not_applied("update()")
+        for group in self.param_groups:
+            decay = _decay_at(group["num_updates"], group["decay"], warmup=group["warmup"])
+            group["num_updates"] += 1
+            values = [one.detach() for one in group["params"]]
+            averages = [self.state[one][_STATE] for one in group["params"]]
+            values = [v.to(a.dtype) for v, a in zip(values, averages, strict=True)]
+            torch._foreach_lerp_(averages, values, 1.0 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the averages in the parameters' place while the context lasts.
+
+        For evaluation, or for saving the averaged weights alone: a checkpoint of a training run is
+        saved outside, where the parameters are those that are trained. At its end the parameters
+        have their bits again, also after an exception. Begin and end it between steps, on all
+        ranks: sharded units are gathered again from what the shards then hold.
+
+        Raises:
+            ValueError: inside of another one.
+        """
+        self._check_not_applied("applied()")
+        backup = [(one, one.detach().clone()) for one in self._parameters()]
+        self._backup = backup
+        try:
+            self._put([(one, self.state[one][_STATE]) for one, _ in backup])
+            yield
+        finally:
+            self._put(backup)
+            self._backup = None
+
+    @torch.no_grad()
+    def _put(self, values: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        for parameter, value in values:
+            parameter.copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over averages, in the dtype that they are kept in.
+
+        Raises:
+            ValueError: inside of `applied()`, or the state does not fit.
+        """
+        self._check_not_applied("load_state_dict()")
+        super().load_state_dict(state_dict)
+        loaded = state_dict["state"]  # torch's own cast them to the parameters' dtype
+        for number, parameter in enumerate(self._parameters()):
+            average = loaded.get(number, {}).get(_STATE)
+            if average is None:
+                raise ValueError(f"the state has no average of parameter {number}")
+            self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
+        """Refuse: `update()` it is.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a moving average takes no steps: call update() after the optimizer's step")
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (one for group in self.param_groups for one in group["params"])
+
+    def _check_not_applied(self, call: str) -> None:
+        if self._backup is not None:
+            raise ValueError(f"{call} inside of applied(): the parameters are the averages there")
+
+
+def _owner(parameter: nn.Parameter) -> nn.Parameter:
+    member = member_of(parameter)
+    return parameter if member is None else member.shard
+
+
+def _copy(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a copy in which small changes add up: float32 for shorter dtypes."""
+    kept = torch.promote_types(dtype or values.dtype, torch.float32)
+    return values.detach().to(kept, copy=True)
+
+
+def _decay_at(num_updates: int, decay: float, *, warmup: bool) -> float:
+    if not warmup:
+        return decay
+    return min(decay, (1 + num_updates) / (10 + num_updates))
+
+
+def half_life(num_steps: float) -> float:
+    """Return the decay of which half is forgotten after `num_steps` updates.
+
+    Raises:
+        ValueError: `num_steps` is not positive and finite.
+    """
+    if not (num_steps > 0 and math.isfinite(num_steps)):
+        raise ValueError(f"num_steps must be positive and finite, got {num_steps!r}")
+    return math.exp(-math.log(2.0) / num_steps)
