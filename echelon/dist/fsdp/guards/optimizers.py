@@ -4,7 +4,8 @@ A shard is a run of a parameter's elements. An optimizer that treats each elemen
 Adam, ...) does on shards what it would do on the whole; one that looks at a matrix, at rows or at
 norms of a parameter (Muon, Adafactor, LAMB, ...) would silently do something else. So before its
 first step on shards an optimizer is looked at: the ones of torch are known, others are tried on a
-small parameter, whole and in pieces.
+small parameter, whole and in pieces. A class that puts whole parameters together by itself says so
+by an attribute `handles_shards = True` (`echelon.train.optimizers.Muon`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def _check_parameter(parameter: nn.Parameter, shard: nn.Parameter) -> None:
 def _check_optimizer(optimizer: Optimizer) -> None:
     """Raise a ValueError unless the optimizer works on each element by itself."""
     kind = type(optimizer)
+    if getattr(kind, "handles_shards", False) is True:
+        return
     if kind.__module__.startswith("torch.optim"):
         if kind.__name__ in _ELEMENTWISE:
             return
@@ -77,8 +80,8 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(
             f"{kind.__name__} does not work on each element by itself, so it cannot work on "
             "shards, which are runs of a parameter's elements. Use an elementwise optimizer "
-            "(SGD, Adam, AdamW, ...), or pass the parameters that it is to train to "
-            "fully_shard(..., ignored_params=...)"
+            "(SGD, Adam, AdamW, ...) or echelon.train.optimizers.Muon, or pass the parameters that "
+            "it is to train to fully_shard(..., ignored_params=...)"
         )
 
 

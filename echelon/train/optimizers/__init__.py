@@ -1,0 +1,7 @@
+"""Optimizers that need whole matrices, made to work on shards."""
+
+from echelon.train.optimizers.groups import matrix_groups
+from echelon.train.optimizers.muon import Muon
+from echelon.train.optimizers.newton_schulz import orthogonalize
+
+__all__ = ["Muon", "matrix_groups", "orthogonalize"]

@@ -1,0 +1,78 @@
+"""Which parameters of a model are hidden matrices, for optimizers that tell them from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.parameters.flat import member_of
+
+# By name too, since the last stage of a pipeline has a head and no embedding of the same shape.
+NOT_HIDDEN = (
+    "*head.weight",
+    "output.weight",
+    "*embed*",
+    "*wte.*",
+    "*wpe.*",
+    "token.*",
+    "position.*",
+)
+
+
+def matrix_groups(
+    model: nn.Module | Any, *, not_hidden: Sequence[str] = NOT_HIDDEN
+) -> list[dict[str, Any]]:
+    """Divide a model's parameters into three groups for `Muon`.
+
+    Hidden matrices are trained by Muon; embeddings, the output head and what has other than two
+    dims by AdamW, of which vectors (biases, norms) without decay. Names and types decide, so every
+    layout of the model divides alike. A group may be empty: not every stage of a pipeline has all.
+
+    Args:
+        model: a module, sharded or not, or a pipeline.
+        not_hidden: patterns of names (`fnmatch`) of matrices that are left to AdamW; those of
+            `nn.Embedding` are in any case, and what is tied to one.
+
+    Returns:
+        Parameter groups: matrices, other parameters, vectors.
+    """
+    module: nn.Module = model if isinstance(model, nn.Module) else model.module
+    embeddings = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        for parameter in part.parameters(recurse=False)
+    }
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace("_orig_mod.", ""))
+        parameters[id(parameter)] = parameter
+    groups: tuple[list[nn.Parameter], ...] = ([], [], [])
+    for key, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
+        num_dims = len(whole_shape(parameter))
+        named = any(fnmatchcase(name, one) for name in names[key] for one in not_hidden)
+        is_hidden = num_dims == 2 and key not in embeddings and not named
+        groups[0 if is_hidden else 1 if num_dims >= 2 else 2].append(_owner(parameter))
+    return [
+        {"params": groups[0], "algorithm": "muon"},
+        {"params": groups[1], "algorithm": "adamw"},
+        {"params": groups[2], "algorithm": "adamw", "weight_decay": 0.0},
+    ]
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, or of the one that a shard is a part of."""
+    member = member_of(parameter)
+    return tuple(parameter.shape) if member is None else member.piece.shape
+
+
+def _owner(parameter: nn.Parameter) -> nn.Parameter:
+    member = member_of(parameter)
+    return parameter if member is None else member.shard

@@ -1,0 +1,165 @@
+"""Whole matrices out of shards, each on one rank, and their changes back into shards.
+
+[Note: rounds]
+
+    shards of      A B C D ...     costliest first
+    round 0        rank 0 gets A, rank 1 gets B           one all_to_all: parts to owners
+                   each owner computes                    alike long: neighbours in the order
+                   rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
+    round 1        C, D ...
+
+A rank has one whole matrix at a time, whatever the model's size. Per matrix a rank sends its shard
+and receives the shard's change; the owner receives the whole and sends it back. Parts follow each
+other in the order of the ranks, so what an owner receives is the matrix, in order.
+
+Replicas (of a mesh) take turns: replica k does the rounds k, k + R, ... and broadcasts the results.
+So the work is divided among all ranks, and replicas cannot drift apart by different rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from echelon.dist.fsdp.parameters.flat import Flat, Member, member_of
+from echelon.dist.group import ProcessGroup
+from echelon.train.optimizers.newton_schulz import num_products
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Matrix:
+    """One matrix of which this rank has a shard.
+
+    Attributes:
+        shape: of the whole.
+        lengths: how many elements each rank of the group has.
+        momentum: called when it is the matrix's turn: returns this rank's part, of any shape.
+        apply: called with this rank's part of the result, [length].
+    """
+
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    momentum: Callable[[], Tensor]
+    apply: Callable[[Tensor], None]
+
+
+@dataclass
+class Bucket:
+    """Matrices that the same ranks have in shards.
+
+    Args:
+        group: the ranks that have the shards.
+        replicas: the ranks that have copies of this rank's shards; None: there are none.
+        device: where to compute.
+    """
+
+    group: ProcessGroup
+    replicas: ProcessGroup | None
+    device: torch.device
+    matrices: list[Matrix] = field(default_factory=list)
+
+    def run(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        """Call a function with each whole matrix, and `apply` with the parts of its results.
+
+        Collective among the group and its replicas; blocks until all have joined, bounded by the
+        groups' timeouts.
+
+        Args:
+            function: [n, m] to [n, m], in `dtype`.
+            dtype: of the exchange and the function.
+
+        Raises:
+            CollectiveError: a rank is lost or did not join, or has other matrices.
+        """
+        ordered = sorted(self.matrices, key=lambda one: -num_products(one.shape))
+        rounds = [*_slices(ordered, self.group.size)]
+        index = 0 if self.replicas is None else self.replicas.rank
+        num_replicas = 1 if self.replicas is None else self.replicas.size
+        for turn in _slices(rounds, num_replicas):
+            results = [
+                self._one_round(one, function, dtype, is_mine=number == index)
+                for number, one in enumerate(turn)
+            ]
+            for number, result in enumerate(results):
+                if self.replicas is not None and result.numel():
+                    self.replicas.broadcast(result, root=number)
+            for one, result in zip(turn, results, strict=True):
+                self._apply(one, result)
+
+    def _apply(self, matrices: Sequence[Matrix], result: Tensor) -> None:
+        start = 0
+        for matrix in matrices:
+            length = matrix.lengths[self.group.rank]
+            matrix.apply(result[start : start + length])
+            start += length
+
+    def _one_round(
+        self,
+        matrices: Sequence[Matrix],
+        function: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+        *,
+        is_mine: bool,
+    ) -> Tensor:
+        """Return this rank's parts of the results; of another replica's round, room for them."""
+        # A replica's momentum moves in every round, whoever computes.
+        parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
+        sent = torch.cat(parts)
+        if not is_mine:
+            return torch.empty_like(sent)
+        own = matrices[self.group.rank] if self.group.rank < len(matrices) else None
+        to_owners = [part.numel() for part in parts] + [0] * (self.group.size - len(matrices))
+        from_ranks = [0] * self.group.size if own is None else list(own.lengths)
+        whole = self._exchange(sent, to_owners, from_ranks)
+        if own is not None:
+            whole = function(whole.view(own.shape)).reshape(-1)
+        return self._exchange(whole, from_ranks, to_owners)
+
+    def _exchange(self, given: Tensor, to_ranks: list[int], from_ranks: list[int]) -> Tensor:
+        if self.group.size == 1:
+            return given
+        received = given.new_empty(sum(from_ranks))
+        self.group.all_to_all(received, given.contiguous(), from_ranks, to_ranks)
+        return received
+
+
+class Buckets:
+    """Buckets by the ranks that have a matrix, in the order in which they were first used."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], Bucket] = {}
+        self._indices: dict[Flat, dict[Member, int]] = {}
+
+    def add(
+        self, shard: Tensor, momentum: Callable[[], Tensor], apply: Callable[[Tensor], None]
+    ) -> None:
+        """Add the matrix that a shard is a part of; see `Matrix`."""
+        member = member_of(shard)
+        assert member is not None, shard.shape
+        flat = member.flat
+        bucket = self._found.setdefault(
+            (flat.group, flat.replicas, flat.device),
+            Bucket(flat.group, flat.replicas, flat.device),
+        )
+        bucket.matrices.append(
+            Matrix(member.piece.shape, self._lengths(flat, member), momentum, apply)
+        )
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._found.values())
+
+    def _lengths(self, flat: Flat, member: Member) -> tuple[int, ...]:
+        if flat not in self._indices:
+            self._indices[flat] = {one: index for index, one in enumerate(flat.members)}
+        index = self._indices[flat][member]
+        return tuple(flat.layout.part(index, rank).length for rank in range(flat.group.size))
+
+
+def _slices(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    return (list(items[start : start + size]) for start in range(0, len(items), size))

@@ -1,0 +1,239 @@
+"""Muon beside AdamW, on whole parameters or on shards.
+
+Muon (Keller Jordan 2024) takes the orthogonal factor of a hidden matrix' momentum in place of the
+momentum. The update is scaled by 0.2 * sqrt(max(n, m)), which gives it the size of AdamW's, so that
+both share a rate and a decoupled decay (Liu et al. 2025, "Muon is Scalable for LLM Training").
+Everything else is trained by AdamW, by torch's own function.
+
+A shard is not a matrix. The momentum is kept in shards, as AdamW's state is; in a step each matrix
+is put together on one rank, which computes for all (`matrices.py`). Results are those of one
+process up to the rounding of the gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.train.optimizers.groups import matrix_groups, whole_shape
+from echelon.train.optimizers.matrices import Buckets
+from echelon.train.optimizers.newton_schulz import orthogonalize
+
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    "rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+_ALGORITHMS = ("muon", "adamw")
+
+
+class Muon(Optimizer):
+    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
+
+    Under `fully_shard` a step is collective among the ranks of each unit, and all of them must take
+    it, as they do where `GradScaler` or `FiniteGuard` decide. Clip by `clip_grad_norm_` as usual;
+    the size of a matrix' gradient does not matter to its update.
+
+    Args:
+        params: a module or pipeline, which `matrix_groups` divides; or parameter groups, each with
+            "algorithm": "muon" or "adamw"; or matrices.
+        lr: of all groups that have none of their own.
+        weight_decay: decoupled, times `lr`.
+        momentum: of Muon.
+        nesterov: of Muon.
+        num_iterations: of Newton-Schulz.
+        scale: of Muon's update: "rms", or "original": sqrt(max(1, n / m)).
+        betas, eps: of AdamW.
+        compute_dtype: of Newton-Schulz and the exchange; None: bfloat16 on devices, as Keller
+            Jordan's; on the CPU float32 (float64 for float64), where bfloat16 is slow.
+
+    Raises:
+        ValueError: a bad argument, or a parameter for Muon that is not a matrix, or a DTensor.
+
+    Example:
+        >>> optimizer = Muon(model, lr=1e-3)
+    """
+
+    handles_shards = True  # `fully_shard` refuses optimizers that are not elementwise without it
+
+    def __init__(
+        self,
+        params: nn.Module | Any | Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        num_iterations: int = 5,
+        scale: str = "rms",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        groups = matrix_groups(params) if hasattr(params, "parameters") else list(params)
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype must be a floating dtype or None, got {compute_dtype}")
+        self._compute_dtype = compute_dtype
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "algorithm": "muon",
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "num_iterations": num_iterations,
+            "scale": scale,
+            "betas": tuple(betas),
+            "eps": eps,
+        }
+        super().__init__(groups, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the class.
+
+        Raises:
+            ValueError: as the class.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step. Collective where parameters are sharded; see the class.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: gradients were not reduced, or the parameters are unsharded.
+            CollectiveError: a rank is lost or did not join.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [one for one in group["params"] if one.grad is not None]
+            if group["algorithm"] == "adamw":
+                self._step_adamw(group, trained)
+            else:
+                self._step_muon(group, trained)
+        return loss
+
+    def _step_muon(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        whole = functools.partial(orthogonalize, num_iterations=group["num_iterations"])
+        buckets: dict[torch.dtype, Buckets] = {}
+        for parameter in trained:
+            momentum = functools.partial(self._momentum, group, parameter)
+            apply = functools.partial(_apply, group, parameter)
+            dtype = self._dtype_of(parameter)
+            if member_of(parameter) is not None:
+                buckets.setdefault(dtype, Buckets()).add(parameter, momentum, apply)
+            else:
+                apply(whole(momentum().to(dtype)))
+        for dtype, found in buckets.items():
+            for bucket in found:
+                bucket.run(whole, dtype)
+
+    def _momentum(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        """Move the momentum of what is here of a matrix; return what is to be orthogonalized."""
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average: Tensor = state["momentum_buffer"]
+        average.lerp_(gradient, 1.0 - group["momentum"])
+        return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        if self._compute_dtype is not None:
+            return self._compute_dtype
+        member = member_of(parameter)
+        device = parameter.device if member is None else member.flat.device
+        if device.type != "cpu":
+            return torch.bfloat16
+        return torch.promote_types(parameter.dtype, torch.float32)
+
+    def _step_adamw(self, group: dict[str, Any], trained: list[Tensor]) -> None:
+        for parameter in trained:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        if not trained:
+            return
+        states = [self.state[one] for one in trained]
+        adamw(
+            trained,
+            [_gradient(one) for one in trained],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _apply(group: dict[str, Any], parameter: Tensor, change: Tensor) -> None:
+    """Decay what is here of a matrix, and move it."""
+    rate = group["lr"]
+    parameter.mul_(1.0 - rate * group["weight_decay"])
+    scale = _SCALES[group["scale"]](*whole_shape(parameter))
+    parameter.add_(change.view(parameter.shape).to(parameter.device), alpha=-rate * scale)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    _check_settings(group)
+    if group["algorithm"] == "adamw":
+        return
+    for parameter in group["params"]:
+        shape = whole_shape(parameter)
+        if len(shape) != 2 or not parameter.is_floating_point():
+            raise ValueError(
+                f"Muon trains matrices, got a parameter of {parameter.dtype} {list(shape)}: put "
+                'it into a group with "algorithm": "adamw", as matrix_groups(model) does'
+            )
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"Muon needs whole matrices, and this DTensor {list(shape)} is divided as "
+                f'{parameter.placements}: put it into a group with "algorithm": "adamw"'
+            )
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "eps"):
+        if not (isinstance(group[name], (int, float)) and 0.0 <= group[name] < math.inf):
+            raise ValueError(f"{name} must be a number >= 0, got {group[name]!r}")
+    for name, value in (("momentum", group["momentum"]), *(("betas", b) for b in group["betas"])):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {group[name]!r}")
+    if group["algorithm"] not in _ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {_ALGORITHMS}, got {group['algorithm']!r}")
+    if group["scale"] not in _SCALES:
+        raise ValueError(f"scale must be one of {', '.join(_SCALES)}, got {group['scale']!r}")
+    count = group["num_iterations"]
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 20:
+        raise ValueError(f"num_iterations must be an int from 1 to 20, got {count!r}")
