@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.dist.parallel.plan import Plan
 from echelon.train.models.block import Block
 from echelon.train.models.config import ModelConfig
 from echelon.train.models.layers import Embedding, Linear, make_norm
@@ -80,6 +81,12 @@ class Transformer(nn.Module):
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
                 reset()
+
+    def plan(self) -> Plan:
+        """Return how the model is divided among ranks; see `echelon.dist.parallel`."""
+        from echelon.train.models.plan import make_plan  # its stages are made of this class
+
+        return make_plan(self.config)
 
     def num_parameters(self) -> int:
         """Count the weights, sharded or not; tied ones count once."""

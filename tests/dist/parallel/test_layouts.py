@@ -17,7 +17,9 @@ def _check(shape, layout, options, num_steps=4, vocabulary=24):
     for number in layout.values():
         size *= number
     steps = range(num_steps)
-    results = run_ranks(train, size, layout, shape, steps, options, ("", ""), vocabulary)
+    results = run_ranks(
+        train, size, layout, shape, steps, options, ("", ""), vocabulary, timeout_s=240
+    )
     losses, norms = train_alone(shape, num_steps, vocabulary)
     for found, found_norms in results:
         assert found == pytest.approx(losses, abs=1e-5)

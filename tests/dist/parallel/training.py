@@ -44,7 +44,7 @@ def train(
     vocabulary: int = VOCABULARY,
 ) -> tuple[list[float], list[float]]:
     """Train a model in a layout over some steps, from and to a checkpoint if folders are named."""
-    world = dist.init(timeout_s=60.0)
+    world = dist.init(timeout_s=240.0)
     torch.set_num_threads(1)
     mesh = DeviceMesh(tuple(layout.values()), tuple(layout))
     model = make_model(shape, vocabulary)

@@ -38,6 +38,8 @@ def divide_model(model: nn.Module, plan: Plan, setting: Setting) -> Undivided:
     """
     _check(model, plan, setting)
     found = list(matches(model, tuple(plan.tensor)))
+    for name, module, pattern in found:
+        styles.check(name, module, plan.tensor[pattern], setting.group.size)
     _start_equal(model, setting)
     regions = {name for name, _, pattern in found if plan.tensor[pattern] == "region"}
     row_biases: set[int] = set()

@@ -41,6 +41,22 @@ class Setting:
     sequence: bool
 
 
+def check(name: str, module: nn.Module, style: str, size: int) -> None:
+    """Check that a module can be divided as a plan says, before any is.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if style in ("column", "row", "head"):
+        linear = _linear(name, module)
+        length = linear.in_features if style == "row" else linear.out_features
+        if style != "head" and length % size:
+            what = "inputs" if style == "row" else "outputs"
+            raise ValueError(f"{name} has {length} {what}, which {size} ranks (tp) do not divide")
+    elif style in ("vocabulary", "embedding"):
+        _embedding(name, module)
+
+
 def make_region(name: str, module: nn.Module, setting: Setting) -> None:
     """Let the first argument of a module enter the divided part of the model."""
 
@@ -149,8 +165,8 @@ def divide(name: str, parameter: Tensor, dim: int, group: ProcessGroup) -> int:
         return parameter.shape[dim]
     if parameter.shape[dim] % group.size:
         raise ValueError(
-            f"{name} has {parameter.shape[dim]} {('outputs', 'inputs')[dim]}, which {group.size} "
-            f"ranks of group {group.name!r} (tp) do not divide"
+            f"{name} has length {parameter.shape[dim]} in dim {dim}, which {group.size} ranks of "
+            f"group {group.name!r} (tp) do not divide"
         )
     part = Slice(tuple(parameter.shape), dim, group.rank, group.size)
     parameter.data = part.of(parameter.data).clone(memory_format=torch.contiguous_format)
