@@ -1,5 +1,6 @@
 """Collectives: `init()` joins the world, its ProcessGroup moves the data."""
 
+from echelon.dist.agreement.stop import request_stop, should_stop, stop_on_signals, stop_reason
 from echelon.dist.group import ProcessGroup
 from echelon.dist.options import Options
 from echelon.dist.runtime import init, is_initialized, new_group, shutdown, world
@@ -11,6 +12,10 @@ __all__ = [
     "world",
     "new_group",
     "shutdown",
+    "should_stop",
+    "stop_on_signals",
+    "request_stop",
+    "stop_reason",
     "ProcessGroup",
     "Work",
     "Options",

@@ -12,10 +12,12 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import echelon.recorder.current as black_box
+from echelon.dist.agreement.agreement import Agreement
 from echelon.dist.backends import registry
 from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
@@ -53,6 +55,8 @@ class _World:
         self.store = PrefixStore(f"world_{number}", _attempt(rendezvous, connection))
         self.timeout_s = timeout_s
         self.num_made = 0
+        self.agreements: list[Agreement] = []
+        self._num_named: Counter[str] = Counter()
         self.pid = os.getpid()
         self.world: ProcessGroup | None = None
         self._maker = GroupMaker(rendezvous.rank, self.store, backend, options)
@@ -69,9 +73,19 @@ class _World:
         store = PrefixStore(path, self.store)
         return self._maker.make(ranks, name, store, self.timeout_s)
 
+    def agree(self, what: str) -> Agreement:
+        store = PrefixStore(f"agreement/{what}/{self._num_named[what]}", self.store)
+        self._num_named[what] += 1
+        members = Members(name=self.group.name, rank=self.group.rank, ranks=range(self.group.size))
+        made = Agreement(members, self.group.state, store, self.timeout_s, what)
+        self.agreements.append(made)
+        return made
+
     def close(self) -> None:
         if os.getpid() != self.pid:
             return  # a forked child holds copies of what its parent owns
+        while self.agreements:
+            self.agreements.pop().close()
         self._maker.close()
         with contextlib.suppress(OSError):  # the store may have ended before: that is no error
             self.connection.close()
@@ -196,6 +210,19 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
     number = state.num_made
     state.num_made += 1
     return state.make(chosen, name or f"group_{number}", f"group/{number}")
+
+
+def agree_on_calls(what: str) -> Agreement:
+    """Make an agreement of all ranks. Every rank calls this; it does not block.
+
+    Args:
+        what: is agreed on, for errors and spans. The n-th call with this text is one agreement on
+            all ranks.
+
+    Raises:
+        ValueError: `init` was not called.
+    """
+    return _need().agree(what)
 
 
 _before_shutdown: list[Callable[[], None]] = []

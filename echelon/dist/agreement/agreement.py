@@ -1,0 +1,212 @@
+"""Agreement: one rank's wish, which every rank sees at the same one of its calls.
+
+Ranks call `reached` once per step. Until a rank asks, a call costs a lock and a comparison, and
+nothing is communicated: each rank has a thread that waits at the store for the first wish.
+
+[Note: the call that all ranks agree on] Ranks may be some calls apart. When a thread learns of a
+wish, it holds its rank: a call that was not answered yet waits. It then publishes how many calls
+its rank has answered, and once all ranks' numbers are known, the largest one is the call that all
+answer with True. No rank has answered that call yet, as each is held at its own number or before.
+A held rank waits for other ranks' threads alone, never for their programs, so nothing is blocked by
+what the programs wait for.
+
+An all_reduce per step was rejected: it costs every step, and couples ranks that are otherwise free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+from echelon.dist.backends.interface import Members
+from echelon.dist.errors import build
+from echelon.dist.membership.meet import exchange
+from echelon.dist.operation.operation import Operation
+from echelon.dist.progress.group_state import GroupState
+from echelon.errors import CollectiveError, CollectiveTimeoutError, StoreError, StoreTimeoutError
+from echelon.recorder import span
+from echelon.store import PrefixStore
+from echelon.store.base import Store
+
+_LISTEN_S = 30.0
+_RETRY_S = 1.0
+_LOOK_S = 0.5
+_CLOSE_S = 0.5
+
+
+class Agreement:
+    """One rank's end of an agreement. Made by `runtime.agree_on_calls`.
+
+    Attributes:
+        reason: what the rank that asked first gave as its reason, once the call was agreed on.
+    """
+
+    def __init__(
+        self, members: Members, state: GroupState, store: Store, timeout_s: float, what: str
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            members: the ranks.
+            state: of their group; the agreement ends with it.
+            store: a part of the store for nothing else.
+            timeout_s: how long a call waits for the other ranks' threads.
+            what: is agreed on, for errors and spans.
+        """
+        self.reason = ""
+        self._members = dataclasses.replace(members, check=self._check)
+        self._state = state
+        self._store = store
+        self._timeout_s = timeout_s
+        self._what = what
+        self._wish: str | None = None  # set by signal handlers too: no lock
+        self._lock = threading.Lock()  # of the four below; never taken by a signal handler
+        self._round = 0
+        self._num_answered = 0
+        self._is_held = False
+        self._chosen = -1
+        self._error: Exception | None = None
+        self._is_decided = threading.Event()
+        self._is_passed = threading.Event()
+        self._is_closed = False
+        self._client: Store | None = None
+        self._thread: threading.Thread | None = None
+        if members.size > 1:
+            self._listen_in_background()
+
+    def ask(self, reason: str) -> None:
+        """Have a coming call of `reached` return True on all ranks. Safe in signal handlers."""
+        self._wish = reason
+
+    def reached(self) -> bool:
+        """Count a call; return True at the call that the ranks agreed on. Blocks only before that.
+
+        Every rank calls this equally often. A wish is published by the first call after `ask`.
+
+        Raises:
+            CollectiveTimeoutError: ranks did not take part within the timeout; names them.
+            PeerLostError: a rank has died.
+            StoreError: the wish cannot be published.
+        """
+        if self._wish is not None and not self._is_held:
+            self._publish(self._wish)
+        with self._lock:
+            if not self._is_held:
+                self._num_answered += 1
+                return False
+        return self._answer()
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice."""
+        self._is_closed = True
+        self._is_passed.set()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_S)
+
+    # ---- the program's thread ----
+
+    def _publish(self, wish: str) -> None:
+        if self._members.size == 1:
+            with self._lock:
+                self._is_held, self._chosen, self.reason = True, self._num_answered, wish
+            self._is_decided.set()
+            return
+        with self._lock:
+            self._is_held = True
+        self._store.compare_set(f"{self._round}/asked", "", wish)
+
+    def _answer(self) -> bool:
+        if not self._is_decided.is_set():
+            with span("store", f"agree on {self._what}"):
+                self._wait()
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            self._num_answered += 1
+            if self._num_answered <= self._chosen:
+                return False
+            self._round += 1
+            self._is_held = False
+            self._wish = None
+            self._is_decided.clear()
+        self._is_passed.set()
+        return True
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + self._timeout_s + _RETRY_S
+        while not self._is_decided.wait(_LOOK_S):
+            if self._is_closed or time.monotonic() > deadline_s:
+                self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
+
+    # ---- the listening thread ----
+
+    def _listen_in_background(self) -> None:
+        self._client = self._store.clone()
+        self._client.observer = None  # it waits for most of the job's life: that explains no hang
+        self._thread = threading.Thread(
+            target=self._listen, args=(self._client,), name="echelon-agreement", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self, client: Store) -> None:
+        while not self._is_closed:
+            try:
+                wish = client.get(f"{self._round}/asked", timeout=_LISTEN_S)
+            except StoreTimeoutError:
+                continue
+            except StoreError:
+                if not self._is_closed:
+                    self._is_passed.wait(_RETRY_S)
+                continue
+            if not self._decide(client, wish.decode(errors="replace")):
+                return
+            self._is_passed.wait()
+            self._is_passed.clear()
+
+    def _decide(self, client: Store, wish: str) -> bool:
+        """Hold this rank, exchange the numbers of answered calls and choose the call."""
+        with self._lock:
+            self._is_held = True
+            answered = self._num_answered
+        round_store = PrefixStore(str(self._round), client)
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            counts = exchange(self._members, round_store, "answered", answered, deadline_s)
+        except CollectiveTimeoutError as err:
+            missing = ", ".join(map(str, err.ranks))
+            self._fail(
+                CollectiveTimeoutError(
+                    f"agreeing on {self._what} after {self._timeout_s:.1f} s: missing: {missing}. "
+                    "Every rank must call it once per step",
+                    group=self._members.name, operation="agreement", ranks=err.ranks,
+                )
+            )  # fmt: skip
+        except Exception as err:  # noqa: BLE001 -- the program's thread raises it
+            self._fail(err)
+        else:
+            self._chosen = max(counts)
+            self.reason = wish
+            self._is_decided.set()
+        return self._error is None
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._is_decided.set()
+
+    def _check(self) -> None:
+        """Raise if the group has ended or a rank is known to have died.
+
+        Raises:
+            PeerLostError: names it.
+        """
+        operation = Operation("agreement", self._round)
+        self._state.check_end(operation)
+        others = [rank for rank in range(self._members.size) if rank != self._members.rank]
+        dead = self._state.evidence.dead(others)
+        if dead:
+            raise build.peer_lost(self._members, operation, dead)

@@ -1,0 +1,151 @@
+"""Stopping: a signal to one rank, or a rank's own wish, ends the loops of all at the same step.
+
+    while step < steps:
+        train()
+        if dist.should_stop():              # every rank, once per step
+            save(path, state)
+            break
+
+A signal handler here only notes the signal; the next call of `should_stop` publishes it (see
+`agreement.py`). A program that never asks keeps the signal's default: the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from echelon.dist import runtime
+from echelon.dist.agreement.agreement import Agreement
+
+_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+
+class _Stop:
+    """The stop of one world: its agreement, and the signals that ask for it."""
+
+    def __init__(self, rank: int, agreement: Agreement) -> None:
+        self.has_stopped = False
+        self.agreement = agreement
+        self._rank = rank
+        self._before: dict[int, _Handler] = {}
+
+    def handle(self, number: int) -> None:
+        """Take a signal over."""
+        if number not in self._before:
+            self._before[number] = signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """Give all signals the handlers that they had before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def ask(self, reason: str) -> None:
+        """Ask for the stop. Safe in a signal handler, and more than once."""
+        self.agreement.ask(f"rank {self._rank}: {reason}")
+
+    def reached(self) -> bool:
+        """Count a call; tell whether it is the one at which all ranks stop, or a later one."""
+        self.has_stopped = self.has_stopped or self.agreement.reached()
+        return self.has_stopped
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if _current is not self:  # another thread has left the world, and could not restore this
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.has_stopped:
+            self.ask(signal.Signals(number).name)
+
+
+_current: _Stop | None = None
+
+
+def stop_on_signals(*signals: int) -> None:
+    """Have these signals to any rank stop all ranks, in place of what they do by default.
+
+    Every rank calls this, on its main thread, before its first `should_stop`. `shutdown` restores
+    the handlers from before.
+
+    Args:
+        signals: none: SIGTERM. A scheduler may warn by another one (`--signal=USR1@120`).
+
+    Raises:
+        ValueError: there is no world, or this is not the main thread.
+    """
+    stop = _need()
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("signals can be taken over on the main thread alone: call it there")
+    for number in signals or (signal.SIGTERM,):
+        stop.handle(number)
+
+
+def should_stop() -> bool:
+    """Return whether to stop now: on all ranks at the same call, and at every later one.
+
+    Every rank calls this once per step. The first call takes SIGTERM over, unless
+    `stop_on_signals` has named other signals. A stop is agreed on at most one step after a rank
+    that was signalled has called this; calls before that cost no communication.
+
+    Returns:
+        True once a rank was signalled, or called `request_stop`.
+
+    Raises:
+        ValueError: there is no world; or the first call is not on the main thread.
+        CollectiveTimeoutError: ranks did not call it within the world's timeout; names them.
+        PeerLostError: a rank has died while the ranks agreed.
+        StoreError: the job's store does not answer.
+    """
+    stop = _current
+    if stop is None:
+        stop_on_signals()
+        stop = _need()
+    return stop.reached()
+
+
+def request_stop(reason: str = "request_stop") -> None:
+    """Have `should_stop` return True on all ranks, soon. One rank's call is enough; any thread.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    _need().ask(reason)
+
+
+def stop_reason() -> str:
+    """Return which rank asked for the stop and why, such as "rank 2: SIGTERM"; "" before it."""
+    return _current.agreement.reason if _current is not None and _current.has_stopped else ""
+
+
+def _need() -> _Stop:
+    global _current
+    if _current is None:
+        rank = runtime.world().rank
+        _current = _Stop(rank, runtime.agree_on_calls("stopping"))
+    return _current
+
+
+@runtime.before_shutdown
+def _forget() -> None:
+    global _current
+    stop, _current = _current, None
+    if stop is not None and threading.current_thread() is threading.main_thread():
+        stop.restore()
+
+
+def _forget_in_child() -> None:
+    """Give a forked child the signals back: a loader's worker must end by SIGTERM."""
+    global _current
+    stop, _current = _current, None
+    if stop is not None:
+        with contextlib.suppress(ValueError):  # handlers can be set on the main thread alone
+            stop.restore()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
