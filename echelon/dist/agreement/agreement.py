@@ -15,13 +15,15 @@ An all_reduce per step was rejected: it costs every step, and couples ranks that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 
 from echelon.dist.backends.interface import Members
 from echelon.dist.errors import build
-from echelon.dist.membership.meet import exchange
+from echelon.dist.membership.board import quick
+from echelon.dist.membership.meet import arrive, exchange
 from echelon.dist.operation.operation import Operation
 from echelon.dist.progress.group_state import GroupState
 from echelon.errors import CollectiveError, CollectiveTimeoutError, StoreError, StoreTimeoutError
@@ -33,6 +35,7 @@ _LISTEN_S = 30.0
 _RETRY_S = 1.0
 _LOOK_S = 0.5
 _CLOSE_S = 0.5
+_ANSWERED = "answered"
 
 
 class Agreement:
@@ -98,7 +101,12 @@ class Agreement:
         return self._answer()
 
     def close(self) -> None:
-        """End the thread. Safe to call twice."""
+        """End the thread. Safe to call twice.
+
+        Ranks that still ask learn how many calls this one has answered: it may have ended its loop.
+        """
+        if not self._is_closed and self._members.size > 1:
+            self._leave()
         self._is_closed = True
         self._is_passed.set()
         client, self._client = self._client, None
@@ -143,6 +151,19 @@ class Agreement:
             if self._is_closed or time.monotonic() > deadline_s:
                 self._fail(CollectiveError(f"no agreement on {self._what}: this rank has left"))
 
+    def _leave(self) -> None:
+        """Arrive where no other rank has asked yet, unless the group or the store has failed."""
+        with self._lock:
+            is_left = not self._is_held and self._state.error is None
+            self._is_held = True
+        if not is_left:
+            return
+        with contextlib.suppress(StoreError), contextlib.closing(quick(self._store)) as store:
+            arrive(self._members, self._round_of(store), _ANSWERED, self._num_answered)
+
+    def _round_of(self, store: Store) -> PrefixStore:
+        return PrefixStore(str(self._round), store)
+
     # ---- the listening thread ----
 
     def _listen_in_background(self) -> None:
@@ -171,12 +192,14 @@ class Agreement:
     def _decide(self, client: Store, wish: str) -> bool:
         """Hold this rank, exchange the numbers of answered calls and choose the call."""
         with self._lock:
+            if self._is_closed:
+                return False
             self._is_held = True
             answered = self._num_answered
-        round_store = PrefixStore(str(self._round), client)
         deadline_s = time.monotonic() + self._timeout_s
+        members, store = self._members, self._round_of(client)
         try:
-            counts = exchange(self._members, round_store, "answered", answered, deadline_s)
+            counts = exchange(members, store, _ANSWERED, answered, deadline_s)
         except CollectiveTimeoutError as err:
             missing = ", ".join(map(str, err.ranks))
             self._fail(
@@ -207,6 +230,11 @@ class Agreement:
         operation = Operation("agreement", self._round)
         self._state.check_end(operation)
         others = [rank for rank in range(self._members.size) if rank != self._members.rank]
-        dead = self._state.evidence.dead(others)
+        store = self._round_of(self._store)
+        dead = [
+            rank
+            for rank in self._state.evidence.dead(others)
+            if not store.check([f"{_ANSWERED}/{rank}"])
+        ]
         if dead:
             raise build.peer_lost(self._members, operation, dead)

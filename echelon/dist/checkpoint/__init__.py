@@ -1,9 +1,22 @@
 """Checkpoints: saved by any number of ranks, loaded by any other number."""
 
 from echelon.dist.checkpoint.export import export
+from echelon.dist.checkpoint.life.keeper import Keeper
+from echelon.dist.checkpoint.life.newest import newest
+from echelon.dist.checkpoint.life.schedule import SaveSchedule
 from echelon.dist.checkpoint.load import load, peek
 from echelon.dist.checkpoint.ranks.pending import PendingSave
 from echelon.dist.checkpoint.save import save
 from echelon.dist.checkpoint.state.random_state import RandomState
 
-__all__ = ["save", "load", "peek", "export", "RandomState", "PendingSave"]
+__all__ = [
+    "save",
+    "load",
+    "peek",
+    "newest",
+    "Keeper",
+    "SaveSchedule",
+    "export",
+    "RandomState",
+    "PendingSave",
+]

@@ -75,9 +75,27 @@ def save(
     if root.suffix in (".pt", ".pth", ".safetensors") or root.is_file():
         raise ValueError(f"{root}: a checkpoint is a folder; `export` makes such a file of one")
     peers = find(to_write=True)
+    return begin(root, state, peers, async_op=async_op, keep=keep, timeout_s=timeout_s)
+
+
+def begin(
+    root: Path,
+    state: Mapping[str, Any],
+    peers: Peers,
+    *,
+    async_op: bool,
+    keep: int,
+    timeout_s: float | None,
+    then: Callable[[], None] | None = None,
+) -> PendingSave | None:
+    """Do what `save` does; `then` is called on rank 0 once the version is committed.
+
+    What `then` raises is ignored: the checkpoint is safe.
+    """
     limit_s = peers.timeout_s if timeout_s is None else timeout_s
     with span("checkpoint", f"save {root}"):
         job = _prepare(root, state, peers, keep=keep, timeout_s=limit_s)
+        job.then = then
         if async_op:
             job.snapshot()
             return pending.start(str(root), job.run_apart, limit_s)
@@ -133,6 +151,7 @@ class _Job:
     peers: Peers
     keep: int
     timeout_s: float
+    then: Callable[[], None] | None = None
 
     def snapshot(self) -> None:
         """Copy what this rank writes, so that training may go on and change it."""
@@ -196,6 +215,9 @@ class _Job:
 
     def _commit(self) -> None:
         self.unfinished.commit(self.peers.size, self.keep)
+        if self.then is not None:
+            with contextlib.suppress(OSError, CheckpointError):
+                self.then()
 
     def _wait_for(self, deadline_s: float, is_there: Callable[[], bool]) -> None:
         root = self.unfinished.final.parent

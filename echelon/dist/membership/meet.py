@@ -69,9 +69,7 @@ def exchange(
     """
     began_s = time.monotonic()
     names = [f"{key}/{rank}" for rank in range(members.size)]
-    store.set(names[members.rank], json.dumps(mine))
-    if store.add(f"{key}/arrived", 1) == members.size:
-        store.set(f"{key}/gate", b"1")
+    arrive(members, store, key, mine)
     left_s = max(0.001, deadline_s - began_s)
     try:
         store.wait([f"{key}/gate"], timeout=left_s, check=members.check)
@@ -80,6 +78,13 @@ def exchange(
         late = [rank for rank, name in enumerate(names) if not store.check([name])]
         raise _missing(members, late, left_s) from err
     return [json.loads(text) for text in store.multi_get(names)]
+
+
+def arrive(members: Members, store: PrefixStore, key: str, mine: Any) -> None:
+    """Do this rank's part of an `exchange` without waiting for the others."""
+    store.set(f"{key}/{members.rank}", json.dumps(mine))
+    if store.add(f"{key}/arrived", 1) == members.size:
+        store.set(f"{key}/gate", b"1")
 
 
 def _missing(members: Members, late: list[int], after_s: float) -> CollectiveTimeoutError:

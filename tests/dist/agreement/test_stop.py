@@ -253,3 +253,25 @@ def _aside(rank, world_size):
 def test_the_first_call_is_on_the_main_thread():
     ((text,),) = run_ranks(_aside, 1)
     assert "main thread" in text
+
+
+def _late(rank, world_size):
+    world = dist.init(timeout_s=60.0)
+    dist.stop_on_signals()
+    told = [dist.should_stop() for _ in range(4)]
+    world.barrier()
+    if rank == 1:
+        dist.should_stop()
+        dist.shutdown()
+        return told  # its process ends
+    once_gone = time.monotonic() + 60
+    while not world.state.evidence.dead([1]):
+        assert time.monotonic() < once_gone
+        time.sleep(0.01)
+    _me()
+    return [*told, dist.should_stop(), dist.should_stop()]
+
+
+def test_a_signal_after_the_others_last_step_is_no_failure():
+    """Rank 1 has answered call 4 with False, so rank 0 does too; the call after it is rank 0's."""
+    assert run_ranks(_late, 2) == [[False] * 5 + [True], [False] * 4]

@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.dist.checkpoint.disk import files
+from echelon.dist.checkpoint.disk import files, in_use
 from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.dist.checkpoint.disk.manifest import (
     BLOCK_BYTES,
@@ -38,6 +38,7 @@ from echelon.dist.checkpoint.disk.manifest import (
     encode,
     merge,
 )
+from echelon.dist.checkpoint.disk.step_names import step_folders
 from echelon.errors import CheckpointError
 
 MANIFEST = "manifest"
@@ -205,14 +206,23 @@ def marked(root: Path) -> Sequence[Path]:
 def candidates(path: Path) -> Sequence[Path]:
     """Return the versions that may be loaded, the best first; `path` alone if it is a version.
 
+    In a folder of checkpoints by step, those of the highest step are first.
+
     Raises:
         CheckpointError: there is none.
     """
     if (path / COMMIT).exists():
         return [path]
-    found = [version for version in marked(path) if (version / MANIFEST).exists()]
+    steps = step_folders(path)
+    roots = [steps[step] for step in sorted(steps, reverse=True)]
+    found = [
+        version
+        for root in [*roots, path]
+        for version in reversed(marked(root))
+        if (version / MANIFEST).exists()
+    ]
     if found:
-        return found[::-1]
+        return found
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint", path=path)
     raise CheckpointError(f"{path}: no complete checkpoint in it", path=path)
@@ -253,16 +263,30 @@ def prune(root: Path, keep: int) -> None:
         if whole < keep:
             whole += _looks_whole(version)
         elif _is_own(version):
-            files.remove_folder(version)
+            with in_use.alone(version / COMMIT) as is_alone:
+                if is_alone:
+                    files.remove_folder(version)
 
 
 def _looks_whole(version: Path) -> bool:
+    return problem_of(version) is None
+
+
+def problem_of(version: Path) -> str | None:
+    """Return why a committed version cannot be loaded, None if it can, as far as sizes tell."""
     try:
         for file in read_manifest(version).files.values():
             _require_size(version / file.name, file)
-    except (CheckpointError, OSError):
-        return False
-    return True
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def is_of_a_save(path: Path) -> bool:
+    """Tell whether an entry of a checkpoint's folder was written by a save."""
+    if _VERSION.fullmatch(path.name):
+        return _is_own(path)
+    return _HIDDEN.fullmatch(path.name) is not None and not path.is_symlink()
 
 
 def _require_size(path: Path, stored: StoredFile) -> None:

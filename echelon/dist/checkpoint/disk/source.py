@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from echelon.dist.checkpoint.disk.folder import newest, read_manifest
+from echelon.dist.checkpoint.disk import in_use
+from echelon.dist.checkpoint.disk.folder import COMMIT, newest, read_manifest
 from echelon.dist.checkpoint.disk.manifest import Manifest, dtype_bytes
 from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 from echelon.dist.checkpoint.disk.rank_file import RankFileReader
@@ -53,8 +54,13 @@ class Version:
 
     def __init__(self, path: Path) -> None:
         self.path = newest(path)
-        self.manifest = read_manifest(self.path)
         self._readers: OrderedDict[int, RankFileReader] = OrderedDict()
+        self._mark = in_use.hold(self.path / COMMIT)
+        try:
+            self.manifest = read_manifest(self.path)
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, path: str, start: int, out: Tensor, repeats: Repeats = ()) -> None:
         """Fill `out`: from each range, what it and the wanted elements have in common.
@@ -93,6 +99,9 @@ class Version:
         """Close the files."""
         while self._readers:
             self._readers.popitem()[1].close()
+        mark, self._mark = self._mark, -1
+        if mark >= 0:
+            in_use.release(mark)
 
     def _reader(self, number: int) -> RankFileReader:
         reader = self._readers.pop(number, None)

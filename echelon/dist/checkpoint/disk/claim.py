@@ -1,0 +1,108 @@
+"""A claim: one job at a time keeps its checkpoints in a folder.
+
+The claim is a lock (`flock`) on a file in the folder, so it ends with its process, however that
+ends. Children that are forked let go of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+from echelon.dist.checkpoint.disk import files
+from echelon.errors import CheckpointError
+
+CLAIM = ".keeper"
+_SAME_HOST_S = 10.0  # for a process that was killed to be gone
+_OTHER_HOST_S = 120.0  # for a file server to notice that a host is lost: NFS 4 takes 90 s
+_LOOK_S = 0.1
+
+
+class Claim:
+    """A folder that this process has for itself until `close`.
+
+    Raises:
+        CheckpointError: another process has it, and keeps it for the time that a lost one may.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        same_host_s: float = _SAME_HOST_S,
+        other_host_s: float = _OTHER_HOST_S,
+    ) -> None:
+        files.make_folder(folder)
+        self._path = folder / CLAIM
+        self._descriptor = os.open(
+            self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666
+        )
+        _claims.add(self)
+        try:
+            self._lock(same_host_s, other_host_s)
+            self._sign()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the folder. Safe to call twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _lock(self, same_host_s: float, other_host_s: float) -> None:
+        began_s = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                host, process = self._owner()
+            except OSError as error:
+                reason = f"{self._path}: no locks here ({error.strerror}): make sure that no other"
+                warnings.warn(f"{reason} job saves in this folder", RuntimeWarning, stacklevel=2)
+                return
+            limit_s = same_host_s if host == socket.gethostname() else other_host_s
+            if time.monotonic() - began_s > limit_s:
+                folder = self._path.parent
+                raise CheckpointError(
+                    f"{folder}: another job keeps its checkpoints here (process {process} on "
+                    f"{host}). Give each job a folder of its own",
+                    path=folder,
+                )
+            time.sleep(_LOOK_S)
+
+    def _owner(self) -> tuple[str, int]:
+        try:
+            host, process = json.loads(os.pread(self._descriptor, 4096, 0))
+            return str(host), int(process)
+        except (OSError, ValueError, TypeError):
+            return "another host", 0
+
+    def _sign(self) -> None:
+        """Write down who has the folder: for people, and for how long others wait."""
+        with contextlib.suppress(OSError):  # a full disk does not end the claim
+            text = json.dumps([socket.gethostname(), os.getpid()]).encode()
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text, 0)
+
+
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Close a forked child's copies, which would keep the lock after its parent's end."""
+    for claim in list(_claims):
+        claim.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,0 +1,74 @@
+"""Marks of readers: a version that is being read is not removed.
+
+A reader holds a shared lock (`flock`) on the commit mark, and the remover wants it alone. Locks
+need no write permission, and end with their process. On a file system without such locks nothing
+is marked: a reader whose files disappear then takes another version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.dist.checkpoint.disk.damage import DamagedError
+
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+def hold(mark: Path) -> int:
+    """Mark a version as read until `release`; return what `release` takes.
+
+    Raises:
+        DamagedError: the version is being removed, or has been.
+    """
+    try:
+        descriptor = os.open(mark, os.O_RDONLY | _CLOEXEC)
+    except OSError as error:
+        raise DamagedError(f"{mark}: {error.strerror}", path=mark) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise DamagedError(f"{mark.parent}: it is being removed", path=mark.parent) from None
+    except OSError:
+        pass  # no such locks here
+    return descriptor
+
+
+def release(descriptor: int) -> None:
+    """End a mark."""
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def alone(mark: Path) -> Iterator[bool]:
+    """Keep readers away inside; False if there are some now."""
+    try:
+        descriptor = _open(mark)
+    except OSError:
+        yield True  # there is no mark, so no reader
+        return
+    try:
+        yield _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(mark: Path) -> int:
+    try:
+        return os.open(mark, os.O_RDWR | _CLOEXEC)  # NFS locks alone what may be written
+    except PermissionError:
+        return os.open(mark, os.O_RDONLY | _CLOEXEC)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,248 @@
+"""Keeper: saves by step in one folder, and removes those that are not wanted any more.
+
+    keeper = Keeper("runs/gpt", keep=3, keep_every=1000, best="lowest")
+    keeper.save(step, state, async_op=True, score=validation_loss)
+
+[Note: what is removed when] Rank 0 removes a checkpoint only after a newer one was committed, in
+the thread that committed it. So the newest complete one is never removed, and a job that is killed
+leaves at worst one too many. A full disk removes nothing unless the program asks for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.dist.checkpoint.disk.claim import Claim
+from echelon.dist.checkpoint.disk.steps import StepFolders
+from echelon.dist.checkpoint.life import rules
+from echelon.dist.checkpoint.life.rules import Best, Policy
+from echelon.dist.checkpoint.ranks import pending
+from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
+from echelon.dist.checkpoint.save import begin
+from echelon.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _ClaimedError(CheckpointError):
+    """Another job keeps its checkpoints in the folder."""
+
+
+class Keeper:
+    """The checkpoints of one job, in a folder that no other job saves to.
+
+    Args:
+        folder: gets a `step_<n>` for each checkpoint; what else is in it stays as it is.
+        keep: how many of the last complete ones to keep.
+        keep_every: keep those whose step is a multiple of it, too.
+        best: keep the one with the "lowest" or "highest" score, too.
+        make_room: on a full disk, remove kept ones one by one, the oldest first, and try again;
+            never the newest complete one, nor the best. False: a full disk fails the save alone.
+        timeout_s: as for `save`.
+
+    Raises:
+        ValueError: a setting makes no sense.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        best: Best | None = None,
+        make_room: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep {keep}: at least the newest checkpoint is kept")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every {keep_every}: must be at least 1")
+        if best not in (None, "lowest", "highest"):
+            raise ValueError(f'best {best!r}: "lowest" or "highest"')
+        self.folder = Path(folder)
+        self.policy = Policy(keep=keep, keep_every=keep_every, best=best)
+        self._steps = StepFolders(self.folder)
+        self._make_room = make_room
+        self._timeout_s = timeout_s
+        self._claim: Claim | None = None
+        self._in_background: int | None = None  # the step of the save that was begun last
+        self._warned: set[str] = set()
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        async_op: bool = False,
+        score: float | None = None,
+    ) -> bool:
+        """Save a state as `step`'s checkpoint, and then remove what is not kept. Collective.
+
+        Storage that fails does not end training: rank 0 warns in one line, and all ranks return
+        False. Waits for the save before, if that runs in the background.
+
+        Args:
+            step: how many steps are finished.
+            state: as for `checkpoint.save`.
+            async_op: copy the state and write in the background. A failure is reported by the next
+                `save`, by `wait`, or by `dist.shutdown`, which raises it.
+            score: what `best` compares, such as the validation loss; rank 0's counts.
+
+        Returns:
+            Whether it is safe on disk; with `async_op` whether it was begun. The same on all ranks.
+
+        Raises:
+            TypeError, ValueError: as `checkpoint.save`; or `step` is no step, `score` no number.
+            CheckpointError: another job keeps its checkpoints in this folder.
+            CollectiveError: a rank is lost.
+        """
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step {step!r}: the number of finished steps")
+        if score is not None:
+            score = float(score)
+        peers = find(to_write=True)
+        self._settle(peers)
+        doing = f"{self._steps.path(step)}: not saved"
+        while True:
+            try:
+                self._claim_folder(peers)
+                together(peers, doing, lambda: self._note(step, score) if peers.rank == 0 else None)
+                self._begin(step, state, peers, async_op=async_op)
+                return True
+            except _ClaimedError:
+                raise
+            except (CheckpointError, OSError) as error:
+                if not self._made_room(peers, error, step):
+                    self._report(peers, f"step {step} not saved: {error}")
+                    return False
+
+    def wait(self) -> bool:
+        """Wait for the save in the background; return whether all is saved. Collective.
+
+        Returns:
+            False, after a warning on rank 0, if that save failed. True if there is none.
+        """
+        return self._settle(find(to_write=True))
+
+    def close(self) -> None:
+        """Let another job save to the folder. Not collective; safe to call twice."""
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- a save ----
+
+    def _begin(self, step: int, state: Mapping[str, Any], peers: Peers, *, async_op: bool) -> None:
+        begin(
+            self._steps.path(step),
+            state,
+            peers,
+            async_op=async_op,
+            keep=1,
+            timeout_s=self._timeout_s,
+            then=lambda: self._rotate(step),
+        )
+        self._in_background = step if async_op else None
+
+    def _claim_folder(self, peers: Peers) -> None:
+        def claim() -> str:
+            if peers.rank == 0 and self._claim is None:
+                try:
+                    self._claim = Claim(self.folder)
+                except CheckpointError as error:
+                    return str(error)
+            return ""
+
+        refused = peers.all_gather(together(peers, f"{self.folder}: not saved", claim))[0]
+        if refused:
+            raise _ClaimedError(refused, path=self.folder)
+
+    def _note(self, step: int, score: float | None) -> None:
+        """Prepare the step's folder, and warn of a run that was taken back."""
+        last = rules.newest(self._steps.look())
+        if last is not None and last.step > step:
+            self._warn_once(
+                f"{self.folder}: step {step} is saved beside step {last.step}, which stays the "
+                "newest. If this run was taken back on purpose, move the later ones away"
+            )
+        self._steps.note_score(step, score if score is None or not math.isnan(score) else None)
+
+    def _rotate(self, step: int) -> None:
+        """Remove what is not kept. On rank 0, once `step` is committed."""
+        self._steps.sweep()
+        for gone in rules.superfluous(self._steps.look(), self.policy, step):
+            self._remove(gone)
+
+    def _remove(self, step: int) -> bool:
+        reason = self._steps.remove(step)
+        if reason is not None:
+            self._warn_once(f"{self._steps.path(step)} is not removed: {reason}")
+        return reason is None
+
+    # ---- what fails ----
+
+    def _settle(self, peers: Peers) -> bool:
+        """Wait for the save in the background; report it if it failed."""
+        step, self._in_background = self._in_background, None
+        try:
+            agree(peers, pending.finish(), f"{self.folder}: the save before")
+        except (CheckpointError, OSError) as error:
+            self._made_room(peers, error, step)
+            self._report(peers, f"step {step} not saved: {error}")
+            return False
+        return True
+
+    def _made_room(self, peers: Peers, error: Exception, failed: int | None) -> bool:
+        """Give up one checkpoint if the disk is full and that was asked for. Collective."""
+        is_full = any(peers.all_gather(isinstance(error, OSError) and error.errno in _FULL))
+        if not (is_full and self._make_room):
+            return False
+        made = False
+        if peers.rank == 0:
+            with contextlib.suppress(OSError):
+                made = self._give_up_one(failed)
+        return any(peers.all_gather(made))
+
+    def _give_up_one(self, failed: int | None) -> bool:
+        """Remove one checkpoint; the folder of the save that failed holds nothing any more."""
+        for step in rules.for_room(self._steps.look(), self.policy):
+            if step != failed and self._remove(step):
+                place = self._steps.path(step)
+                warnings.warn(f"{place}: removed, the disk is full", RuntimeWarning, stacklevel=2)
+                return True
+        return False
+
+    def _report(self, peers: Peers, text: str) -> None:
+        if peers.rank != 0:
+            return
+        last = None
+        with contextlib.suppress(OSError):
+            last = rules.newest(self._steps.look())
+        known = f"step {last.step}" if last is not None else "none"
+        warnings.warn(
+            f"{self.folder}: {text}. Training continues; newest complete: {known}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,66 @@
+"""newest: the checkpoint to continue from, the same on all ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from echelon.dist.checkpoint.disk.folder import COMMIT, marked, problem_of
+from echelon.dist.checkpoint.disk.steps import StepFolders
+from echelon.dist.checkpoint.life import rules
+from echelon.dist.checkpoint.ranks.peers import find, together
+
+
+def newest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in `folder`, None if there is none. Collective.
+
+        if newest("runs/gpt") is not None:
+            state = load("runs/gpt", state)     # the same one, or an older one if it is damaged
+
+    Rank 0 looks, the other ranks are told; before the ranks have met, each looks by itself. A
+    checkpoint is complete if it was committed and all its files have their sizes: what they hold
+    is checked while it is loaded. Rank 0 warns of every newer checkpoint that it passes over.
+
+    Args:
+        folder: what `Keeper` was given, with a checkpoint for each step; or what `save` was given.
+
+    Returns:
+        The path of that step's checkpoint; `folder` itself if it is one that `save` wrote. `load`
+        takes either, and `folder`.
+
+    Raises:
+        CheckpointError: rank 0 could not look.
+        OSError: this rank could not.
+    """
+    place = Path(folder)
+    peers = find(to_write=False)
+    looks = peers.rank == 0 or peers.size == 1
+    nothing: list[Any] = [None, []]
+    found = together(peers, f"{place}: not read", lambda: _newest(place) if looks else nothing)
+    path, passed_over = peers.all_gather(found)[0]
+    if looks:
+        for reason in passed_over:
+            warnings.warn(f"{reason}; not loaded", RuntimeWarning, stacklevel=2)
+    return None if path is None else Path(path)
+
+
+def _newest(folder: Path) -> list[Any]:
+    """Return a path or None, and why newer ones were passed over."""
+    steps = StepFolders(folder)
+    found = steps.look()
+    chosen = rules.newest(found)
+    reasons = [
+        one.reason
+        for one in reversed(found)
+        if one.condition is not rules.Condition.COMPLETE
+        and (chosen is None or one.step > chosen.step)
+    ]
+    if chosen is not None:
+        return [str(steps.path(chosen.step)), reasons]
+    versions = [folder] if (folder / COMMIT).exists() else list(marked(folder))
+    problems = [problem_of(version) for version in reversed(versions)]
+    whole = problems.index(None) if None in problems else len(problems)
+    reasons += [problem for problem in problems[:whole] if problem is not None]
+    return [str(folder) if whole < len(problems) else None, reasons]

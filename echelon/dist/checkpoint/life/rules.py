@@ -1,0 +1,108 @@
+"""Which checkpoint is the newest and which may go: pure rules over what was found in a folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, TypeAlias
+
+Best: TypeAlias = Literal["lowest", "highest"]
+
+
+class Condition(Enum):
+    """What a step's checkpoint looks like from outside."""
+
+    COMPLETE = "complete"
+    DAMAGED = "damaged"  # it was committed, and files are missing or have another size
+    UNFINISHED = "unfinished"  # it was never committed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One step's checkpoint.
+
+    Attributes:
+        step: its number.
+        condition: whether it can be loaded, as far as can be told without reading all of it.
+        reason: why it is not complete.
+        score: as the program gave it; None if it gave none.
+    """
+
+    step: int
+    condition: Condition = Condition.COMPLETE
+    reason: str = ""
+    score: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is kept.
+
+    Attributes:
+        keep: the last so many complete ones.
+        keep_every: also those whose step is a multiple of it; None: none.
+        best: also the one with the lowest or highest score; None: none.
+    """
+
+    keep: int = 3
+    keep_every: int | None = None
+    best: Best | None = None
+
+
+def newest(found: Sequence[Found]) -> Found | None:
+    """Return the complete one of the highest step; None if there is none."""
+    return max(_complete(found), key=lambda one: one.step, default=None)
+
+
+def best(found: Sequence[Found], which: Best) -> Found | None:
+    """Return the complete one with the best score, the earliest of equals; None if none has one."""
+    scored = [one for one in _complete(found) if one.score is not None]
+    scored = [one for one in scored if not math.isnan(one.score or 0.0)]
+    sign = 1.0 if which == "lowest" else -1.0
+    return min(scored, key=lambda one: (sign * (one.score or 0.0), one.step), default=None)
+
+
+def superfluous(found: Sequence[Found], policy: Policy, just_saved: int) -> list[int]:
+    """Return the steps that may be removed after a save was committed, the oldest first.
+
+    Damaged ones do not count as kept; those among the last complete ones stay, to be looked at.
+    """
+    complete = sorted(one.step for one in _complete(found))
+    if just_saved not in complete:
+        return []  # what was saved cannot be seen: no reason to remove anything
+    last = complete[-policy.keep :]
+    spared = {just_saved, *last, *_spared(found, policy)}
+    gone = [step for step in complete if step not in spared]
+    for one in found:
+        is_old = one.condition is Condition.DAMAGED and one.step < last[0]
+        if is_old or one.condition is Condition.UNFINISHED:
+            gone.append(one.step)
+    return sorted(gone)
+
+
+def for_room(found: Sequence[Found], policy: Policy) -> list[int]:
+    """Return the steps that may be given up for room on the disk, in that order.
+
+    The newest complete one and the best one never are; those of `keep_every` come last.
+    """
+    last, top = newest(found), best(found, policy.best) if policy.best else None
+    spared = {one.step for one in (last, top) if one is not None}
+    steps = sorted(one.step for one in found if one.step not in spared)
+    whole = {one.step for one in _complete(found)}
+    return sorted(steps, key=lambda step: (step in whole, _is_milestone(step, policy), step))
+
+
+def _complete(found: Sequence[Found]) -> list[Found]:
+    return [one for one in found if one.condition is Condition.COMPLETE]
+
+
+def _spared(found: Sequence[Found], policy: Policy) -> set[int]:
+    spared = {one.step for one in found if _is_milestone(one.step, policy)}
+    top = best(found, policy.best) if policy.best else None
+    return spared | ({top.step} if top is not None else set())
+
+
+def _is_milestone(step: int, policy: Policy) -> bool:
+    return policy.keep_every is not None and step % policy.keep_every == 0

@@ -1,0 +1,76 @@
+"""When a checkpoint is due: every so many steps, every so many seconds, the same on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from echelon.dist import runtime
+from echelon.dist.agreement.agreement import Agreement
+from echelon.dist.checkpoint.ranks.peers import Peers, World, find
+
+
+class SaveSchedule:
+    """Tell all ranks at the same step that a checkpoint is due.
+
+    Steps are counted; seconds are those of rank 0's clock, and begin again whenever one was due.
+    A step at which none is due costs no communication, except under torch.distributed's own
+    groups: there seconds cost a small all_gather per step.
+
+    Args:
+        every_steps: due after steps whose number is a multiple of it.
+        every_s: due once so many seconds have passed.
+        now: rank 0's clock.
+
+    Raises:
+        ValueError: neither is given, or one is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_steps is None and every_s is None:
+            raise ValueError("a schedule needs every_steps or every_s")
+        for name, value in (("every_steps", every_steps), ("every_s", every_s)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._now = now
+        self._since_s = now()
+        self._peers: Peers | None = None
+        self._agreement: Agreement | None = None
+
+    def due(self, step: int) -> bool:
+        """Tell whether a checkpoint is due after this step. Every rank calls it once per step.
+
+        Args:
+            step: how many steps are finished.
+
+        Raises:
+            ValueError: there are several ranks, and they have not met.
+            CollectiveTimeoutError, PeerLostError, StoreError: the ranks could not agree.
+        """
+        by_time = self._every_s is not None and self._agreed(self._now() - self._since_s)
+        by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
+        if by_time or by_steps:
+            self._since_s = self._now()
+        return by_time or by_steps
+
+    def _agreed(self, passed_s: float) -> bool:
+        """Return what rank 0's clock says."""
+        assert self._every_s is not None
+        if self._peers is None:
+            self._peers = find(to_write=True)
+            if isinstance(self._peers, World):
+                self._agreement = runtime.agree_on_calls("saving")
+        is_time = passed_s >= self._every_s and self._peers.rank == 0
+        if self._agreement is None:
+            return bool(self._peers.all_gather(is_time)[0])
+        if is_time:
+            self._agreement.ask(f"{passed_s:.0f} s since the last")
+        return self._agreement.reached()
