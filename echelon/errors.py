@@ -11,6 +11,7 @@
     │   └── PeerLostError           ... a rank died or left
     ├── CheckpointError             a checkpoint cannot be saved or loaded; carries `.path`
     ├── TokenShardsError            token shards cannot be read or written; carries `.path`
+    ├── NonFiniteGradientError      steps in a row had infinite or NaN gradients; carries `.rank`
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as asked
 
@@ -141,6 +142,20 @@ class TokenShardsError(EchelonError):
     def __init__(self, message: str, *, path: Path) -> None:
         super().__init__(message)
         self.path = path
+
+
+class NonFiniteGradientError(EchelonError):
+    """Several steps in a row had gradients that were infinite or NaN.
+
+    Attributes:
+        rank: the lowest rank that held such a gradient; None: not known.
+        parameter: its name there.
+    """
+
+    def __init__(self, message: str, *, rank: int | None, parameter: str | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
 
 
 class LaunchError(EchelonError):

@@ -36,7 +36,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: the sharded model, or parameters of it.
-        max_norm: upper bound; infinite: nothing is scaled.
+        max_norm: upper bound; infinite: nothing is scaled, whatever the norm is.
         norm_type: 2.0, another positive number, or infinity.
         over: a group that has every rank among which the parameters are divided, and the ranks that
             hold other parameters of the same model: the stages of a pipeline, other experts. None:
@@ -74,7 +74,7 @@ def clip_grad_norm_(
     total = _total(over, mine, norm_type)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     scale = max_norm / (norm + 1e-6)
-    gradients = [one.grad for one in owners if one.grad is not None]
+    gradients = [] if math.isinf(max_norm) else [one.grad for one in owners if one.grad is not None]
     if gradients and not scale >= 1.0:  # NaN too: the gradients show it then, as with torch's
         torch._foreach_mul_(gradients, scale)
     return norm
