@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
                 reason = f"{first_error}; loading {place} instead"
                 warnings.warn(reason, RuntimeWarning, stacklevel=2)
             try:
-                _load_from(place, state, peers, doing)
+                _fill(functools.partial(_open, place, state), state, peers, doing)
                 return state
             except DamagedError as error:
                 first_error = first_error or error
@@ -65,14 +67,37 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     raise first_error
 
 
-def _load_from(place: Path, state: dict[str, Any], peers: Peers, doing: str) -> None:
-    """Fill the state from one file or version.
+def load_source(
+    path: Path, open_source: Callable[[Peers], Source], state: dict[str, Any]
+) -> dict[str, Any]:
+    """Fill `state` as `load` does, from a source of another format. Collective.
+
+    Args:
+        path: what errors and the black box name.
+        open_source: returns the source; called on every rank with the ranks that load.
+        state: what to fill.
+
+    Raises:
+        CheckpointError: the source cannot be read, or another rank failed.
+        ValueError: it does not fit the state.
+    """
+    peers = find(to_write=False)
+    with span("checkpoint", f"load {path}"):
+        agree(peers, pending.finish(must_end=False), f"{path}: the save before")
+        _fill(lambda: open_source(peers), state, peers, f"{path}: not loaded")
+    return state
+
+
+def _fill(
+    open_source: Callable[[], Source], state: dict[str, Any], peers: Peers, doing: str
+) -> None:
+    """Fill the state from one source.
 
     Raises:
         DamagedError: on all ranks, if what is on the disk is not what was written.
     """
     with contextlib.ExitStack() as stack:
-        source = together(peers, doing, lambda: _open(place, state))
+        source = together(peers, doing, open_source)
         stack.callback(source.close)
         restore = together(peers, doing, lambda: Restore(source, state, peers.rank, peers.size))
         _require_use(restore, source, peers)

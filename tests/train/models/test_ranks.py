@@ -94,7 +94,7 @@ def _train_divided(rank, size, config, folder):
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_stages_then_shards_train_as_one_process(config, tmp_path):
-    first, last = run_ranks(_train_divided, 2, config, tmp_path / "checkpoint", timeout_s=60.0)
+    first, last = run_ranks(_train_divided, 2, config, tmp_path / "checkpoint", timeout_s=120.0)
     _, losses, state, alone, expected = first
     piped, other_losses, other_state, *_ = last
     divided = [sum(one) / 2 for one in piped]

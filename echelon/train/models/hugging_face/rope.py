@@ -1,0 +1,85 @@
+"""How config.json says which rotary frequencies a model has: in two forms, by its age.
+
+`rope_theta` and `rope_scaling` until `transformers` 4, `rope_parameters` with both from 5 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from echelon.errors import CheckpointError
+from echelon.train.models.config import ModelConfig, RotaryScaling
+
+_BASE = 10_000.0
+_LLAMA3 = {
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context",
+}
+
+
+class Reader(Protocol):
+    """The keys of a config.json."""
+
+    def get(self, key: str, default: Any) -> Any:
+        """Return a value."""
+        ...
+
+    def error(self, reason: str) -> CheckpointError:
+        """Return an error that names the file."""
+        ...
+
+
+def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
+    """Return the base of the frequencies, and how they are scaled.
+
+    Raises:
+        CheckpointError: a kind of scaling that is not implemented, a setting of it that is unknown,
+            or the two forms at once with different content.
+    """
+    base = reader.get("rope_theta", None)
+    scaling = reader.get("rope_scaling", None)
+    both = reader.get("rope_parameters", None)
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", both)):
+        if value is not None and not isinstance(value, Mapping):
+            raise reader.error(f"{name} is {value!r}")
+    if both is not None:
+        base_inside = both.get("rope_theta")
+        if None not in (base, base_inside) and base != base_inside:
+            raise reader.error(f"rope_theta is {base} and, in rope_parameters, {base_inside}")
+        base = base_inside if base is None else base
+    found = [_scaling(reader, one) for one in (scaling, both) if one is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        raise reader.error("rope_scaling and rope_parameters differ")
+    return (_BASE if base is None else float(base)), (found[0] if found else None)
+
+
+def write_rope(config: ModelConfig) -> dict[str, Any]:
+    """Return what config.json says about a model's frequencies; all releases read this form."""
+    scaling = config.rotary_scaling
+    if scaling is None:
+        return {"rope_theta": config.rotary_base, "rope_scaling": None}
+    content: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        content |= {theirs: getattr(scaling, ours) for theirs, ours in _LLAMA3.items()}
+    return {"rope_theta": config.rotary_base, "rope_scaling": content}
+
+
+def _scaling(reader: Reader, given: Mapping[str, Any]) -> RotaryScaling | None:
+    content = {key: value for key, value in given.items() if key != "rope_theta"}
+    kinds = {content.pop(key) for key in ("rope_type", "type") if key in content}
+    if content.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise reader.error("a partial_rotary_factor is not implemented")
+    if len(kinds) != 1:
+        raise reader.error(f"rope scaling of kind {' and '.join(map(str, kinds)) or 'unknown'}")
+    kind = kinds.pop()
+    if kind == "default" and not content:
+        return None
+    expected = {"linear": {"factor"}, "llama3": {"factor", *_LLAMA3}}.get(kind)
+    if expected is None or set(content) != expected:
+        settings = ", ".join(sorted(content)) or "no settings"
+        raise reader.error(f"rope scaling {kind!r} with {settings} is not implemented")
+    return RotaryScaling(
+        kind=kind, **{_LLAMA3.get(key, key): value for key, value in content.items()}
+    )
