@@ -14,6 +14,7 @@ usage: echelon COMMAND [...]
   status   show what the ranks of a running job do
   doctor   check this machine before a job
   prepare  turn text into token shards
+  plot     draw the figures of runs
   plan     say which layouts of a training fit, and which should be fastest
   witness  let one of a job's two nodes continue where the other is lost
   store    serve a key-value store for torch's TCPStore clients and ours
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from echelon.tokens.prepare import main as prepare
 
         return prepare(arguments)
+    if command == "plot":
+        from echelon.train.figures.command import main as plot
+
+        return plot(arguments)
     if command == "plan":
         from echelon.planner.command import main as plan
 
@@ -62,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0
     print(
-        f"echelon: no command {command!r}; there are run, status, doctor, prepare, plan, "
-        "witness and store",
+        f"echelon: no command {command!r}; there are run, status, doctor, prepare, plot, "
+        "plan, witness and store",
         file=sys.stderr,
     )
     return 2

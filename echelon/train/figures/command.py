@@ -1,0 +1,61 @@
+"""`echelon plot RUN...`: the figures of runs as a picture, several laid over each other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.train.figures.file import read_figures
+from echelon.train.figures.series import Run
+
+_FORMATS = (".png", ".svg", ".pdf", ".html")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return 0, or 2 for bad usage."""
+    parser = argparse.ArgumentParser(
+        prog="echelon plot",
+        description="Draw the figures of runs: loss, gradient norm, learning rate, speed, time of "
+        "an iteration, memory and waits. Needs matplotlib.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="a log of figures, or a folder with figures.jsonl; "
+        "NAME=PATH names it")  # fmt: skip
+    add("--out", type=Path, metavar="FILE", help=f"{', '.join(_FORMATS)} (beside the first log)")
+    add("--title", default="", help="above the picture")
+    args = parser.parse_args(argv)
+    try:
+        runs = [_read(text) for text in args.runs]
+        out = args.out or runs[0].path.with_suffix(".png")
+        if out.suffix.lower() not in _FORMATS:
+            raise ValueError(f"--out {out}: it must end in {', '.join(_FORMATS)}")
+        from echelon.train.figures.plot import plot
+
+        plot(runs, out, title=args.title)
+    except ImportError as err:
+        parser.error(str(err))
+    except (ValueError, OSError) as err:
+        parser.error(str(err))
+    print(out)
+    return 0
+
+
+def _read(text: str) -> Run:
+    """Read `PATH` or `NAME=PATH`."""
+    name, equals, rest = text.partition("=")
+    if not equals or Path(text).exists():
+        name, rest = "", text
+    path = Path(rest)
+    if path.is_dir():
+        path /= "figures.jsonl"
+    lines = read_figures(path)
+    if not lines:
+        raise ValueError(f"{path} is empty")
+    usual = path.parent.name if path.name == "figures.jsonl" else path.stem
+    return Run(name or usual, path, lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
