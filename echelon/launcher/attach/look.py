@@ -18,7 +18,7 @@ from echelon.host.stacks import can_spy
 from echelon.launcher.attach.motion import Wakes, wakes, went_on
 from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
 from echelon.launcher.incident.harvest import harvest_steps
-from echelon.launcher.incident.torch_dumps import MAX_DUMP_BYTES
+from echelon.launcher.incident.torch_dumps import MAX_DUMP_BYTES, dump_path
 from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.job.rundir import write_json
 from echelon.recorder.format.schema import Record
@@ -26,7 +26,6 @@ from echelon.recorder.read import read_ring
 from echelon.recorder.read.dump import write_dump
 
 GAP_S = 5.0
-_TORCH_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,11 +153,10 @@ def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None
 
 def torch_dump(one: FoundRank) -> bytes:
     """Return the dump that torch has written of this process, b"" if there is none."""
-    prefix = next((one.environ[name] for name in _TORCH_PREFIXES if name in one.environ), "")
-    path = Path(f"{prefix}{one.rank}")
+    path = dump_path(one.environ, one.rank)
     try:
-        status = path.stat() if prefix else None
-        if status is None or status.st_size > MAX_DUMP_BYTES:
+        status = path.stat() if path is not None else None
+        if path is None or status is None or status.st_size > MAX_DUMP_BYTES:
             return b""
         return path.read_bytes() if status.st_mtime >= _began_at(one.pid) else b""
     except OSError:

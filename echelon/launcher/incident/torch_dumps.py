@@ -1,15 +1,18 @@
 """torch's own flight recorder, in the workers of unmodified torch programs.
 
 torch writes a rank's dump to `<prefix><rank>` when its watchdog gives an operation up, and whenever
-something is written to the pipe `<prefix><rank>.pipe` that its NCCL backend serves. We choose both
-prefixes, unless the user has, so that dumps are found and can be asked for. The Gloo backend
-records too, but neither dumps of itself nor serves a pipe.
+something is written to the pipe `<prefix><rank>.pipe` that its NCCL or XCCL backend serves. The
+launcher chooses both prefixes, unless the user has, so that dumps are found and can be requested.
+The Gloo backend records too, but neither dumps of itself nor serves a pipe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping
@@ -17,28 +20,84 @@ from pathlib import Path
 
 MAX_DUMP_BYTES = 64 << 20
 _DUMP_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # the older one last
-_PIPE_NAME = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_COMMS_DUMP = "TORCHCOMM_FR_DUMP_TEMP_FILE"  # torchcomms reads names of its own
+_PIPE_NAMES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DEBUG_INFO_PIPE_FILE")  # XCCL's last
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_ON_TIMEOUT = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+_DYNAMIC_NAMES = ("TORCH_FR_DUMP_DYNAMIC_FILE_NAME", "TORCHCOMM_FR_DUMP_DYNAMIC_FILE_NAME")
+_SIZE = "2000"
+_SINCE_FR_NAMES = (2, 9)
+_SINCE_FR_TIMEOUT = (2, 15)
 _SETTLED_S = 0.2  # a dump that has not grown for so long is complete
 
 
-def torch_environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return what to set for a worker whose folder this is; what the user has set stays."""
-    chosen = {_ON_TIMEOUT: "1", _PIPE_NAME: f"{folder}/torch_pipe_"}
+@functools.cache
+def installed_torch() -> tuple[int, ...]:
+    """Return the major and minor version of this interpreter's torch; () without one."""
+    try:
+        text = importlib.metadata.version("torch")
+    except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def torch_environment(
+    environ: Mapping[str, str], folder: Path, version: tuple[int, ...] | None = None
+) -> dict[str, str]:
+    """Return what to set for a worker whose folder this is; what the user has set stays.
+
+    Names that a version of torch deprecates are not set for it: it would print a warning.
+
+    Args:
+        environ: the worker's environment.
+        folder: the worker's own folder.
+        version: torch's major and minor; None is the installed one, () an unknown one.
+    """
+    version = installed_torch() if version is None else version
+    is_old = bool(version) and version < _SINCE_FR_NAMES
+    chosen: dict[str, str] = {}
+    prefix = f"{folder}/torch_dump_"
+    if _is_dynamic(environ):
+        prefix += environ.get("RANK", "")  # torch then takes the name as it is
     if not any(name in environ for name in _DUMP_NAMES):
-        chosen[_DUMP_NAMES[0]] = f"{folder}/torch_dump_"
-    if not _takes_pipes(folder):
-        del chosen[_PIPE_NAME]  # torch would not start: some network file systems have no pipes
+        chosen |= {_DUMP_NAMES[0]: prefix, _COMMS_DUMP: prefix}
+        chosen |= {_DUMP_NAMES[1]: prefix} if is_old else {}
+    if not any(name in environ for name in _SIZES):
+        chosen[_SIZES[1] if is_old else _SIZES[0]] = _SIZE  # some backends record only if it is set
+    if not any(name in environ for name in _ON_TIMEOUT):
+        chosen[_ON_TIMEOUT[0] if version >= _SINCE_FR_TIMEOUT else _ON_TIMEOUT[1]] = "1"
+    if _takes_pipes(folder):  # else torch would not start: some network file systems have no pipes
+        chosen |= dict.fromkeys(_PIPE_NAMES, f"{folder}/torch_pipe_")
     return {name: value for name, value in chosen.items() if name not in environ}
+
+
+def dump_path(environ: Mapping[str, str], rank: int) -> Path | None:
+    """Return where torch writes a rank's dump; None where that is not known.
+
+    With dynamic names torch takes the variable as it is when it dumps, and the program may change
+    it: then a file counts that the launcher chose, or whose name ends with this rank.
+    """
+    names = (*_DUMP_NAMES, _COMMS_DUMP)
+    prefix = next((environ[name] for name in names if environ.get(name)), "")
+    if not prefix:
+        return None
+    if not _is_dynamic(environ):
+        return Path(f"{prefix}{rank}")
+    own = re.search(r"(\d+)\Z", prefix)
+    return Path(prefix) if own and int(own[1]) == rank else None
+
+
+def _is_dynamic(environ: Mapping[str, str]) -> bool:
+    values = (environ.get(name, "") for name in _DYNAMIC_NAMES)
+    return any(value.lower() in ("1", "y", "t", "yes", "true") for value in values)
 
 
 class TorchDump:
     """The dump of one worker: whether it is there, and how to get one."""
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
-        prefix = next((environ[name] for name in _DUMP_NAMES if name in environ), "")
-        pipe = environ.get(_PIPE_NAME, "")
-        self._path = Path(f"{prefix}{rank}") if prefix else None
+        pipe = next((environ[name] for name in _PIPE_NAMES if environ.get(name)), "")
+        self._path = dump_path(environ, rank)
         self._pipe = Path(f"{pipe}{rank}.pipe") if pipe else None
         self._first = self._version()  # another job's, where the user chose the place
         self._noted = self._growing = self._asked = self._first

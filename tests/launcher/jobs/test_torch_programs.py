@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from echelon.host.stacks import can_spy
-from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
+from echelon.launcher.incident.torch_dumps import TorchDump, dump_path, torch_environment
 from tests.hosts import hosts, needs_hosts
 from tests.launcher.background import Node
 from tests.ranks import read_json, run_echelon
@@ -170,10 +170,56 @@ def test_a_program_on_two_hosts_meets_at_our_store(script, tmp_path):
         assert sum("sum True" in line for line in node.lines) == 1, node.lines
 
 
+_PIPES = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DEBUG_INFO_PIPE_FILE"}
+
+
 def test_what_the_user_has_set_stays(tmp_path):
-    mine = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/mine_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-    assert set(torch_environment(mine, tmp_path)) == {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}
-    assert torch_environment({}, tmp_path)["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    mine = {
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x/mine_",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
+    }
+    assert set(torch_environment(mine, tmp_path)) == _PIPES
+
+
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [
+        (
+            (2, 5),
+            {
+                "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+                "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+            },
+        ),
+        (
+            (2, 13),
+            {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"},
+        ),
+        (
+            (2, 15),
+            {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_ON_TIMEOUT"},
+        ),
+        ((), {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}),
+    ],
+)  # fmt: skip
+def test_each_torch_gets_the_names_it_reads(tmp_path, version, names):
+    chosen = torch_environment({}, tmp_path, version)
+    assert set(chosen) == names | _PIPES | {"TORCHCOMM_FR_DUMP_TEMP_FILE"}
+
+
+@pytest.mark.parametrize("flag", ["1", "true", "0"])
+def test_a_dump_with_a_name_of_its_own_is_found(tmp_path, flag):
+    environ = {"RANK": "3", "TORCH_FR_DUMP_DYNAMIC_FILE_NAME": flag}
+    environ |= torch_environment(environ, tmp_path)
+    assert dump_path(environ, 3) == tmp_path / "torch_dump_3"
+    written = environ["TORCH_FR_DUMP_TEMP_FILE"] + ("" if flag != "0" else "3")
+    assert written == str(dump_path(environ, 3)), "where torch writes"
+
+
+def test_a_name_that_all_ranks_share_is_no_ranks_dump(tmp_path):
+    environ = {"TORCH_FR_DUMP_DYNAMIC_FILE_NAME": "1", "TORCH_FR_DUMP_TEMP_FILE": "/x/trace"}
+    assert dump_path(environ, 0) is None
 
 
 def test_an_old_dump_at_the_users_place_is_not_ours(tmp_path):

@@ -1,1 +1,1 @@
-"""Readers of the dumps of torch's flight recorder, formats 2.5 to 2.13."""
+"""Readers of the dumps of torch's flight recorders, formats 2.x: see states.py for their kinds."""

@@ -125,15 +125,16 @@ class TorchLoader:
         """Read a rank's file; one that cannot be read is a warning."""
         try:
             file = read_torch_file(path, rank)
-            rows, tops = self._rows.rows(str(path), file.entries, file.status)
+            read = self._rows.rows(str(path), file.entries, file.status)
         except DumpFormatError as err:
             self.failure = err
             self._unreadable.append(rank)
             self.warnings.append(str(err))
             return
         self.warnings += file.warnings
-        counters = Counters(tops=tops, status=file.status, names=file.names)
-        self.files[rank] = TorchRank(rank, file.members, rows, counters)
+        status = file.status if read.counts_in_status else {}
+        counters = Counters(tops=read.tops, status=status, names=file.names)
+        self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
         """Say who is in which group: rows then point to groups, and peers are global ranks."""
@@ -141,6 +142,7 @@ class TorchLoader:
         for read in self.files.values():
             groups.settle(read)
         groups.count(self.files.values())
+        groups.reopen(self.files)
         return groups
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
@@ -208,6 +210,7 @@ class TorchRank:
     members: Mapping[str, tuple[int, ...]]
     rows: npt.NDArray[Any]
     counters: Counters
+    called_only: frozenset[int] = frozenset()  # pairs of whose operations no completion is known
 
 
 class TorchGroups:
@@ -278,6 +281,21 @@ class TorchGroups:
                 last, completed = read.counters.status[local]
                 mine[found] = max(mine.get(found, 0), last)
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
+
+    def reopen(self, files: Mapping[int, TorchRank]) -> None:
+        """Open the collectives that some member has not called, where completions are not known.
+
+        They cannot have completed everywhere. What all members have called counts as complete.
+        """
+        for read in files.values():
+            for number in {self._number(read, pair) for pair in read.called_only}:
+                members = self.groups[number].ranks
+                called = [self.entered.get(rank, {}).get(number, 0) for rank in members]
+                if any(rank not in files for rank in members):
+                    called = [max(called) - 1]  # its last one may be what they wait in
+                rows = read.rows
+                mine = (rows["group"] == number) & (rows["sequence"] > min(called, default=0))
+                rows["state"][mine] = State.STARTED
 
     def _number(self, read: TorchRank, pair: int) -> int:
         name, desc = self._pairs[pair]

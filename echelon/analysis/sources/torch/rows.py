@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -24,10 +25,17 @@ from echelon.analysis.evidence.model import ROW
 from echelon.analysis.evidence.stacks import Frame, users_frame
 from echelon.analysis.sources.torch.blocks import finish_unclosed
 from echelon.analysis.sources.torch.counters import Tops
+from echelon.analysis.sources.torch.states import (
+    NotComparableError,
+    Source,
+    number_by_group,
+    settle_states,
+)
 from echelon.errors import DumpFormatError
 from echelon.recorder.format.schema import Flag, Signature, State
 
-_P2P = re.compile(r"(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})\Z")
+# torchcomms names no peer, and a receive from any rank has none yet.
+_P2P = re.compile(r"(send|recv)(?: \d{1,7}(?:->|<-)(?:(\d{1,7})|\?))?\Z")
 _COALESCED = "coalesced"
 _GAVE_UP = "retired before it completed: its timeout passed"
 _MAX_FRAMES = 64
@@ -75,6 +83,8 @@ _BY_OUTPUT = frozenset(
 _SAME = {
     "_allgather_base": "_all_gather_base",
     "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
 }
 _BOTH_SHOWN = TRANSPOSED | {
     "_all_gather_base",
@@ -102,6 +112,22 @@ _BY_INPUT = frozenset(
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRows:
+    """What the entries of one file say.
+
+    Attributes:
+        tops: the highest counters of each pair.
+        called_only: pairs whose recorder does not know which operations completed.
+        counts_in_status: `pg_status` counts collectives as the entries do.
+    """
+
+    rows: npt.NDArray[Any]
+    tops: dict[int, Tops]
+    called_only: frozenset[int]
+    counts_in_status: bool
+
+
 class TorchRows:
     """Turn entries into rows over shared tables; one serves all files, for its caches."""
 
@@ -111,31 +137,36 @@ class TorchRows:
         self._tables = tables
         self._calls: dict[tuple[Any, ...], int] = {}
         self._sites: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self._names: dict[str, tuple[str, bool, int, int]] = {}
+        self._names: dict[str, tuple[str, str, int, int]] = {}
+        self._sources: list[Source] = []
+        self._source_index: dict[tuple[str, bool], int] = {}
 
     def rows(
         self,
         path: str,
         entries: Sequence[Mapping[str, Any]],
         status: Mapping[int, tuple[int, int]],
-    ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
-        """Return a rank's rows, oldest first, and the highest counters of each pair.
+    ) -> ReadRows:
+        """Return a rank's rows, oldest first, and what else its entries say.
 
         Who is in a group is known only when all files are read, so `group` points into `pairs`,
         the (name, description) that entries carry, and `peer` is still the rank in the group.
 
         Raises:
-            DumpFormatError: a field has a type that no version of the format has.
+            DumpFormatError: a field has a type that no version of the format has, or the
+                numbers of the operations cannot be compared with other ranks'.
         """
         try:
             return self._rows(entries, status)
+        except NotComparableError as err:
+            raise DumpFormatError(f"{path}: {err}", path=path) from err
         except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as err:
             text = f"{path}: damaged entries ({type(err).__name__}: {err})"
             raise DumpFormatError(text, path=path) from err
 
     def _rows(
         self, entries: Sequence[Mapping[str, Any]], status: Mapping[int, tuple[int, int]]
-    ) -> tuple[npt.NDArray[Any], dict[int, Tops]]:
+    ) -> ReadRows:
         frames: dict[int, tuple[int, int]] = {}
         columns: list[tuple[Any, ...]] = []
         locals_: dict[int, Any] = {}
@@ -153,7 +184,10 @@ class TorchRows:
             parsed = self._names.get(full_name or "")
             if parsed is None:
                 parsed = self._names[full_name or ""] = parse_name(full_name or "")
-            operation, is_gloo, way, peer = parsed
+            operation, backend, way, peer = parsed
+            source = self._source_index.get((backend, desc == backend))
+            if source is None:
+                source = self._source(backend, is_comms=desc == backend)
             site = frames.get(id(stack))
             if site is None:
                 site = frames[id(stack)] = self._site(stack or ())
@@ -171,15 +205,32 @@ class TorchRows:
                     peer,
                     op_id or 0,
                     _P2P_FLAG if is_p2p or way else 0,
-                    _state(state, retired, is_gloo),
+                    _STATES.get(str(state), _CREATED),
+                    source,
                     bool(retired),
                 )
             )
         rows = _table(columns)
+        written_by = np.array([column[-2] for column in columns], np.int64)
+        retired = np.array([column[-1] for column in columns], bool)
+        called = settle_states(rows, retired, written_by, self._sources)
+        used = [self._sources[number] for number in np.unique(written_by).tolist()]
+        if used and all(one.is_comms for one in used):
+            number_by_group(rows)
+        called_only = frozenset(rows["group"][called].tolist())
         tops = _tops(rows, locals_)
         is_message = (rows["flags"] & _P2P_FLAG) > 0
         rows["sequence"][is_message] = rows["p2p_sequence"][~is_message] = -1
-        return self._settled(rows, columns, tops, status), tops
+        return ReadRows(
+            rows=self._settled(rows, retired, tops, status),
+            tops=tops,
+            called_only=called_only,
+            counts_in_status=all(one.counts_in_status for one in used),
+        )
+
+    def _source(self, backend: str, *, is_comms: bool) -> int:
+        self._sources.append(Source(backend, is_comms))
+        return self._source_index.setdefault((backend, is_comms), len(self._sources) - 1)
 
     def _pair(self, name: Any, desc: Any) -> int:
         if not isinstance(name, str) or not isinstance(desc, str):
@@ -190,12 +241,11 @@ class TorchRows:
     def _settled(
         self,
         rows: npt.NDArray[Any],
-        columns: list[tuple[Any, ...]],
+        retired: npt.NDArray[np.bool_],
         tops: Mapping[int, Tops],
         status: Mapping[int, tuple[int, int]],
     ) -> npt.NDArray[Any]:
         """Give blocks the state of their closing entry, drop the closing entries, mark timeouts."""
-        retired = np.array([column[-1] for column in columns], bool)
         gave_up = retired & (rows["state"] != State.COMPLETED)
         if gave_up.any():
             rows["error"][gave_up] = self._tables.text(_GAVE_UP)
@@ -337,22 +387,16 @@ def _tops(rows: npt.NDArray[Any], locals_: Mapping[int, Any]) -> dict[int, Tops]
     return found
 
 
-def parse_name(name: Any) -> tuple[str, bool, int, int]:
-    """Return (operation, whether Gloo's, 1 for a send and -1 for a receive else 0, local peer)."""
+def parse_name(name: Any) -> tuple[str, str, int, int]:
+    """Return (operation, backend, 1 for a send and -1 for a receive else 0, local peer)."""
     if not isinstance(name, str):
         raise ValueError(f"an operation named {type(name).__name__}")
     backend, colon, rest = name.partition(":")
-    operation = rest if colon else backend
+    operation, backend = (rest, backend) if colon else (backend, "")
     match = _P2P.match(operation)
     if match is None:
-        return _SAME.get(operation, operation)[:200], backend == "gloo", 0, -1
-    return match[1], backend == "gloo", 1 if match[1] == "send" else -1, int(match[3])
-
-
-def _state(state: Any, retired: Any, is_gloo: bool) -> int:
-    if is_gloo:
-        return _COMPLETED if retired else _STARTED
-    return _STATES.get(str(state), _CREATED)
+        return _SAME.get(operation, operation)[:200], backend, 0, -1
+    return match[1], backend, 1 if match[1] == "send" else -1, int(match[2] or -1)
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:

@@ -1,0 +1,98 @@
+"""How far each operation came, by what its recorder can know of it.
+
+| recorder | state | retired |
+|---|---|---|
+| NCCL's and XCCL's own; a hook on a backend that reports completions (`nccl2`) | real | seen to
+  complete, or given up |
+| Gloo's own up to torch 2.13 | always "scheduled" | ended |
+| torchcomms (`torch.comms`) | always "scheduled" | completed |
+| a hook on a backend that reports none (`mpi`, `ucc`, others) | always "scheduled" | called |
+
+Which one it is shows in the entries: an operation's name begins with its backend's, torchcomms
+describes a group by its backend, and a recorder that knows states has written one other than
+"scheduled". Of the last kind nothing is known but the calls: see `TorchGroups`, which compares them
+between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.recorder.format.schema import Flag, State
+
+_OWN_RECORDERS = frozenset({"nccl", "xccl", ""})
+_GLOO = "gloo"
+_FIRST = 1  # torch counts from 1, torchcomms from 0
+
+
+class NotComparableError(Exception):
+    """A dump whose numbers mean something else on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What recorded an entry: the backend in its name, and whether it is torchcomms."""
+
+    backend: str
+    is_comms: bool
+
+    @property
+    def counts_in_status(self) -> bool:
+        """Whether `pg_status` holds collectives of one group: hooks count those of all groups."""
+        return not self.is_comms and self.backend in (*_OWN_RECORDERS, _GLOO)
+
+
+def settle_states(
+    rows: npt.NDArray[Any],
+    retired: npt.NDArray[np.bool_],
+    source: npt.NDArray[np.int64],
+    sources: Sequence[Source],
+) -> npt.NDArray[np.bool_]:
+    """Set the state of each row; return which rows show no more than that they were called.
+
+    Args:
+        rows: a rank's rows, whose states are still as written; changed in place.
+        retired: per row, as written.
+        source: per row, an index of `sources`.
+    """
+    called = np.zeros(len(rows), bool)
+    states = rows["state"]
+    for number in np.unique(source).tolist():
+        mine, kind = source == number, sources[number]
+        knows = bool((states[mine] != State.CREATED).any())
+        if kind.backend == _GLOO or kind.is_comms:
+            # An operation in Gloo's queue waits for no device: it counts as begun.
+            states[mine & (states == State.CREATED)] = State.STARTED
+            if not knows:
+                states[mine & retired] = State.COMPLETED
+        elif not knows and kind.backend not in _OWN_RECORDERS:
+            called |= mine & retired
+            states[mine & retired] = State.COMPLETED
+    return called
+
+
+def number_by_group(rows: npt.NDArray[Any]) -> None:
+    """Give the entries of torchcomms, which counts over all groups, the numbers of their groups.
+
+    Raises:
+        NotComparableError: the oldest entries are lost, and which groups they were of with them.
+    """
+    is_message = (rows["flags"] & Flag.P2P) > 0
+    pairs = np.unique(rows["group"])
+    if not np.array_equal(rows["sequence"], np.arange(len(rows))):
+        if len(pairs) == 1 and not is_message.any():
+            rows["sequence"] += _FIRST
+            return
+        raise NotComparableError(
+            "torchcomms numbers the operations of all groups together, and its oldest are lost: "
+            "ranks cannot be compared.\nRaise TORCHCOMM_FR_BUFFER_SIZE, and dump all entries"
+        )
+    for pair in pairs.tolist():
+        for name, mine in (("sequence", ~is_message), ("p2p_sequence", is_message)):
+            counted = (rows["group"] == pair) & mine
+            rows[name][counted] = np.arange(counted.sum()) + _FIRST
