@@ -9,6 +9,7 @@ from torch import nn
 
 from echelon.dist.fsdp.parameters.unit import Unit, units_of
 from echelon.dist.fsdp.step.driver import Driver, driver_of
+from echelon.dist.fsdp.uncompiled import uncompiled_call
 
 
 @contextlib.contextmanager
@@ -29,12 +30,14 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
             unit.entry.sync = was
 
 
+@uncompiled_call
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
     """Say whether backwards reduce gradients from now on; see `gradient_sync`."""
     for unit in units_of(module):
         unit.entry.sync = requires_gradient_sync
 
 
+@uncompiled_call
 def unshard(module: nn.Module) -> None:
     """Gather all units in a module and hold them: nothing is released or reduced until told.
 
@@ -52,12 +55,14 @@ def unshard(module: nn.Module) -> None:
         driver.hold(units)
 
 
+@uncompiled_call
 def reshard(module: nn.Module) -> None:
     """Release all units in a module. What a backward still needs is gathered again for it."""
     for driver, units in _by_driver(units_of(module)).items():
         driver.release(units)
 
 
+@uncompiled_call
 def reduce_gradients(module: nn.Module) -> None:
     """Average the gradients that lie in whole parameters' `.grad` over the ranks.
 

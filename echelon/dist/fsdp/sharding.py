@@ -18,6 +18,7 @@ from echelon.dist.fsdp.parameters.unit import Unit, owner_of, unit_of
 from echelon.dist.fsdp.settings import CPUOffloadPolicy, MixedPrecisionPolicy
 from echelon.dist.fsdp.step import agreement, hooks
 from echelon.dist.fsdp.step.driver import Driver
+from echelon.dist.fsdp.uncompiled import uncompiled_call
 from echelon.dist.group import ProcessGroup
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.runtime import world
@@ -25,6 +26,7 @@ from echelon.dist.runtime import world
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
+@uncompiled_call
 def fully_shard(
     module: M,
     group: ProcessGroup | None = None,

@@ -18,6 +18,7 @@ from echelon.dist.fsdp.parameters.flat import Flat, Member, make_whole, member_o
 from echelon.dist.fsdp.parameters.layout import tagged_shape
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of, units_of
 from echelon.dist.fsdp.step.driver import driver_of
+from echelon.dist.fsdp.uncompiled import uncompiled_call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ def is_part(value: Any, shard: Shard) -> bool:
     )
 
 
+@uncompiled_call
 def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
     """Return the whole model on the host, as the unsharded model's `state_dict()` would be.
 

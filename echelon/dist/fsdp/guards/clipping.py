@@ -17,9 +17,11 @@ from torch import nn
 
 from echelon.dist.fsdp.parameters.flat import Member, member_of
 from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.fsdp.uncompiled import uncompiled_call
 from echelon.dist.group import ProcessGroup
 
 
+@uncompiled_call
 def clip_grad_norm_(
     parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

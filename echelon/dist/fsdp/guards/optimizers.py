@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from echelon.dist.fsdp.parameters.flat import member_of
 from echelon.dist.fsdp.parameters.unit import Unit, owner_of
 from echelon.dist.fsdp.step.driver import driver_of
+from echelon.dist.fsdp.uncompiled import uncompiled
 
 _ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta"}
@@ -35,7 +36,7 @@ def install() -> None:
     """Look at every optimizer's steps from now on."""
     global _installed
     if not _installed:
-        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_pre_hook(uncompiled(_before_step))
         _installed = True
 
 

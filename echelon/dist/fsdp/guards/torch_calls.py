@@ -7,7 +7,8 @@ alone: a norm of a part, a gradient scaler that skips the step on one rank. From
     torch.nn.utils.clip_grad_norm_      the norm of all ranks' shards (`clipping.clip_grad_norm_`)
     torch.nn.utils.get_total_norm       refused for gradients of shards: it cannot see their groups
     torch.amp.GradScaler                all ranks of a unit's groups skip a step, or none does
-    torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`)
+    torch.autograd.backward             `inputs=` may name shards (so may `Tensor.backward`);
+                                        refused under Compiled Autograd
     torch.autograd.grad                 refused for shards: it would yield gradients of one rank
     nn.Module.zero_grad                 also what waits in gathered parameters
 
@@ -17,16 +18,19 @@ Models without shards get torch's own functions.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad as torch_clipping
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from echelon.dist.fsdp.guards.clipping import clip_grad_norm_
 from echelon.dist.fsdp.guards.scaler import share_overflow
 from echelon.dist.fsdp.parameters.flat import is_of_shard, member_of
+from echelon.dist.fsdp.uncompiled import uncompiled
 
 _installed = False
 
@@ -40,18 +44,18 @@ def install() -> None:
     module: Any = torch_clipping
     utilities: Any = nn.utils
     # Programs that imported the function earlier reach the guard on what it calls.
-    module._get_total_norm = _guarded_total_norm(module._get_total_norm)
-    clip = _guarded_clip(module.clip_grad_norm_)
+    module._get_total_norm = uncompiled(_guarded_total_norm(module._get_total_norm))
+    clip = uncompiled(_guarded_clip(module.clip_grad_norm_))
     module.clip_grad_norm_ = utilities.clip_grad_norm_ = clip
     if hasattr(utilities, "get_total_norm"):
         module.get_total_norm = utilities.get_total_norm = module._get_total_norm
     scaler: Any = torch.amp.GradScaler
-    scaler._unscale_grads_ = _guarded_unscale(scaler._unscale_grads_)
+    scaler._unscale_grads_ = uncompiled(_guarded_unscale(scaler._unscale_grads_))
     engine: Any = torch.autograd
-    engine.backward = _guarded_backward(engine.backward)
-    engine.grad = _guarded_grad(engine.grad)
+    engine.backward = uncompiled(_guarded_backward(engine.backward))
+    engine.grad = uncompiled(_guarded_grad(engine.grad))
     model: Any = nn.Module
-    model.zero_grad = _guarded_zero_grad(model.zero_grad)
+    model.zero_grad = uncompiled(_guarded_zero_grad(model.zero_grad))
 
 
 def _guarded_clip(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -124,9 +128,40 @@ def _guarded_backward(original: Callable[..., None]) -> Callable[..., None]:
         if any(member_of(one) is not None for one in given):
             args = args[:5]
             kwargs["inputs"] = [one if (m := member_of(one)) is None else m.leaf for one in given]
+        if _autograd_is_compiled():
+            _refuse_units(args[0] if args else kwargs.get("tensors"))
         original(*args, **kwargs)
 
     return backward
+
+
+def _autograd_is_compiled() -> bool:
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled)
+
+
+def _refuse_units(roots: Any) -> None:
+    """Refuse a backward under Compiled Autograd that reaches a unit.
+
+    It takes all saved tensors out of the graph before the first hook runs: a unit would have to be
+    whole before its backward begins. And each hook would split the graph that it compiles.
+    """
+    edges = roots if isinstance(roots, (list, tuple)) else [roots]
+    nodes = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in edges]
+    seen = {node for node in nodes if node is not None}
+    stack = list(seen)
+    while stack:
+        node = stack.pop()
+        member = member_of(getattr(node, "variable", None))
+        if member is not None:
+            raise ValueError(
+                f"Compiled Autograd cannot run a backward through {member}, which is sharded: "
+                "leave torch._dynamo.config.compiled_autograd off. torch.compile compiles the "
+                "backward of what it compiles by itself"
+            )
+        below = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= below
+        stack += below
 
 
 def _guarded_grad(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ model that the program deletes takes all of that along.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 import zlib
@@ -27,6 +28,7 @@ from echelon.dist.fsdp.parameters.flat import Member
 from echelon.dist.fsdp.parameters.layout import tag_of
 from echelon.dist.fsdp.parameters.unit import Unit
 from echelon.dist.fsdp.step.reducer import Reducer
+from echelon.dist.fsdp.uncompiled import uncompiled
 from echelon.dist.group import ProcessGroup
 from echelon.errors import CollectiveError
 
@@ -84,6 +86,7 @@ class Driver:
         self._num_flats = self._num_units = 0
         self._reducer: Reducer | None = None  # of the reductions under way
         self._run: weakref.ref[_Run] | None = None
+        self._end_run = uncompiled(_Run.end)
 
     # ---- making ----
 
@@ -206,7 +209,7 @@ class Driver:
         run = _Run(self._end_backward)
         self._run = weakref.ref(run, self._died)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(run.end)
+        engine.queue_callback(functools.partial(self._end_run, run))
 
     def _died(self, run: weakref.ref[_Run]) -> None:
         """Let go of what an exception in autograd's engine left."""

@@ -20,6 +20,7 @@ from echelon.dist.fsdp.parameters.flat import Member
 from echelon.dist.fsdp.parameters.unit import Unit, unit_of
 from echelon.dist.fsdp.step.driver import Driver
 from echelon.dist.fsdp.step.nested import map_tensors, tensors_in
+from echelon.dist.fsdp.uncompiled import uncompiled
 
 _numbers = itertools.count(UNWATCHED + 1)
 _hooks: weakref.WeakKeyDictionary[Unit, weakref.ref[_ModuleHooks]] = weakref.WeakKeyDictionary()
@@ -29,8 +30,8 @@ def install(unit: Unit, modules: Sequence[nn.Module], driver: Driver) -> None:
     """Hook a unit's modules and parameters."""
     hooks = _ModuleHooks(unit, driver)
     _hooks[unit] = weakref.ref(hooks)  # the modules' hooks own it
-    before = _uncompiled(hooks.before)
-    after = _uncompiled(hooks.after)
+    before = uncompiled(hooks.before)
+    after = uncompiled(hooks.after)
     for module in modules:
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after)
@@ -87,7 +88,7 @@ def _hook_gradient(unit: Unit, driver: Driver, member: Member) -> None:
         wanted = member.leaf.requires_grad
         # A frozen parameter may be thawed later, and only one that wants gradients takes hooks.
         member.leaf.requires_grad_(True)
-        member.leaf.register_post_accumulate_grad_hook(_uncompiled(arrived))  # type: ignore[no-untyped-call]
+        member.leaf.register_post_accumulate_grad_hook(uncompiled(arrived))  # type: ignore[no-untyped-call]
         member.leaf.requires_grad_(wanted)
 
 
@@ -205,7 +206,7 @@ def _watch(value: Any, told: Callable[[], None]) -> bool:
     watched = False
     for tensor in tensors_in(value):
         if tensor.requires_grad:
-            tensor.register_hook(_uncompiled(hook))  # type: ignore[no-untyped-call]
+            tensor.register_hook(uncompiled(hook))  # type: ignore[no-untyped-call]
             watched = True
     return watched
 
@@ -239,9 +240,9 @@ def _watch_all(tensors: Iterable[torch.Tensor], told: Callable[[], None]) -> boo
         told()
 
     if len(watched) == 1:  # a hook on several refers to the graph that refers to it
-        watched[0].register_hook(_uncompiled(lambda _: told()))  # type: ignore[no-untyped-call]
+        watched[0].register_hook(uncompiled(lambda _: told()))  # type: ignore[no-untyped-call]
     elif watched:
-        torch.autograd.graph.register_multi_grad_hook(watched, _uncompiled(hook))
+        torch.autograd.graph.register_multi_grad_hook(watched, uncompiled(hook))
     return bool(watched)
 
 
@@ -259,8 +260,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(change, value)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
