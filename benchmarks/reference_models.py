@@ -1,0 +1,209 @@
+"""Reference models under what PyTorch 2 offers, each beside eager mode.
+
+    python benchmarks/reference_models.py                       # 10.65M characters: all rows
+    python benchmarks/reference_models.py --model gpt2 --rounds 2 --iterations 3
+    python benchmarks/reference_models.py --only eager,inductor --text shakespeare.txt
+    python benchmarks/reference_models.py --device cuda --model gpt2 --iterations 1000 --batch 8
+
+Every row is measured in processes of its own, one for each round; the rows of a round run one after
+the other in a random order. A row's ratio is taken to its peer in the same round. The first
+iteration of the first round compiles with an empty cache (cold), those of later rounds find it
+(warm). What has been measured is kept in `--out` and not measured again: an interrupted run
+continues. At the end the table is printed, as Markdown, and written beside `--out` with the
+machine, as JSON.
+
+On a CPU a row has one thread, and its iterations are counted in processor seconds too: on a shared
+machine those repeat, wall seconds do not. Ratios and MFU are by processor time there and by wall
+time on a GPU; the peak that MFU is a share of is what a matrix product of the row's dtype reaches
+in the same process.
+"""
+
+# ruff: noqa: D103 -- main() reads top-down
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from reference.cases import CASES, Case
+
+_HEADING = (
+    "| row | iteration s, mean | sigma | wall s, mean | x its peer | MFU | first s, cold | warm "
+    "| graphs |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=["char", "gpt2", "tiny"], default="char")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=5, help="counted, a round and row")
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+    parser.add_argument("--length", type=int, default=0, help="tokens each; 0: the context")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--text", default="", metavar="FILE", help="default: Python's library")
+    parser.add_argument("--only", default="", metavar="WORD,...", help="rows that contain a word")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds, a row and round")
+    parser.add_argument("--out", type=Path, default=Path("reference_models.jsonl"))
+    options = parser.parse_args()
+    if options.iterations < 1 or options.rounds < 1 or options.batch < 1:
+        parser.error("--iterations, --rounds and --batch must be at least 1")
+    words = [word for word in options.only.split(",") if word]
+    cases = [case for case in CASES if not words or any(word in case.name for word in words)]
+    run(cases, options)
+    results = read(options.out, key(options))
+    text = table(cases, results, options.device)
+    print(text, flush=True)
+    kept = {"machine": machine(), "options": key(options), "rows": summaries(cases, results)}
+    options.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def key(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a measurement depends on, apart from its row."""
+    names = ("model", "device", "iterations", "batch", "length", "threads", "text")
+    return {name: getattr(options, name) for name in names}
+
+
+def run(cases: list[Case], options: argparse.Namespace) -> None:
+    """Measure what is not yet in the file of results."""
+    cache = options.out.with_suffix(".cache")
+    for number in range(options.rounds):
+        order = list(cases)
+        random.Random(options.seed + number).shuffle(order)
+        for case in order:
+            found = read(options.out, key(options)).get(case.name, {})
+            if number in found or any("error" in one for one in found.values()):
+                continue
+            result = measure(case, key(options), cache / case.name.replace(" ", "_"), options.limit)
+            line = {"case": case.name, "round": number, "options": key(options), **result}
+            with options.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            sys.stderr.write(f"{number} {case.name}: {result.get('error', 'measured')}\n")
+
+
+def measure(case: Case, options: dict[str, Any], cache: Path, limit_s: float) -> dict[str, Any]:
+    """Run one row in a fresh process."""
+    order = json.dumps({"case": case.to_dict(), "options": options})
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(options["threads"]),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache.resolve()),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in this process, whose time is counted
+    }
+    program = [sys.executable, "-W", "ignore", "-m", "reference.measure", order]
+    with tempfile.TemporaryFile() as errors:
+        try:
+            done = subprocess.run(
+                program, stdout=subprocess.PIPE, stderr=errors, env=environ, timeout=limit_s,
+                cwd=Path(__file__).resolve().parent, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"error": f"took longer than {limit_s:.0f} s"}
+        lines = done.stdout.decode().strip().splitlines()
+        if done.returncode or not lines:
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4000))
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            return {"error": f"exit code {done.returncode}: {' '.join(last)}"[:300]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def read(path: Path, options: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return results by row and round; those of other options and torn lines do not count."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # the run was killed while it wrote
+        if line["options"] == options:
+            found.setdefault(line["case"], {})[line["round"]] = line
+    return found
+
+
+def summaries(cases: list[Case], results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {case.name: summary(case, results) for case in cases if case.name in results}
+
+
+def summary(case: Case, results: dict[str, Any]) -> dict[str, Any]:
+    """Return means over all rounds' iterations; the ratio is the mean of the rounds' ratios."""
+    rounds = results[case.name]
+    failed = [one["error"] for one in rounds.values() if "error" in one]
+    if failed:
+        return {"error": failed[0]}
+    on_cpu = next(iter(rounds.values()))["options"]["device"] == "cpu"
+    unit = "cpu_s" if on_cpu else "wall_s"
+    times = [each for one in rounds.values() for each in one[unit]]
+    walls = [each for one in rounds.values() for each in one["wall_s"]]
+    ratios = [
+        statistics.mean(one[unit]) / statistics.mean(peer[unit])
+        for number, one in rounds.items()
+        if unit in (peer := results.get(case.peer, {}).get(number, {}))
+    ]
+    mfu = [one["flops"] / statistics.mean(one[unit]) / one["peak"] for one in rounds.values()]
+    first = "first_cpu_s" if unit == "cpu_s" else "first_s"
+    later = [one[first] for number, one in rounds.items() if number > 0]
+    return {
+        "mean_s": statistics.mean(times),
+        "sigma_s": statistics.stdev(times) if len(times) > 1 else 0.0,
+        "wall_mean_s": statistics.mean(walls),
+        "ratio": statistics.mean(ratios) if ratios else None,
+        "mfu": None if case.lengths == "varied" else statistics.mean(mfu),
+        "cold_s": rounds[0][first] if 0 in rounds else None,
+        "warm_s": statistics.mean(later) if later else None,
+        "graphs": max(one["graphs"] for one in rounds.values()),
+        "num_iterations": len(times),
+    }
+
+
+def table(cases: list[Case], results: dict[str, Any], device: str) -> str:
+    """Return the table as Markdown; what torch cannot do here stands with its error."""
+    facts = " · ".join(f"{name}: {value}" for name, value in machine().items())
+    unit = "processor seconds" if device == "cpu" else "wall seconds"
+    lines = [f"{facts} · iteration s in {unit}", "", _HEADING]
+    for name, row in summaries(cases, results).items():
+        if "error" in row:
+            lines.append(f"| {name} | {row['error'].replace('|', '/')} | | | | | | | |")
+            continue
+        mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        cold, warm, ratio = (_number(row[which]) for which in ("cold_s", "warm_s", "ratio"))
+        lines.append(
+            f"| {name} | {row['mean_s']:.3f} | {row['sigma_s']:.3f} | {row['wall_mean_s']:.3f} "
+            f"| {ratio} | {mfu} | {cold} | {warm} | {row['graphs']} |"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    facts = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    facts["processor"] = f"{len(models)} x {models[0] if models else platform.processor()}"
+    if torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
+    facts["load"] = f"{os.getloadavg()[0]:.0f}"
+    return facts
+
+
+if __name__ == "__main__":
+    main()
