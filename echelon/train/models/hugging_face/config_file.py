@@ -45,6 +45,7 @@ _WITHOUT_EFFECT = frozenset((
     "summary_proj_to_labels", "summary_first_dropout", "pretraining_tp", "tf_legacy_loss",
     "chunk_size_feed_forward", "is_decoder",
 ))  # fmt: skip
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OWN = frozenset(("architectures", "model_type", "torch_dtype", "dtype"))
 _DROPOUTS = frozenset(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"))
 # Features that are off in a model of these shapes: the values that say so.
@@ -163,6 +164,16 @@ def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig,
     return config, reader.notes()
 
 
+def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the ids of special tokens in a folder's config.json, as `extra` settings.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    content = _load(Path(folder) / NAME)
+    return {key: content[key] for key in _TOKEN_IDS if key in content}
+
+
 def family_of(config: ModelConfig) -> str:
     """Return the model type of `transformers` that computes what a config describes.
 
@@ -213,7 +224,7 @@ def write_config(config: ModelConfig, dtype: str, extra: Mapping[str, Any]) -> b
         "tie_word_embeddings": config.tied,
         "vocab_size": config.vocabulary,
         **(_gpt2_content(config) if family == _GPT2 else _llama_content(config, family)),
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # by default those of a vocabulary
+        **dict.fromkeys(_TOKEN_IDS),  # transformers' defaults are those of one vocabulary
         **extra,
     }
     return json.dumps(content, indent=2).encode() + b"\n"

@@ -1,0 +1,127 @@
+"""Convert between checkpoints and folders of transformers.
+
+    python -m echelon.train.models show FOLDER
+    python -m echelon.train.models export CHECKPOINT FOLDER [--key NAME] [--like FOLDER] [...]
+    python -m echelon.train.models import FOLDER CHECKPOINT [--key NAME]
+
+A checkpoint tells its model's config in the plain value `model_config`, which is what `import`
+writes and `config.to_dict()` returns; `--like` or `--config` says it for others. Exit code 0; 1 if
+something cannot be read or written; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from echelon.dist.checkpoint import peek, save
+from echelon.dist.checkpoint.disk.tensor_bytes import dtype_named
+from echelon.errors import CheckpointError
+from echelon.train.models.config import ModelConfig
+from echelon.train.models.hugging_face.config_file import read_config, token_settings
+from echelon.train.models.hugging_face.reading import load_pretrained
+from echelon.train.models.hugging_face.writing import MAX_PIECE_BYTES, convert
+
+CONFIG_KEY = "model_config"
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "show":
+            print("\n".join(describe(read_config(options.folder, ignore=options.ignore))))
+        elif options.command == "export":
+            _export(options)
+            print(f"wrote {options.folder}")
+        else:
+            _import(options)
+            print(f"saved {options.checkpoint}")
+    except (CheckpointError, ValueError, TypeError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def describe(config: ModelConfig) -> list[str]:
+    """Return a line for each setting, and the number of parameters."""
+    lines = [f"{name}: {value}" for name, value in config.to_dict().items()]
+    return [*lines, f"parameters: {config.num_parameters():,}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m echelon.train.models", description=__doc__.partition("\n")[0]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("show", help="the model that a folder's config.json describes")
+    export = commands.add_parser("export", help="a checkpoint's model as a folder of transformers")
+    export.add_argument("checkpoint", type=Path, help="its folder, or one version in it")
+    load = commands.add_parser("import", help="a folder of transformers as a checkpoint")
+    for command in (show, export, load):
+        command.add_argument("folder", type=Path, help="with config.json and safetensors")
+        command.add_argument(
+            "--ignore", metavar="KEY", action="append", default=[],
+            help="a key of config.json that is unknown here and does not matter",
+        )  # fmt: skip
+    load.add_argument("checkpoint", type=Path, help="its folder")
+    load.add_argument("--key", default="model", help="the module's entry (model)")
+    load.add_argument("--dtype", choices=_DTYPES, help="of the weights (float32)")
+    export.add_argument("--key", help="the module's entry, if there are several modules")
+    export.add_argument("--dtype", choices=_DTYPES, help="to store; as saved if not given")
+    export.add_argument("--max-piece-bytes", type=int, default=MAX_PIECE_BYTES)
+    origin = export.add_mutually_exclusive_group()
+    origin.add_argument(
+        "--like", type=Path, metavar="FOLDER",
+        help="a folder of transformers with the model's config and token ids",
+    )  # fmt: skip
+    origin.add_argument("--config", type=Path, metavar="FILE", help="JSON of config.to_dict()")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> None:
+    extra = {} if options.like is None else token_settings(options.like)
+    convert(
+        options.checkpoint,
+        options.folder,
+        _find_config(options),
+        key=options.key,
+        dtype=None if options.dtype is None else dtype_named(options.dtype),
+        max_piece_bytes=options.max_piece_bytes,
+        extra=extra,
+    )
+
+
+def _find_config(options: argparse.Namespace) -> ModelConfig:
+    """Return the config that the options or the checkpoint itself give.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if options.like is not None:
+        return read_config(options.like, ignore=options.ignore)
+    if options.config is not None:
+        content: Any = json.loads(options.config.read_bytes())
+        source = options.config
+    else:
+        content = peek(options.checkpoint).get(CONFIG_KEY)
+        source = options.checkpoint
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{source}: no {CONFIG_KEY} in it: give --like FOLDER or --config FILE")
+    return ModelConfig.from_dict(content)
+
+
+def _import(options: argparse.Namespace) -> None:
+    dtype = None if options.dtype is None else dtype_named(options.dtype)
+    model = load_pretrained(options.folder, dtype=dtype, ignore=options.ignore)
+    save(options.checkpoint, {options.key: model, CONFIG_KEY: model.config.to_dict()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
