@@ -83,3 +83,20 @@ def test_a_mesh_that_does_not_fit_says_so(shape, names, says):
             mesh[()]
     finally:
         dist.shutdown()
+
+
+def _complete(rank, world_size):
+    dist.init()
+    mesh = DeviceMesh((2,), ("dp",))
+    whole = mesh.completed(("pp", "dp", "tp"))
+    assert whole.group("dp") is mesh.group("dp")
+    with pytest.raises(ValueError, match=r"axis 'dp' .* is not among"):
+        mesh.completed(("pp", "tp"))
+    assert mesh.completed(("dp",)).shape == (2,)
+    found = whole.shape, whole.coordinate, whole.group("pp").ranks, whole.size
+    dist.shutdown()
+    return found
+
+
+def test_a_mesh_is_completed_by_axes_of_one_rank():
+    assert run_ranks(_complete, 2) == [((1, 2, 1), (0, rank, 0), (rank,), 2) for rank in range(2)]

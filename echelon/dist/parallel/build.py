@@ -19,7 +19,7 @@ from echelon.dist.parallel.tensor.divide import Undivided, divide_model
 from echelon.dist.parallel.tensor.gradients import SharedGradients
 from echelon.dist.parallel.tensor.styles import Setting
 from echelon.dist.pipeline import Pipeline
-from echelon.dist.pipeline.execute.stage import LossFn
+from echelon.dist.pipeline.execute.stage import LossFn, Stage
 from echelon.dist.pipeline.plan.catalogue import schedule as schedule_of
 
 _SEED_STEP = 7919  # between the seeds of tensor-parallel ranks that draw their slices' values
@@ -85,16 +85,18 @@ def parallelize(
         raise ValueError(f"num_microbatches must be a number >= 1, got {num_microbatches!r}")
     if sequence and axes.tensor.size == 1:
         raise ValueError("sequence=True needs two ranks or more on axis tp, which shares sequences")
-    stages_needed = axes.stages.size > 1
-    order = schedule_of(schedule, axes.stages.size, num_microbatches, num_chunks)
-    if not stages_needed and num_chunks not in (None, 1):
+    has_stages = axes.stages.size > 1
+    if not has_stages and num_chunks not in (None, 1):
         raise ValueError(f"num_chunks={num_chunks} needs two ranks or more on axis pp")
     blocks = [module for _, module, _ in matches(model, plan.blocks)]
     first = first_names(model)
     undivided = Undivided()
     if axes.tensor.size > 1:
         undivided = divide_model(model, plan, Setting(axes.tensor, sequence))
-    stages = cut(model, plan, order, axes.stages) if stages_needed else []
+    stages: list[Stage] = []
+    if has_stages:
+        order = schedule_of(schedule, axes.stages.size, num_microbatches, num_chunks)
+        stages = cut(model, plan, order, axes.stages)
     settings: dict[str, Any] = {
         "mp_policy": mp_policy,
         "reshard_after_forward": reshard_after_forward,
@@ -107,9 +109,10 @@ def parallelize(
     tops = [stage.module for stage in stages] or [model]
     _shard(tops, blocks, axes, settings)
     _make_copies_equal(tops, undivided, axes)
-    ties = find_ties(stages, first, axes.stages) if stages_needed else []
+    ties: list[list[str]] = []
     pipeline = None
-    if stages_needed:
+    if has_stages:
+        ties = find_ties(stages, first, axes.stages)
         pipeline = Pipeline(stages, group=axes.stages, schedule=order, loss_fn=loss_fn, ties=ties)
     held = list(dict.fromkeys(parameter for top in tops for parameter in top.parameters()))
     return Parallel(

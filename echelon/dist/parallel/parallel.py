@@ -118,6 +118,8 @@ class Parallel:
         Raises:
             ValueError, CollectiveError: as `step`.
         """
+        if self.has_loss and self._loss_fn is not None and targets is None:
+            raise ValueError("evaluate: targets are None, and there is a loss_fn")
         self._compare(inputs, targets)
         if self.pipeline is not None:
             with self._ending_on_failure("evaluate"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from echelon.dist.fsdp import GradScaler, MixedPrecisionPolicy  # noqa: E402
 from echelon.dist.mesh import DeviceMesh  # noqa: E402
 from echelon.dist.parallel import Plan, parallelize  # noqa: E402
 from echelon.errors import CollectiveError  # noqa: E402
+from echelon.train.models import Transformer  # noqa: E402
 from tests.dist.parallel.models import loss_of, make_batch, make_model  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
@@ -39,8 +41,15 @@ def _train_and_change_layout(rank, size, folder):
     other = torch.optim.SGD(two.parameters(), lr=0.1, momentum=0.9)
     load(folder, {"model": two.model, "optimizer": other})
     again = two.full_state_dict()
+    with torch.device("meta"):
+        empty = Transformer(make_model("gpt2").config)
+    three = parallelize(empty, DeviceMesh((2, 2), ("replicate", "tp")), loss_fn=loss_of)
+    save(f"{folder}-fresh", {"model": three.model})  # refuses copies that differ
+    slices = three.model.blocks[0].mlp.up.weight.detach().flatten()[:4].tolist()
+    load(folder, {"model": three.model})
+    last = three.full_state_dict()
     dist.shutdown()
-    return whole, again
+    return whole, again, last, slices
 
 
 def test_a_checkpoint_of_one_layout_loads_into_another_and_into_one_process(tmp_path):
@@ -51,9 +60,11 @@ def test_a_checkpoint_of_one_layout_loads_into_another_and_into_one_process(tmp_
     loss_of(model(make_batch(0)[0]), make_batch(0)[1]).backward()
     optimizer.step()
     expected = model.state_dict()
-    for whole, again in results:
-        assert whole.keys() == again.keys() == expected.keys()
-        assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert results[0][3] != results[1][3]  # two slices of one random matrix
+    for whole, *others, _ in results:
+        for other in others:
+            assert whole.keys() == other.keys() == expected.keys()
+            assert all(torch.equal(whole[name], other[name]) for name in whole)
         assert all(torch.allclose(whole[name], expected[name], atol=1e-5) for name in whole)
     momenta = [optimizer.state[one]["momentum_buffer"].clone() for one in model.parameters()]
     for one in optimizer.state.values():
@@ -99,6 +110,8 @@ def _be_refused(rank, size):
     inputs, targets = make_batch(0)
     refuse(parallel.step, inputs[:, :7], targets[:, :7])
     refuse(parallel.step, inputs)
+    refuse(parallel.evaluate, inputs)
+    refuse(copy.deepcopy, parallel.model)
     dist.shutdown()
     return texts
 
@@ -121,6 +134,8 @@ def test_what_does_not_work_is_refused_in_one_line():
             "ranks 0 and 1 were given different data: the ranks of axis tp share theirs",
             "sequence parallelism divides 7 positions among the 2 ranks of group 'tp'",
             "step: targets are None, and there is a loss_fn",
+            "evaluate: targets are None, and there is a loss_fn",
+            "a model that parallelize divided cannot be copied",
         ]
         assert len(texts) == len(expected)
         for text, start in zip(texts, expected, strict=True):

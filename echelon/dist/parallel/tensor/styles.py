@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -181,8 +180,25 @@ def _divide_rows(name: str, linear: nn.Linear, setting: Setting) -> int:
     return rows
 
 
+class _Forward:
+    """The forward of one divided module, in place of its class's."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+        self._forward = forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._forward(x)
+
+    def __deepcopy__(self, memo: object) -> _Forward:
+        """Refuse: the copy would compute with the original's weights."""
+        raise ValueError(
+            "a model that parallelize divided cannot be copied. Copy it before, and divide the "
+            "copy too; for a moving average, keep clones of its parameters"
+        )
+
+
 def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    module.__dict__["forward"] = partial(forward)  # this module's alone, not its class's
+    module.__dict__["forward"] = _Forward(forward)
 
 
 def _linear(name: str, module: nn.Module) -> nn.Linear:
