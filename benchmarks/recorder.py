@@ -350,7 +350,7 @@ def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
     """Train with the recorder on and off in turn; return processor times of a step."""
     sys.path.insert(0, str(EXAMPLES))
     from gpt.model.transformer import GPTConfig
-    from gpt.text.data import load_dataset
+    from gpt.text.corpus import load_corpus
     from gpt.training.loop import Trainer, TrainingSettings
 
     import echelon.dist as dist
@@ -358,7 +358,7 @@ def step_costs_ms(recorder: Recorder, rounds: int) -> dict[str, Any]:
     settings = TrainingSettings(steps=10_000, batch=16, lr=3e-3, warmup=50, clip=1.0, seed=0)
     config = GPTConfig(layers=4, width=128, heads=4, context=128)
     world = dist.init()
-    trainer = Trainer.build(config, settings, load_dataset(None).train, world=world)
+    trainer = Trainer.build(config, settings, load_corpus(), world=world)
     times: dict[bool, list[float]] = {True: [], False: []}
     trainer.train_step()
     before = recorder.num_records()

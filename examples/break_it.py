@@ -21,7 +21,8 @@ from gpt.arguments import OneLineParser, whole_number
 from gpt.model.transformer import GPTConfig
 from gpt.output.progress import Scale
 from gpt.output.report import Report, SilentReport
-from gpt.text.data import LIMIT_BYTES, load_dataset
+from gpt.text.corpus import load_corpus
+from gpt.text.data import Batch
 from gpt.training.loop import Trainer, TrainingSettings
 from gpt.training.machine import limit_threads, load_optimizers
 from torch import Tensor
@@ -31,7 +32,7 @@ import echelon.dist as dist
 TINY = GPTConfig(layers=2, width=64, heads=2, context=64)
 BATCH = 16  # sequences over all ranks
 BUCKET_BYTES = 128 * 1024  # makes five buckets, neighbours of different sizes
-TEXT_BYTES = LIMIT_BYTES // 16  # two megabytes are enough to break things
+TEXT_BYTES = 2 << 20  # enough to break things
 
 
 class FaultyTrainer(Trainer):
@@ -47,9 +48,9 @@ class FaultyTrainer(Trainer):
 class Kill(FaultyTrainer):
     """Die between forward and backward, as if the kernel had chosen this process."""
 
-    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss, unless it is time to die."""
-        loss = super().compute_loss(tokens, targets)
+        loss = super().compute_loss(batch)
         if self.is_due():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
@@ -58,12 +59,13 @@ class Kill(FaultyTrainer):
 class Raise(FaultyTrainer):
     """Meet a corrupt batch, and say so in an exception that nobody catches."""
 
-    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss of targets that have been checked."""
         if self.is_due():
-            targets = targets + 256  # a reader took the wrong byte of each pair
-        self.check(targets)
-        return super().compute_loss(tokens, targets)
+            # a reader took the wrong byte of each pair
+            batch = batch._replace(targets=batch.targets + 256)
+        self.check(batch.targets)
+        return super().compute_loss(batch)
 
     def check(self, targets: Tensor) -> None:
         """Refuse what is no byte."""
@@ -75,11 +77,11 @@ class Raise(FaultyTrainer):
 class Hang(FaultyTrainer):
     """Wait in ordinary code for something that never comes."""
 
-    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss, once the tokenizer is ready."""
         if self.is_due():
             wait_for_tokenizer()
-        return super().compute_loss(tokens, targets)
+        return super().compute_loss(batch)
 
 
 def wait_for_tokenizer() -> None:
@@ -92,15 +94,15 @@ def wait_for_tokenizer() -> None:
 class StarveOfData(FaultyTrainer):
     """Wait for a batch from a loader thread that got stuck; the loop's `data_wait` span is open."""
 
-    def fetch_batch(self) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self) -> Batch:
         """Get the batch from the source, or from the loader that never delivers."""
         if self.is_due():
             return self.next_from_loader()
         return super().fetch_batch()
 
-    def next_from_loader(self) -> tuple[Tensor, Tensor]:
+    def next_from_loader(self) -> Batch:
         """Start a loader thread and take its first batch."""
-        batches: queue.Queue[tuple[Tensor, Tensor]] = queue.Queue()
+        batches: queue.Queue[Batch] = queue.Queue()
         mount_is_back = threading.Event()  # never: think of a network file system that went away
         loader = threading.Thread(target=mount_is_back.wait, name="loader", daemon=True)
         loader.start()
@@ -188,8 +190,8 @@ def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Tr
     if breaks and options.at_step >= options.steps:
         raise ValueError(f"--at-step {options.at_step}: training ends after {options.steps} steps")
     trainer_class = FAULTS[options.fault] if breaks and world.rank == options.rank else Trainer
-    dataset = load_dataset(None, limit_bytes=TEXT_BYTES)
-    trainer = trainer_class.build(TINY, settings, dataset.train, world=world)
+    corpus = load_corpus(limit_bytes=TEXT_BYTES)
+    trainer = trainer_class.build(TINY, settings, corpus, world=world)
     if isinstance(trainer, FaultyTrainer):
         trainer.at_step = options.at_step
     return trainer

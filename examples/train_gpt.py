@@ -31,20 +31,22 @@ from gpt.output.peak import find_peak
 from gpt.output.progress import Scale, with_unit
 from gpt.output.report import Report, SilentReport
 from gpt.text.bigram import bigram_loss
-from gpt.text.data import Dataset, load_dataset, validation_windows
-from gpt.training.loop import Trainer, TrainingSettings
+from gpt.text.corpus import Corpus, load_corpus
+from gpt.text.data import tokens_in_pieces, validation_windows
+from gpt.training.loop import Trainer, TrainingSettings, open_source
 from gpt.training.machine import choose_device, describe, limit_threads, load_optimizers
 from gpt.training.pipeline import PipelineTrainer
 
 import echelon.dist as dist
 from echelon.dist.checkpoint import peek
-from echelon.errors import CheckpointError
+from echelon.errors import CheckpointError, TokenShardsError
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
 
 PROMPT = b"def "
-SAMPLE_TOKENS = {"byte": 400, "character": 400, "word": 100}
+SAMPLE_TOKENS = {"byte": 400, "character": 400, "word": 100, "token": 100}
+BIGRAM_TOKENS = 8 << 20  # enough of the text to count pairs in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +56,18 @@ class Job:
     options: argparse.Namespace
     config: GPTConfig
     settings: TrainingSettings
-    dataset: Dataset
+    corpus: Corpus
 
     @property
     def identity(self) -> dict[str, int]:
         """What a checkpoint and the run that resumes it must have in common.
 
         It fixes the weights' shapes and the order of the data. Neither the number of ranks nor the
-        size of the batch is in it.
+        size of the batch is in it; the position in the data knows its tokens by itself.
         """
         return {
             **asdict(self.config),
             "seed": self.settings.seed,
-            "text": self.dataset.fingerprint,
         }
 
 
@@ -135,7 +136,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     files = parser.add_argument_group("files")
     files.add_argument(
-        "--data", type=Path, metavar="FILE", help="text to learn (default: Python's own source)"
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH[:WEIGHT]",
+        help="text files, or folders that `echelon prepare` made (default: Python's own source)",
     )
     files.add_argument(
         "--checkpoint",
@@ -172,12 +177,13 @@ def prepare(options: argparse.Namespace) -> Job:
         raise ValueError("--checkpoint-every needs --checkpoint FOLDER")
     for path in filter(None, (options.checkpoint, options.log)):
         require_folder_of(path)
+    corpus = load_corpus(options.data, vocabulary=options.vocabulary)
     config = GPTConfig(
         layers=options.layers,
         width=options.width,
         heads=options.heads,
         context=options.context,
-        vocabulary=options.vocabulary,
+        vocabulary=max(options.vocabulary, corpus.vocabulary.size),
     )
     microbatches = options.microbatches or (2 * options.pipeline if options.pipeline > 1 else 1)
     if microbatches > 1 and options.pipeline == 1:
@@ -199,11 +205,11 @@ def prepare(options: argparse.Namespace) -> Job:
         pipeline=options.pipeline,
         microbatches=microbatches,
     )
-    dataset = load_dataset(options.data, vocabulary=config.vocabulary)
-    dataset.require_windows_of(config.context + 1)
-    job = Job(options=options, config=config, settings=settings, dataset=dataset)
+    corpus.require_windows_of(config.context + 1)
+    job = Job(options=options, config=config, settings=settings, corpus=corpus)
     if options.resume:
         require_identity(options.resume, job.identity)
+        require_position(options.resume, job)
     return job
 
 
@@ -221,6 +227,25 @@ def require_identity(path: Path, wanted: dict[str, int]) -> None:
     ]
     if different:
         raise CheckpointError(f"{path} belongs to another run: {', '.join(different)}", path=path)
+
+
+def require_position(path: Path, job: Job) -> None:
+    """Check that a checkpoint's position is one in this run's data.
+
+    Raises:
+        CheckpointError: the checkpoint has none.
+        ValueError: it is one in other data.
+    """
+    position = peek(path).get("data")
+    if position is None:
+        raise CheckpointError(f"{path} has no position in the data", path=path)
+    source = open_source(job.corpus, job.config, job.settings, rank=0, world_size=1)
+    try:
+        source.load_state_dict(position)
+    except ValueError as error:
+        raise ValueError(f"{path} belongs to other data: {error}") from error
+    finally:
+        source.close()
 
 
 def require_folder_of(path: Path) -> None:
@@ -250,7 +275,7 @@ def build_report(job: Job, trainer: Trainer) -> Report:
 
 def introduce(job: Job, trainer: Trainer, report: Report) -> None:
     """Say what is trained on what."""
-    config, train, unit = job.config, job.dataset.train, job.dataset.vocabulary.unit
+    config, corpus, unit = job.config, job.corpus, job.corpus.vocabulary.unit
     half = {torch.float16: "fp16 over fp32", torch.bfloat16: "bf16 over fp32"}
     report.say(
         f"model: {config.layers} layers, width {config.width}, {config.heads} heads, context "
@@ -258,8 +283,8 @@ def introduce(job: Job, trainer: Trainer, report: Report) -> None:
         f"{half.get(job.settings.half, 'fp32')}"
     )
     report.say(
-        f"text: {with_unit(train.size, unit)}s of {job.options.data or 'the standard library'}, "
-        f"{with_unit(job.dataset.validation.size, unit)}s more held out"
+        f"text: {with_unit(corpus.num_tokens, unit)}s of {corpus.name}, "
+        f"{with_unit(corpus.num_held_out, unit)}s more held out"
     )
     shared = "shards" if job.settings.shard else "replicas"
     if job.settings.pipeline > 1:
@@ -276,7 +301,7 @@ def train(job: Job, trainer: Trainer, report: Report) -> float:
     """Train to the last step and return the validation loss."""
     options = job.options
     windows = validation_windows(
-        job.dataset.validation, num_windows=options.eval_windows, context=job.config.context
+        job.corpus.validation, num_windows=options.eval_windows, context=job.config.context
     )
     while trainer.step < options.steps:
         loss = trainer.train_step()
@@ -306,21 +331,24 @@ def save(job: Job, trainer: Trainer, *, is_last: bool) -> None:
 
 def conclude(job: Job, model: GPT, report: Report, validation_loss: float) -> None:
     """Print what the run came to. Nothing here needs the other ranks."""
-    dataset, seed = job.dataset, job.settings.seed
-    unit, size = dataset.vocabulary.unit, dataset.vocabulary.size
+    corpus, seed = job.corpus, job.settings.seed
+    unit, size = corpus.vocabulary.unit, corpus.vocabulary.size
     if report.progress.num_steps_seen:
         report.say(report.progress.summary())
     report.say(f"validation loss {validation_loss:.4f} nats a {unit}, on text it never trained on")
-    bigram = bigram_loss(dataset.train, dataset.validation, size)
+    train, validation = (
+        tokens_in_pieces(part, at_most=BIGRAM_TOKENS) for part in (corpus.train, corpus.validation)
+    )
+    bigram = bigram_loss(train, validation, size)
     report.say(f"bigram loss     {bigram:.4f} nats a {unit}, same split: what needs no attention")
-    sample = generate(model, dataset.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS[unit], seed=seed)
+    sample = generate(model, corpus.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS[unit], seed=seed)
     report.say(f"sample:\n{sample}")
 
 
 def run(job: Job, world: ProcessGroup) -> None:
     """Train on this rank, and say how it went if this is rank 0."""
     kind = PipelineTrainer if job.settings.pipeline > 1 else Trainer
-    trainer = kind.build(job.config, job.settings, job.dataset.train, world=world)
+    trainer = kind.build(job.config, job.settings, job.corpus, world=world)
     if job.options.resume:
         trainer.resume(job.options.resume)
     report = build_report(job, trainer)
@@ -329,6 +357,7 @@ def run(job: Job, world: ProcessGroup) -> None:
         report.say(f"compiled in {trainer.warm_up():.1f} s")
         report.pause_ended()
     validation_loss = train(job, trainer, report)
+    trainer.source.close()
     model = trainer.parallel.whole()
     dist.shutdown()
     if world.rank == 0:
@@ -358,7 +387,7 @@ def main() -> None:
     parser = build_parser()
     try:
         job = prepare(read_options(parser))
-    except (ValueError, OSError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError, TokenShardsError) as error:
         parser.error(str(error))
     limit_threads()
     load_optimizers()

@@ -250,9 +250,10 @@ class TokenLoader:
         num = len(drawn.source)
         windows = np.empty((num, self.context + 1), np.int64)
         documents = np.empty((num, self.context + 1), np.int64)
-        for row, (source, number) in enumerate(zip(drawn.source, drawn.number, strict=True)):
+        places = self._windows(drawn)
+        for row, (source, place) in enumerate(zip(drawn.source, places, strict=True)):
             shards = self.sources[source].shards
-            first = self._window(int(source), int(number)) * self.context
+            first = int(place) * self.context
             windows[row] = shards.read(first, self.context + 1)
             documents[row] = shards.documents(first, self.context + 1)
         targets = windows[:, 1:].copy()
@@ -266,12 +267,16 @@ class TokenLoader:
             first_sample=first_sample,
         )
 
-    def _window(self, source: int, number: int) -> int:
-        """Return which window of its source a sample is."""
-        epoch, place = divmod(number, self._num_windows(source))
-        name = zlib.crc32(self.sources[source].name.encode())
-        key = (self.seed, name, epoch)
-        return int(permute(np.array([place]), self._num_windows(source), key)[0])
+    def _windows(self, drawn: Drawn) -> NDArray[np.int64]:
+        """Return which window of its source each sample is: int64 [num]."""
+        windows = np.empty(len(drawn.source), np.int64)
+        sizes = np.array([self._num_windows(i) for i in range(len(self.sources))], np.int64)
+        epochs, places = np.divmod(drawn.number, sizes[drawn.source])
+        for source, epoch in set(zip(drawn.source.tolist(), epochs.tolist(), strict=True)):
+            rows = (drawn.source == source) & (epochs == epoch)
+            name = zlib.crc32(self.sources[source].name.encode())
+            windows[rows] = permute(places[rows], int(sizes[source]), (self.seed, name, epoch))
+        return windows
 
     def _num_windows(self, source: int) -> int:
         return (len(self.sources[source].shards) - 1) // self.context

@@ -23,12 +23,15 @@ class Tokenizer:
         vocabulary_size: every token is below it.
         end_of_document: the token after each document.
         encode: returns a text's tokens. Text that spells a special token is text.
+        decode: returns the text of tokens; ends of documents are left out, and bytes that are not
+            UTF-8 are replaced.
     """
 
     name: str
     vocabulary_size: int
     end_of_document: int
     encode: Callable[[str], Sequence[int] | NDArray[Any]]
+    decode: Callable[[Sequence[int]], str]
 
 
 def make_tokenizer(name: str) -> Tokenizer:
@@ -49,6 +52,9 @@ def make_tokenizer(name: str) -> Tokenizer:
             vocabulary_size=_NUM_BYTES + 1,
             end_of_document=_NUM_BYTES,
             encode=lambda text: np.frombuffer(text.encode(), np.uint8),
+            decode=lambda tokens: bytes(t for t in tokens if t < _NUM_BYTES).decode(
+                "utf-8", "replace"
+            ),
         )
     if kind == "tiktoken" and rest:
         return _tiktoken(name, rest)
@@ -68,6 +74,7 @@ def _tiktoken(name: str, encoding_name: str) -> Tokenizer:
         vocabulary_size=encoding.n_vocab,
         end_of_document=encoding.eot_token,
         encode=lambda text: encoding.encode(text, disallowed_special=()),
+        decode=lambda tokens: encoding.decode([t for t in tokens if t != encoding.eot_token]),
     )
 
 
@@ -87,6 +94,7 @@ def _tokenizers(name: str, path: str) -> Tokenizer:
         vocabulary_size=highest + 1,
         end_of_document=found[0],
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
     )
 
 

@@ -16,8 +16,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from gpt.model.transformer import GPTConfig  # noqa: E402
-from gpt.text.data import Dataset, split  # noqa: E402 -- needs the path
+from gpt.text.corpus import Corpus, load_corpus  # noqa: E402 -- needs the path
 from gpt.training.loop import Trainer, TrainingSettings  # noqa: E402
+
+from tests.examples import runs  # noqa: E402, F401 -- texts are prepared in its folder
 
 TEXT = b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(2000))
 
@@ -39,8 +41,10 @@ class LonelyWorld:
 
 
 @pytest.fixture(scope="session")
-def dataset() -> Dataset:
-    return split(TEXT)
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    path.write_bytes(TEXT)
+    return load_corpus([str(path)])
 
 
 @pytest.fixture
@@ -49,15 +53,19 @@ def tiny_config() -> GPTConfig:
 
 
 @pytest.fixture
-def make_trainer(dataset: Dataset, tiny_config: GPTConfig) -> Any:
+def make_trainer(corpus: Corpus, tiny_config: GPTConfig) -> Iterator[Any]:
     """Return a function that builds a trainer in a world of one."""
+    made = []
 
     def make(**changes: Any) -> Trainer:
         options = {"steps": 20, "batch": 4, "lr": 3e-3, "warmup": 3, "clip": 1.0, "seed": 0}
         settings = TrainingSettings(**{**options, **changes})
-        return Trainer.build(tiny_config, settings, dataset.train, world=LonelyWorld())
+        made.append(Trainer.build(tiny_config, settings, corpus, world=LonelyWorld()))
+        return made[-1]
 
-    return make
+    yield make
+    for trainer in made:
+        trainer.source.close()
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,10 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 LIMIT_S = 120  # far above what a run takes; a hang fails the test instead of the whole suite
 INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "ECHELON_", "PET_")
+
+# Texts are prepared here, not among the user's: this process and its children inherit it.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="echelon-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 SMALL_MODEL = (
     "--layers=2",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpt.model.sample import generate, printable
 from gpt.text.data import validation_windows
-from gpt.text.tokens import BYTES
+from gpt.text.vocabulary import BYTES
 
 IDENTITY = {"seed": 0}
 
@@ -20,9 +20,9 @@ def same_weights(one, other) -> bool:
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-def test_training_learns(make_trainer, dataset):
+def test_training_learns(make_trainer, corpus):
     trainer = make_trainer(steps=60)
-    windows = validation_windows(dataset.validation, num_windows=8, context=16)
+    windows = validation_windows(corpus.validation, num_windows=8, context=16)
     before = trainer.validate(windows)
     train(trainer, 60)
     assert trainer.validate(windows) < before - 1.0
@@ -30,9 +30,9 @@ def test_training_learns(make_trainer, dataset):
 
 def test_the_loss_is_the_mean_over_the_global_batch(make_trainer):
     trainer = make_trainer()
-    tokens, targets = trainer.source.batch_at(0)
+    batch = make_trainer().fetch_batch()
     expected = torch.nn.functional.cross_entropy(
-        trainer.model(tokens).flatten(0, 1), targets.flatten()
+        trainer.model(batch.tokens).flatten(0, 1), batch.targets.flatten()
     ).item()
     assert trainer.train_step() == pytest.approx(expected, rel=1e-6)
 
@@ -90,9 +90,9 @@ def test_a_resumed_run_may_have_another_batch(make_trainer, tmp_path):
     trainer.save(tmp_path / "c", IDENTITY, in_background=False)
     resumed = make_trainer(batch=6)
     resumed.resume(tmp_path / "c")
-    tokens, _ = resumed.fetch_batch()
-    following = torch.cat([trainer.source.batch_at(first)[0] for first in (12, 16)])
-    assert torch.equal(tokens, following[:6])
+    assert resumed.samples == 12
+    following = torch.cat([trainer.fetch_batch().tokens for _ in range(2)])
+    assert torch.equal(resumed.fetch_batch().tokens, following[:6])
 
 
 def test_samples_are_repeatable_and_continue_the_prompt(make_trainer):

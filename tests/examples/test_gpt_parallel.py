@@ -10,15 +10,19 @@ import echelon.dist as dist
 
 
 @pytest.fixture
-def make(dataset, tiny_config):
+def make(corpus, tiny_config):
     world = dist.init()
+    made = []
 
     def build(**changes):
         options = {"steps": 20, "batch": 4, "lr": 3e-3, "warmup": 3, "clip": 0.5, "seed": 0}
         settings = TrainingSettings(**{**options, **changes})
-        return Trainer.build(tiny_config, settings, dataset.train, world=world)
+        made.append(Trainer.build(tiny_config, settings, corpus, world=world))
+        return made[-1]
 
     yield build
+    for trainer in made:
+        trainer.source.close()
     dist.shutdown()
 
 

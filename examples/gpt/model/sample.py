@@ -5,21 +5,26 @@ from __future__ import annotations
 import torch
 
 from gpt.model.transformer import GPT
-from gpt.text.tokens import Vocabulary
+from gpt.text.vocabulary import TokenizerVocabulary, Vocabulary
 
 TEMPERATURE = 0.7  # below 1: fewer surprises, more words
 
 
 @torch.no_grad()
 def generate(
-    model: GPT, vocabulary: Vocabulary, prompt: bytes, *, num_tokens: int, seed: int
+    model: GPT,
+    vocabulary: Vocabulary | TokenizerVocabulary,
+    prompt: bytes,
+    *,
+    num_tokens: int,
+    seed: int,
 ) -> str:
     """Continue `prompt` by `num_tokens`, drawn one at a time; returns printable text."""
     device = model.token.weight.device
     random = torch.Generator(device).manual_seed(seed)
     text = torch.tensor([vocabulary.encode(prompt).tolist()], device=device)
     for _ in range(num_tokens):
-        logits = model(text[:, -model.config.context :])[0, -1]
+        logits = model(text[:, -model.config.context :])[0, -1, : vocabulary.size]
         probabilities = torch.softmax(logits.float() / TEMPERATURE, dim=0)
         drawn = torch.multinomial(probabilities, 1, generator=random)
         text = torch.cat((text, drawn[None]), dim=1)

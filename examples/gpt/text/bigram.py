@@ -6,24 +6,27 @@ clearly below this one shows that attention works. Counting is exact: no trainin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt.text.data import Tokens
+Tokens = Iterable[NDArray[Any]]  # in pieces, each of consecutive tokens
 
-MAX_DENSE = 1 << 16  # pairs of bytes are counted in a table, pairs of words are sorted
+MAX_DENSE = 1 << 17  # pairs of bytes are counted in a table, pairs of words are sorted
 
 
 def count_pairs(blocks: Tokens, vocabulary: int) -> NDArray[np.int64]:
-    """Count how often each token follows each other one within a block: [vocabulary squared]."""
+    """Count how often each token follows each other one within a piece: [vocabulary squared]."""
     counts = np.zeros(vocabulary * vocabulary, np.int64)
-    for block in blocks:  # by block, so that the indices of 32 MB of text never exist at once
+    for block in blocks:  # by piece, so that the indices of a long text never exist at once
         counts += np.bincount(pairs_of(block, vocabulary), minlength=counts.size)
     return counts
 
 
-def pairs_of(block: Tokens, vocabulary: int) -> NDArray[np.int64]:
-    """Number the pairs of neighbours in a block."""
+def pairs_of(block: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
+    """Number the pairs of neighbours in a piece."""
     return block[:-1].astype(np.int64) * vocabulary + block[1:]
 
 

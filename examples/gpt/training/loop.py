@@ -18,9 +18,9 @@ import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor
 
 from echelon import recorder
-from echelon.dist.checkpoint import PendingSave, RandomState, load, peek, save
+from echelon.dist.checkpoint import PendingSave, RandomState, load, save
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.data import BatchSource, evaluation_batches
+from gpt.text.data import Batch, BatchSource, evaluation_batches, share
 from gpt.training.gradients import FOUR_MIB
 from gpt.training.machine import choose_device, move
 from gpt.training.parallel import Replicas, Shards
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from echelon.dist.group import ProcessGroup
-    from gpt.text.data import Tokens
+    from gpt.text.corpus import Corpus
+    from gpt.text.data import Windows
     from gpt.training.pipeline import Stages
 
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
@@ -74,12 +75,30 @@ def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 
+def open_source(
+    corpus: Corpus, config: GPTConfig, settings: TrainingSettings, *, rank: int, world_size: int
+) -> BatchSource:
+    """Return the data of one rank among those that divide a batch."""
+    return BatchSource.open(
+        corpus,
+        num_sequences=settings.batch,
+        context=config.context,
+        seed=settings.seed,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device."""
+    return Batch(*(move(part, device) for part in batch))
+
+
 class Trainer:
     """One rank's part of the training of one model.
 
     Attributes:
         step: the number of finished steps.
-        samples: sequences trained on, over all ranks; the position in the data.
         parallel: how the ranks divide the work: replicas, shards or stages.
         buckets: the same; its `flats` are the gradients that are averaged over the ranks.
         model: what of the model this rank trains.
@@ -101,29 +120,26 @@ class Trainer:
         self.world = world
         self.device = device
         self.step = 0
-        self.samples = 0
         self.optimizer = build_optimizer(self.model, settings.lr)
         self.scaler = parallel.scaler
+
+    @property
+    def samples(self) -> int:
+        """Sequences trained on, over all ranks: the number of the next one."""
+        return self.source.num_samples
 
     @classmethod
     def build(
         cls,
         config: GPTConfig,
         settings: TrainingSettings,
-        blocks: Tokens,
+        corpus: Corpus,
         *,
         world: ProcessGroup,
     ) -> Trainer:
         """Make this rank's model and its share of the data, and start from rank 0's weights."""
         device = choose_device(settings.device)
-        source = BatchSource(
-            blocks=blocks,
-            num_sequences=settings.batch,
-            context=config.context,
-            seed=settings.seed,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        source = open_source(corpus, config, settings, rank=world.rank, world_size=world.size)
         model = cls.make_model(config, settings, device)
         parallel: Replicas | Shards
         if settings.shard:
@@ -145,14 +161,13 @@ class Trainer:
     def train_step(self) -> float:
         """Train on one batch and return the loss, averaged over the global batch."""
         recorder.step(self.step)
-        tokens, targets = self.next_batch()
+        batch = self.next_batch()
         self.parallel.zero()
-        loss = self.backward(tokens, targets)
+        loss = self.backward(batch)
         self.average_gradients()
         self.update()
         mean_loss = self.average_loss(loss)
         self.step += 1
-        self.samples += self.settings.batch
         return mean_loss
 
     def warm_up(self) -> float:
@@ -161,44 +176,47 @@ class Trainer:
         Collective.
         """
         began_s = time.perf_counter()
-        tokens, targets = self.next_batch()
-        self.backward(tokens, targets)
+        mine = share(self.settings.batch, self.source.rank, self.source.world_size)
+        shape = (mine.stop - mine.start, self.model.config.context)
+        zeros = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        self.backward(Batch(zeros, zeros, zeros))
         self.parallel.zero()
         self.world.barrier()
         return time.perf_counter() - began_s
 
-    def next_batch(self) -> tuple[Tensor, Tensor]:
+    def next_batch(self) -> Batch:
         """Wait for this step's batch, and say so in the record while it lasts."""
         with recorder.span("data_wait"):
-            tokens, targets = self.fetch_batch()
-        return move(tokens, self.device), move(targets, self.device)
+            batch = self.fetch_batch()
+        return move_batch(batch, self.device)
 
-    def fetch_batch(self) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self) -> Batch:
         """Get this step's batch from the source."""
-        return self.source.batch_at(self.samples)
+        return self.source.next_batch()
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward; return this rank's term of the loss."""
-        loss = self.compute_loss(tokens, targets)
+        loss = self.compute_loss(batch)
         self.scaler.scale(loss).backward()
         return loss
 
-    def compute_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
 
         Dividing by the fair share, not by the tokens at hand, keeps that true where the batch does
         not divide evenly among the ranks.
         """
-        fair_share = self.settings.batch * targets.shape[1] / self.source.world_size
-        return self.summed_loss(tokens, targets) / fair_share
+        fair_share = self.settings.batch * batch.targets.shape[1] / self.source.world_size
+        return self.summed_loss(batch) / fair_share
 
-    def summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def summed_loss(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over all tokens, in nats."""
         half = self.settings.half
         autocast = half is not None and not self.settings.shard  # shards are cast when gathered
         with torch.autocast(self.device.type, half or torch.bfloat16, enabled=autocast):
-            logits = self.model(tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            logits = self.model(batch.tokens)
+        targets = batch.targets.flatten()
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
 
     def average_gradients(self) -> None:
         """Average over the ranks, in place, what backward has not averaged itself."""
@@ -234,8 +252,8 @@ class Trainer:
         return mean_loss.item()
 
     @torch.no_grad()
-    def validate(self, windows: Tokens) -> float:
-        """Return the mean loss over all `windows` [N, T + 1]; each rank works through its share."""
+    def validate(self, windows: Windows) -> float:
+        """Return the mean loss over all windows; each rank works through its share."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
             windows,
@@ -244,10 +262,10 @@ class Trainer:
             num_sequences=EVALUATION_SEQUENCES,
             at_least=self.settings.microbatches,
         )
-        for tokens, targets in batches:
-            total += self.summed_loss(move(tokens, self.device), move(targets, self.device))
+        for batch in batches:
+            total += self.summed_loss(move_batch(batch, self.device))
         self.world.all_reduce(total, op="sum")
-        return total.item() / (len(windows) * (windows.shape[1] - 1))
+        return total.item() / (len(windows) * (windows.tokens.shape[1] - 1))
 
     def state(self) -> dict[str, Any]:
         """Return all that changes in training."""
@@ -256,19 +274,22 @@ class Trainer:
             "optimizer": self.optimizer,
             "random": RandomState(),
             "step": self.step,
-            "samples": self.samples,
         }
 
     def save(
         self, path: Path, identity: dict[str, int], *, in_background: bool
     ) -> PendingSave | None:
         """Save a checkpoint. Collective; in the background, training goes on at once."""
-        state = {"identity": identity, "scaler": self.scaler.state_dict(), **self.state()}
-        return save(path, state, async_op=in_background)
+        plain = {
+            "identity": identity,
+            "scaler": self.scaler.state_dict(),
+            "data": self.source.state_dict(),
+        }
+        return save(path, {**plain, **self.state()}, async_op=in_background)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, whatever number of ranks saved it. Collective."""
         state = load(path, self.state())
-        self.step, self.samples = state["step"], state["samples"]
-        if "scaler" in (saved := peek(path)):
-            self.scaler.load_state_dict(saved["scaler"])
+        self.step = state["step"]
+        self.source.load_state_dict(state["data"])
+        self.scaler.load_state_dict(state["scaler"])

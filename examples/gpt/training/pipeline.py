@@ -20,14 +20,14 @@ from echelon.dist.fsdp import clip_grad_norm_, full_state_dict, fully_shard
 from echelon.dist.mesh import DeviceMesh
 from echelon.dist.pipeline import Pipeline, Stage
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.data import BatchSource, share
-from gpt.training.loop import Trainer, TrainingSettings
+from gpt.text.data import Batch, share
+from gpt.training.loop import Trainer, TrainingSettings, open_source
 from gpt.training.machine import choose_device
 from gpt.training.parallel import make_policy, make_scaler
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
-    from gpt.text.data import Tokens
+    from gpt.text.corpus import Corpus
 
 EMBEDDING = "token.weight"
 
@@ -157,36 +157,29 @@ class PipelineTrainer(Trainer):
 
     @classmethod
     def build(
-        cls, config: GPTConfig, settings: TrainingSettings, blocks: Tokens, *, world: ProcessGroup
+        cls, config: GPTConfig, settings: TrainingSettings, corpus: Corpus, *, world: ProcessGroup
     ) -> PipelineTrainer:
         """Make the grid, this rank's stage and its share of the data."""
         grid = DeviceMesh((settings.pipeline, world.size // settings.pipeline), ("pp", "dp"))
         device = choose_device(settings.device)
         torch.manual_seed(settings.seed)
         data = grid.group("dp")
-        source = BatchSource(
-            blocks=blocks,
-            num_sequences=settings.batch,
-            context=config.context,
-            seed=settings.seed,
-            rank=data.rank,
-            world_size=data.size,
-        )
+        source = open_source(corpus, config, settings, rank=data.rank, world_size=data.size)
         model = cls.make_model(config, settings, device)
         parallel = Stages(model, settings, data.size, grid)
         return cls(parallel, source, settings, world=world, device=device)
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def backward(self, batch: Batch) -> Tensor:
         """Run the pipeline; return this rank's term of the loss, which the last stage knows."""
-        losses = self.parallel.pipeline.step(tokens, targets)
+        losses = self.parallel.pipeline.step(batch.tokens, batch.targets)
         if losses is None:
             return torch.zeros((), device=self.device)
         scale = self.scaler.get_scale()
         return torch.stack(losses).mean() * self.parallel.stages.size / scale
 
-    def summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def summed_loss(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over all tokens; 0 where the last stage is not."""
-        losses = self.parallel.pipeline.evaluate(tokens, targets)
+        losses = self.parallel.pipeline.evaluate(batch.tokens, batch.targets)
         if losses is None:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum() * self.parallel.fair_share / self.scaler.get_scale()

@@ -1,0 +1,95 @@
+"""Makes a folder once, however many processes ask for it at the same moment.
+
+A lock of the kernel decides which process makes it; it is released however that process ends. The
+folder is made under a hidden name and renamed, so a folder under its own name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
+    """Make `folder` with `make`, unless it exists; blocks while another process makes it.
+
+    Args:
+        folder: what to make; its parents are created.
+        make: fills the empty folder that it is given. It has no time limit.
+
+    Returns:
+        True if this call made the folder.
+
+    Raises:
+        OSError: the folder cannot be created. Whatever `make` raises passes through; nothing is
+            left under the folder's name then, and the next process that waits tries again.
+    """
+    if folder.exists():
+        return False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f".{folder.name}.lock")) as is_locked:
+        if folder.exists():
+            return False
+        if is_locked:  # else they may belong to a process that is still writing
+            _remove_leftovers(folder)
+        return _make(folder, make)
+
+
+def _make(folder: Path, make: Callable[[Path], None]) -> bool:
+    hidden = folder.with_name(f".{folder.name}.{uuid4().hex[:16]}.tmp")
+    hidden.mkdir()
+    try:
+        make(hidden)
+        hidden.rename(folder)
+    except OSError:
+        if folder.exists():  # made by another process, where the file system has no locks
+            return False
+        raise
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return True
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold an exclusive lock; yields False where there are no locks."""
+    if sys.platform == "win32":
+        yield False
+        return
+    import fcntl
+
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX)
+            except OSError:  # a network file system without them
+                yield False
+                return
+            if not _is_open_at(number, path):
+                continue  # its last holder removed it: lock the file that has the name now
+            try:
+                yield True
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(number)
+
+
+def _is_open_at(number: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(number), path.stat())
+    except FileNotFoundError:
+        return False
