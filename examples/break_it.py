@@ -20,7 +20,7 @@ import torch
 from gpt.arguments import OneLineParser, whole_number
 from gpt.model.transformer import GPTConfig
 from gpt.output.progress import Scale
-from gpt.output.report import Report, SilentReport
+from gpt.output.report import Report
 from gpt.text.corpus import load_corpus
 from gpt.text.data import Batch
 from gpt.training.loop import Trainer, TrainingSettings
@@ -198,16 +198,14 @@ def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Tr
 
 
 def build_report(trainer: Trainer) -> Report:
-    """Give rank 0 a voice, and the other ranks a silent one."""
-    if trainer.world.rank != 0:
-        return SilentReport()
+    """Let rank 0 report."""
     settings = trainer.settings
     scale = Scale(
         num_steps=settings.steps,
         tokens_per_step=settings.batch * TINY.context,
         flops_per_token=trainer.model.flops_per_token(),
     )
-    return Report(scale)
+    return Report(scale, world=trainer.world)
 
 
 def main() -> None:
@@ -232,7 +230,7 @@ def main() -> None:
     report = build_report(trainer)
     while trainer.step < options.steps:
         loss = trainer.train_step()
-        report.step(trainer.step, loss)
+        report.step(trainer, loss)
     dist.shutdown()
 
 

@@ -7,6 +7,7 @@ import torch
 from gpt.model.sample import generate, printable
 from gpt.text.data import validation_windows
 from gpt.text.vocabulary import BYTES
+from gpt.training.loop import Wishes
 
 IDENTITY = {"seed": 0}
 
@@ -35,6 +36,73 @@ def test_the_loss_is_the_mean_over_the_global_batch(make_trainer):
         trainer.model(batch.tokens).flatten(0, 1), batch.targets.flatten()
     ).item()
     assert trainer.train_step() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_passes", [2, 3, 4])
+def test_accumulated_passes_make_the_same_step(make_trainer, num_passes):
+    whole, parts = make_trainer(), make_trainer(accumulate=num_passes)
+    assert train(parts, 4) == pytest.approx(train(whole, 4), abs=1e-6)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "every"), [("full", 1), ("full", 2), ("selective", 1)])
+def test_activations_that_are_computed_again_change_nothing(make_trainer, mode, every):
+    plain, again = make_trainer(), make_trainer(activations=mode, activations_every=every)
+    assert train(again, 3) == train(plain, 3)
+    assert same_weights(plain, again)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_the_rate_follows_the_schedule(make_trainer, schedule):
+    trainer = make_trainer(schedule=schedule, steps=10, warmup=2)
+    rates = []
+    for _ in range(10):
+        trainer.train_step()
+        rates.append(trainer.learning_rate)
+    assert rates[0] == pytest.approx(3e-3 / 2)
+    assert max(rates) == rates[2] == pytest.approx(3e-3)
+    assert (rates[-1] == rates[2]) is (schedule == "constant" or rates[-1] >= 3e-3)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_a_run_shorter_than_its_warm_up_only_rises(make_trainer, schedule):
+    factor = make_trainer(schedule=schedule, steps=5, warmup=50).schedule
+    assert [factor(step) for step in range(5)] == pytest.approx([s / 50 for s in range(1, 6)])
+
+
+def poison(trainer):
+    weight = next(iter(trainer.model.parameters()))
+    handle = weight.register_hook(lambda gradient: gradient * float("nan"))
+    trainer.train_step()
+    handle.remove()
+
+
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing(make_trainer):
+    trainer, other = make_trainer(), make_trainer()
+    poison(trainer)
+    assert trainer.num_skipped == 1
+    assert trainer.step == 1
+    assert same_weights(trainer, other)
+    assert not trainer.optimizer.state
+    trainer.train_step()
+    assert trainer.num_skipped == 0
+    assert not same_weights(trainer, other)
+
+
+def test_too_many_such_steps_end_the_run(make_trainer):
+    trainer = make_trainer(max_skipped=2)
+    poison(trainer)
+    with pytest.raises(FloatingPointError, match="step 1: the gradient norm is nan, and was not"):
+        poison(trainer)
+
+
+def test_a_wish_of_a_rank_is_found_after_the_step(make_trainer):
+    trainer = make_trainer()
+    trainer.train_step(Wishes(stop=True))
+    assert trainer.wishes == (False, True)
+    trainer.train_step()
+    assert trainer.wishes == (False, False)
 
 
 def test_the_same_settings_give_the_same_run(make_trainer):

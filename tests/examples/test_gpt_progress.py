@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import re
 
 import pytest
@@ -12,6 +11,8 @@ import torch
 from gpt.output.peak import Peak, find_peak
 from gpt.output.progress import ERASE_LINE, Progress, Scale, live_columns, with_unit
 from gpt.output.report import Report
+
+from tests.examples.runs import read_log
 
 SCALE = Scale(num_steps=200, tokens_per_step=1000, flops_per_token=2_000_000)
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[mK]")
@@ -135,16 +136,23 @@ def test_numbers_keep_three_digits(value, text):
     assert with_unit(value, "x") == text
 
 
-def test_the_log_has_one_line_a_step_at_full_precision(tmp_path, capsys):
-    report = Report(SCALE, log=tmp_path / "log")
-    loss = 1 / 3
-    report.step(1, loss)
-    report.close()
-    resumed = Report(SCALE, first_step=1, log=tmp_path / "log")
-    resumed.step(2, loss)
-    resumed.close()
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert lines == [{"step": 1, "loss": loss}, {"step": 2, "loss": loss}]
+def test_the_log_has_one_line_per_step_and_which_samples_it_took(tmp_path, make_trainer):
+    log, losses = tmp_path / "log", []
+    trainer = make_trainer()
+    for first_step in (0, 2):  # as if it was stopped after two steps
+        report = Report(SCALE, first_step=first_step, log=log)
+        for _ in range(2):
+            losses.append(trainer.train_step())
+            report.step(trainer, losses[-1])
+        report.note(trainer.step, validation_loss=1.0)
+        report.close()
+    lines = read_log(log)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["loss"] for line in steps] == losses
+    assert [line["first_sample"] for line in steps] == [0, 4, 8, 12]
+    assert {line["num_samples"] for line in steps} == {4}
+    assert all(line["gradient_norm"] > 0 < line["learning_rate"] for line in steps)
+    assert len(lines) == 6
 
 
 def test_utilisation_is_a_share_of_a_peak_that_says_where_it_is_from():

@@ -1,65 +1,97 @@
-"""What a run says and writes while it trains; rank 0 has a voice, the others have a silent one."""
+"""What a run says and logs while it trains: rank 0 speaks and writes, all ranks take part."""
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any
 
+from echelon.train.figures import FigureLog
 from gpt.output.progress import Progress, Scale, live_columns
+
+if TYPE_CHECKING:
+    import torch
+
+    from echelon.dist.group import ProcessGroup
+    from gpt.training.loop import Trainer
 
 
 class Report:
-    """Tell the user, and the log file if there is one, how training goes.
+    """Progress for the user, and a log of figures if one is wanted.
 
     Args:
         scale: the work in a step, and the number of steps.
-        first_step: steps that were finished before (a resumed run); the log then goes on too.
-        log: a file for one JSON line a step, with the loss at full precision.
+        first_step: steps that were finished before (a resumed run); the log continues there.
+        log: a file for one JSON line per step.
+        world: the ranks, all of which make the same calls; rank 0 reports.
+        device: where they compute.
 
     Raises:
-        OSError: the log file cannot be opened.
+        ValueError: the log exists, and is something else.
     """
 
-    def __init__(self, scale: Scale, *, first_step: int = 0, log: Path | None = None) -> None:
-        self.progress = Progress(scale, first_step=first_step, columns=live_columns(sys.stdout))
-        self.log: TextIO | None = None
-        if log:
-            mode = "a" if first_step else "w"
-            self.log = log.open(mode, encoding="utf-8", buffering=1)  # by line: a kill loses none
+    def __init__(
+        self,
+        scale: Scale,
+        *,
+        first_step: int = 0,
+        log: str | Path | None = None,
+        world: ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        speaks = world is None or world.rank == 0
+        columns = live_columns(sys.stdout)
+        self.progress = Progress(scale, first_step=first_step, columns=columns)
+        self.speaks = speaks
+        self.figures: FigureLog | None = None
+        on_host = device is None or device.type == "cpu"  # figures are compared in host memory
+        if log is not None and (speaks or on_host):
+            self.figures = FigureLog(
+                log,
+                tokens_per_step=scale.tokens_per_step,
+                flops_per_token=scale.flops_per_token,
+                peak_flops=scale.peak.flops_per_s if scale.peak else 0.0,
+                first_step=first_step,
+                group=world if on_host else None,
+            )
 
-    def step(self, step: int, loss: float) -> None:
-        """Take note of a finished step."""
-        self.progress.update(step, loss)
-        if self.log:
-            self.log.write(json.dumps({"step": step, "loss": loss}) + "\n")
+    def step(self, trainer: Trainer, loss: float) -> None:
+        """Take note of a finished step. Collective if there is a log."""
+        if self.speaks:
+            self.progress.update(trainer.step, loss)
+        if self.figures:
+            num_samples = trainer.settings.batch
+            self.figures.step(
+                trainer.step,
+                loss,
+                gradient_norm=trainer.gradient_norm,
+                learning_rate=trainer.learning_rate,
+                first_sample=trainer.samples - num_samples,
+                num_samples=num_samples,
+            )
+
+    def note(self, step: int, **figures: Any) -> None:
+        """Log what not every step has."""
+        if self.figures:
+            self.figures.note(step, **figures)
 
     def say(self, text: str) -> None:
         """Print lines that stay."""
-        self.progress.print(text)
+        if self.speaks:
+            self.progress.print(text)
 
-    def pause_ended(self) -> None:
-        """Leave what was done since the last step out of the speed."""
-        self.progress.forget_pause()
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what the block does out of the speed: it is not training."""
+        try:
+            with self.figures.pause() if self.figures else nullcontext():
+                yield
+        finally:
+            self.progress.forget_pause()
 
     def close(self) -> None:
-        """Close the log file."""
-        if self.log:
-            self.log.close()
-
-
-class SilentReport(Report):
-    """The report of a rank that says nothing."""
-
-    def __init__(self) -> None:
-        self.log = None
-
-    def step(self, step: int, loss: float) -> None:
-        """Say nothing."""
-
-    def say(self, text: str) -> None:
-        """Say nothing."""
-
-    def pause_ended(self) -> None:
-        """Measure nothing."""
+        """Close the log."""
+        if self.figures:
+            self.figures.close()

@@ -9,9 +9,11 @@ decided in `parallel.py`.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- the name the field uses
@@ -19,12 +21,14 @@ from torch import Tensor
 
 from echelon import recorder
 from echelon.dist.checkpoint import PendingSave, RandomState, load, save
+from echelon.train.activations import checkpoint_activations
+from echelon.train.models import ModelConfig, Transformer
+from echelon.train.schedules import Schedule, make_schedule
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.data import Batch, BatchSource, evaluation_batches, share
 from gpt.training.gradients import FOUR_MIB
 from gpt.training.machine import choose_device, move
 from gpt.training.parallel import Replicas, Shards
-from gpt.training.schedule import learning_rate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
 WEIGHT_DECAY = 0.1
 EVALUATION_SEQUENCES = 32
+FLOOR = 0.1  # of the peak rate; a rate of 0 would waste the last steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +61,36 @@ class TrainingSettings:
     compile: bool = False  # each block, by torch.compile
     pipeline: int = 1  # stages, one after the other
     microbatches: int = 1  # into which a rank's share of the batch is split, in a pipeline
+    schedule: str = "cosine"  # of the learning rate: "cosine", "wsd" or "constant"
+    accumulate: int = 1  # forward and backward passes, of a part of the batch each, per step
+    max_skipped: int = 10  # steps in a row whose gradients were not finite, before it is an error
+    activations: str = "none"  # which to compute again: "none", "full" or "selective"
+    activations_every: int = 1  # of every n-th block
+    mask_documents: bool = False  # neither attention nor loss crosses from document to document
+    workers: int = 1  # threads that read ahead
     bucket_bytes: int = FOUR_MIB
+
+    def make_schedule(self) -> Schedule:
+        """Return the factor of the learning rate as a function of the step."""
+        if self.schedule == "constant":
+            return make_schedule("constant", num_warmup=self.warmup)
+        # a run that is shorter than its warm-up only rises
+        num_steps = max(self.steps, self.warmup)
+        return make_schedule(
+            self.schedule, num_steps=num_steps, num_warmup=self.warmup, floor=FLOOR
+        )
 
     @property
     def half(self) -> torch.dtype | None:
         """The 16-bit type to compute in, if any."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
+
+
+class Wishes(NamedTuple):
+    """What a rank wants all ranks to do after a step; it travels with the loss, at no cost."""
+
+    save: bool = False
+    stop: bool = False
 
 
 def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
@@ -76,7 +105,12 @@ def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def open_source(
-    corpus: Corpus, config: GPTConfig, settings: TrainingSettings, *, rank: int, world_size: int
+    corpus: Corpus,
+    config: GPTConfig | ModelConfig,
+    settings: TrainingSettings,
+    *,
+    rank: int,
+    world_size: int,
 ) -> BatchSource:
     """Return the data of one rank among those that divide a batch."""
     return BatchSource.open(
@@ -86,7 +120,15 @@ def open_source(
         seed=settings.seed,
         rank=rank,
         world_size=world_size,
+        mask_documents=settings.mask_documents,
+        num_workers=settings.workers,
     )
+
+
+def split(batch: Batch, num_parts: int) -> Iterator[Batch]:
+    """Divide a batch into parts of nearly equal sizes."""
+    parts = (tensor.tensor_split(num_parts) for tensor in batch)
+    return (Batch(*part) for part in zip(*parts, strict=True))
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
@@ -102,6 +144,9 @@ class Trainer:
         parallel: how the ranks divide the work: replicas, shards or stages.
         buckets: the same; its `flats` are the gradients that are averaged over the ranks.
         model: what of the model this rank trains.
+        gradient_norm: of the last step, before clipping.
+        learning_rate: of the last step.
+        wishes: what any rank wished in the last step.
     """
 
     def __init__(
@@ -120,6 +165,11 @@ class Trainer:
         self.world = world
         self.device = device
         self.step = 0
+        self.gradient_norm = 0.0  # of the last step, before clipping
+        self.learning_rate = 0.0
+        self.num_skipped = 0  # steps in a row, up to now
+        self.wishes = Wishes()
+        self.schedule = settings.make_schedule()
         self.optimizer = build_optimizer(self.model, settings.lr)
         self.scaler = parallel.scaler
 
@@ -131,7 +181,7 @@ class Trainer:
     @classmethod
     def build(
         cls,
-        config: GPTConfig,
+        config: GPTConfig | ModelConfig,
         settings: TrainingSettings,
         corpus: Corpus,
         *,
@@ -149,24 +199,32 @@ class Trainer:
         return cls(parallel, source, settings, world=world, device=device)
 
     @staticmethod
-    def make_model(config: GPTConfig, settings: TrainingSettings, device: torch.device) -> GPT:
+    def make_model(
+        config: GPTConfig | ModelConfig, settings: TrainingSettings, device: torch.device
+    ) -> GPT | Transformer:
         """Make the model that the seed gives."""
         torch.manual_seed(settings.seed)
-        model = GPT(config).to(device)
+        kind = Transformer if isinstance(config, ModelConfig) else GPT
+        model = kind(config).to(device)
+        checkpoint_activations(model.blocks, settings.activations, every=settings.activations_every)
         if settings.compile:
             for block in model.blocks:  # equal blocks share one compilation
                 block.compile()
         return model
 
-    def train_step(self) -> float:
-        """Train on one batch and return the loss, averaged over the global batch."""
+    def train_step(self, wishes: Wishes | None = None) -> float:
+        """Train on one batch and return the loss, averaged over the global batch.
+
+        Args:
+            wishes: this rank's; all ranks find those of all in `wishes`.
+        """
         recorder.step(self.step)
         batch = self.next_batch()
         self.parallel.zero()
         loss = self.backward(batch)
         self.average_gradients()
         self.update()
-        mean_loss = self.average_loss(loss)
+        mean_loss = self.average_loss(loss, wishes or Wishes())
         self.step += 1
         return mean_loss
 
@@ -195,10 +253,15 @@ class Trainer:
         return self.source.next_batch()
 
     def backward(self, batch: Batch) -> Tensor:
-        """Run forward and backward; return this rank's term of the loss."""
-        loss = self.compute_loss(batch)
-        self.scaler.scale(loss).backward()
-        return loss
+        """Run forward and backward, part by part; return this rank's term of the loss."""
+        total = torch.zeros((), device=self.device)
+        num_parts = self.settings.accumulate
+        for number, part in enumerate(split(batch, num_parts), 1):
+            with self.parallel.gradient_sync(is_last=number == num_parts):
+                loss = self.compute_loss(part)
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
@@ -214,7 +277,8 @@ class Trainer:
         half = self.settings.half
         autocast = half is not None and not self.settings.shard  # shards are cast when gathered
         with torch.autocast(self.device.type, half or torch.bfloat16, enabled=autocast):
-            logits = self.model(batch.tokens)
+            documents = (batch.documents,) if self.settings.mask_documents else ()
+            logits = self.model(batch.tokens, *documents)
         targets = batch.targets.flatten()
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
 
@@ -230,26 +294,48 @@ class Trainer:
     def update(self) -> None:
         """Clip the gradients and let the optimizer take its step.
 
-        In float16, a step whose gradients overflowed on any rank is skipped on all.
+        A step whose gradients are not finite is skipped, on all ranks alike: their norm is the
+        same on all. In float16 the scaler sees to it, as overflows are part of its search.
+
+        Raises:
+            FloatingPointError: too many steps in a row were skipped.
         """
         settings = self.settings
-        if self.scaler.unscale_(self.optimizer):
-            self.parallel.clip(settings.clip)
+        self.learning_rate = settings.lr * self.schedule(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(
-                self.step,
-                peak=settings.lr,
-                num_warmup=settings.warmup,
-                num_steps=settings.steps,
-            )
+            group["lr"] = self.learning_rate
+        is_finite = self.scaler.unscale_(self.optimizer)
+        if is_finite:
+            self.gradient_norm = self.parallel.clip(settings.clip)
+        if is_finite and not math.isfinite(self.gradient_norm):
+            self.skip()
+            return
+        self.num_skipped = 0
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def average_loss(self, loss: Tensor) -> float:
-        """Average the ranks' terms of the loss: the mean over the global batch."""
-        mean_loss = loss.detach().reshape(1).clone()
-        self.world.all_reduce(mean_loss, op="avg")
-        return mean_loss.item()
+    def skip(self) -> None:
+        """Count a step that changes nothing.
+
+        Raises:
+            FloatingPointError: too many in a row.
+        """
+        self.num_skipped += 1
+        self.scaler.update()
+        if self.num_skipped >= self.settings.max_skipped:
+            raise FloatingPointError(
+                f"step {self.step}: the gradient norm is {self.gradient_norm}, and was not finite "
+                f"in the {self.num_skipped - 1} steps before: lower the learning rate"
+            )
+
+    def average_loss(self, loss: Tensor, wishes: Wishes) -> float:
+        """Average the terms of the loss, the mean over the global batch, and share wishes."""
+        wished = torch.tensor(wishes, dtype=torch.float32, device=self.device)
+        both = torch.cat((loss.detach().reshape(1).float(), wished))
+        self.world.all_reduce(both, op="avg")
+        mean_loss, *shared = both.tolist()
+        self.wishes = Wishes(*(share > 0 for share in shared))
+        return mean_loss
 
     @torch.no_grad()
     def validate(self, windows: Windows) -> float:
@@ -261,6 +347,7 @@ class Trainer:
             world_size=self.source.world_size,
             num_sequences=EVALUATION_SEQUENCES,
             at_least=self.settings.microbatches,
+            mask_documents=self.settings.mask_documents,
         )
         for batch in batches:
             total += self.summed_loss(move_batch(batch, self.device))
@@ -277,15 +364,22 @@ class Trainer:
         }
 
     def save(
-        self, path: Path, identity: dict[str, int], *, in_background: bool
+        self,
+        path: Path,
+        identity: dict[str, Any],
+        *,
+        in_background: bool,
+        keep: int = 2,
+        settings: dict[str, Any] | None = None,
     ) -> PendingSave | None:
         """Save a checkpoint. Collective; in the background, training goes on at once."""
         plain = {
             "identity": identity,
+            "settings": settings or {},
             "scaler": self.scaler.state_dict(),
             "data": self.source.state_dict(),
         }
-        return save(path, {**plain, **self.state()}, async_op=in_background)
+        return save(path, {**plain, **self.state()}, async_op=in_background, keep=keep)
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, whatever number of ranks saved it. Collective."""

@@ -5,6 +5,7 @@ Both average the gradients over the ranks, clip them by the norm of all, and kno
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,9 @@ from echelon.dist.fsdp import (
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
+    gradient_sync,
 )
+from echelon.train.models import Transformer
 from gpt.model.transformer import GPT
 from gpt.training.gradients import GradientBuckets
 
@@ -46,7 +49,7 @@ class Replicas:
 
     def __init__(
         self,
-        model: GPT,
+        model: GPT | Transformer,
         world: ProcessGroup,
         bucket_bytes: int,
         half: torch.dtype | None = None,
@@ -66,11 +69,15 @@ class Replicas:
         """Forget the gradients."""
         self.buckets.zero()
 
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradients so that their joint norm is at most `max_norm`."""
-        self.buckets.clip(max_norm)
+    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context for one of a step's passes: gradients add up in the buffers."""
+        return nullcontext()
 
-    def whole(self) -> GPT:
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradients so that their joint norm is at most `max_norm`; return the norm."""
+        return self.buckets.clip(max_norm)
+
+    def whole(self) -> GPT | Transformer:
         """Return the whole model."""
         return self.model
 
@@ -80,7 +87,9 @@ class Shards:
 
     flats: list[Tensor] = []  # noqa: RUF012 -- none is left to average
 
-    def __init__(self, model: GPT, world: ProcessGroup, half: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: GPT | Transformer, world: ProcessGroup, half: torch.dtype | None = None
+    ) -> None:
         self.model = model
         self.scaler = make_scaler(half, world)
         precision = make_policy(half)
@@ -93,13 +102,20 @@ class Shards:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradients so that their joint norm is at most `max_norm`. Collective."""
-        clip_grad_norm_(self.model, max_norm)
+    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context for one of a step's passes: the last one averages the gradients."""
+        return gradient_sync(self.model, enabled=is_last)
 
-    def whole(self) -> GPT:
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradients so that their joint norm is at most `max_norm`; return the norm.
+
+        Collective.
+        """
+        return clip_grad_norm_(self.model, max_norm)
+
+    def whole(self) -> GPT | Transformer:
         """Return a whole model, in the host's memory. Collective."""
         state = full_state_dict(self.model)
-        model = GPT(self.model.config)
+        model = type(self.model)(self.model.config)
         model.load_state_dict(state)
         return model

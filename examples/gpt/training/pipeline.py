@@ -126,15 +126,17 @@ class Stages:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradients so that their joint norm is at most `max_norm`. Collective.
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradients so that their joint norm is at most `max_norm`; return the norm.
 
-        The embedding counts once, though two stages have it.
+        Collective. The embedding counts once, though two stages have it.
         """
         second = self.model.is_last and not self.model.is_first
         copies = [p for name, p in self.model.named_parameters() if second and name == EMBEDDING]
         replicas = None if self.sharded else self.data
-        clip_grad_norm_(self.model, max_norm, over=dist.world(), replicas=replicas, aliases=copies)
+        return clip_grad_norm_(
+            self.model, max_norm, over=dist.world(), replicas=replicas, aliases=copies
+        )
 
     def whole(self) -> GPT:
         """Return the whole model, in the host's memory. Collective."""

@@ -64,7 +64,7 @@ class _Training:
 
     def steps(self) -> list[int]:
         """Return the steps that the last world took."""
-        return [line["step"] for line in read_log(self.log)]
+        return [line["step"] for line in read_log(self.log) if "loss" in line]
 
     def left(self) -> list[str]:
         """Return what is left of the job: processes, files in memory, sockets."""

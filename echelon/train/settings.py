@@ -1,0 +1,236 @@
+"""Typed settings: frozen dataclasses that are read from TOML, overridden, compared and written.
+
+    [training]
+    lr = 3e-4
+
+A section is a dataclass, a field is a number, text, a truth value, a choice (`Literal`), a tuple of
+these, or one of them or None, which is written by leaving it out. A name that no field has and a
+value of another type are refused, with the nearest name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a file of settings, as nested dicts.
+
+    Raises:
+        ValueError: it is not TOML; names the file and the line.
+        OSError: it cannot be read.
+    """
+    text = Path(path).read_bytes()
+    try:
+        values: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    return values
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Split `training.lr=3e-4` into the dotted name and a value; what is not TOML is text.
+
+    Raises:
+        ValueError: there is no name or no `=`.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value.strip()
+
+
+def override(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set a value by its dotted name in nested dicts, in place.
+
+    Raises:
+        ValueError: a part of the name is a value, not a section.
+    """
+    *sections, last = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{name}: {section} is not a section")
+    values[last] = value
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts in which the values of `above` replace those of `below`."""
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        is_section = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[name] = merged(old, value) if is_section else value  # type: ignore[arg-type]
+    return result
+
+
+def build(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass from nested dicts.
+
+    A field's metadata may limit a number: `least`, the smallest, or `above`, below the smallest.
+
+    Raises:
+        ValueError: an unknown name, a missing or bad value, or one out of range.
+    """
+    return _section(kind, values, "")
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """Return settings as nested dicts of plain values; fields that are None are left out."""
+    result: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            result[field.name] = to_dict(value)
+        elif value is not None:
+            result[field.name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def to_toml(settings: Any) -> str:
+    """Return the text of a file that `read_toml` reads."""
+    return "\n".join(_table(to_dict(settings), "")).strip() + "\n"
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two results of `to_dict`: `training.lr 0.1 before, 0.2 now`."""
+    old, new = dict(_flat(before, "")), dict(_flat(now, ""))
+    return [
+        f"{name} {_shown(old.get(name))} before, {_shown(new.get(name))} now"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
+    ]
+
+
+def names(kind: type, prefix: str = "") -> list[str]:
+    """Return the dotted names of all fields."""
+    found = []
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        is_section = dataclasses.is_dataclass(hint)
+        name = prefix + field.name
+        found += names(hint, f"{name}.") if is_section else [name]
+    return found
+
+
+def _section(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{prefix.rstrip('.')} is a section, not {values!r}")
+    fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"there is no setting {prefix}{name}{_nearest(name, fields, prefix)}")
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            made[name] = _section(hint, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            made[name] = _value(hint, value, f"{prefix}{name}")
+            _require_range(made[name], fields[name].metadata, f"{prefix}{name}")
+    missing = [name for name, field in fields.items() if name not in made and _is_required(field)]
+    if missing:
+        raise ValueError(f"{prefix}{missing[0]} is missing")
+    return kind(**made)
+
+
+def _nearest(name: str, fields: Mapping[str, Any], prefix: str) -> str:
+    near = difflib.get_close_matches(name, fields, n=1)
+    if near:
+        return f"; did you mean {prefix}{near[0]}?"
+    return f"; there are {', '.join(fields)}"
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    none = dataclasses.MISSING
+    return field.default is none and field.default_factory is none
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _value(next(a for a in arguments if a is not types.NoneType), value, name)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError(f"{name} is {value!r}, not one of {', '.join(map(str, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name} is {value!r}, not a list")
+        return tuple(_value(arguments[0], item, name) for item in value)
+    return _plain(hint, value, name)
+
+
+def _plain(hint: type, value: Any, name: str) -> Any:
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    is_bool = isinstance(value, bool)
+    if hint is float and isinstance(value, (int, float)) and not is_bool:
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, not a finite number")
+        return float(value)
+    if isinstance(value, hint) and (hint is bool or not is_bool):
+        return value
+    raise ValueError(f"{name} is {value!r}, not {kinds.get(hint, hint.__name__)}")
+
+
+def _require_range(value: Any, limits: Mapping[str, Any], name: str) -> None:
+    if not isinstance(value, (int, float)):
+        return
+    if "least" in limits and value < limits["least"]:
+        raise ValueError(f"{name} is {value}; it is at least {limits['least']}")
+    if "above" in limits and value <= limits["above"]:
+        raise ValueError(f"{name} is {value}; it is above {limits['above']}")
+
+
+def _table(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            yield f"{name} = {_literal(value)}"
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield f"\n[{prefix}{name}]"
+            yield from _table(value, f"{prefix}{name}.")
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, str):  # JSON escapes what TOML does, but for DEL
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else _literal(value)

@@ -1,0 +1,109 @@
+"""Everything that a run can be told, in one typed configuration: defaults < preset < file < flags.
+
+`--config run.toml` reads it, `--set training.lr=3e-4` overrides one value, and the configuration
+that results is written beside the log and into each checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def whole(default: int, least: int = 1) -> Any:
+    """Return a field for whole numbers from `least` up."""
+    return field(default=default, metadata={"least": least})
+
+
+def maybe(least: int = 1) -> Any:
+    """Return a field for whole numbers from `least` up, which may be left out."""
+    return field(default=None, metadata={"least": least})
+
+
+def positive(default: float | None) -> Any:
+    """Return a field for numbers above 0."""
+    return field(default=default, metadata={"above": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained."""
+
+    kind: Literal["gpt", "gpt2", "llama"] = "gpt"  # the example's own, or of echelon.train.models
+    layers: int = whole(4)
+    width: int = whole(128)
+    heads: int = whole(4)
+    kv_heads: int | None = maybe()  # of a Llama: heads of keys and values
+    context: int = whole(128)
+    vocabulary: int | None = maybe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What it is trained on."""
+
+    sources: tuple[str, ...] = ()  # PATH or PATH:WEIGHT
+    workers: int = whole(1)  # threads that read ahead
+    mask_documents: bool = False  # no attention and no loss from one document to the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How it is trained."""
+
+    steps: int = whole(1200)
+    batch: int = whole(16)
+    accumulate: int = whole(1)
+    lr: float = positive(3e-3)
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = whole(50, least=0)
+    clip: float = positive(1.0)
+    max_skipped: int = whole(10)  # steps in a row whose gradients were not finite
+    seed: int = whole(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where it is trained, and how the ranks divide the work."""
+
+    shard: bool = False
+    pipeline: int = whole(1)
+    microbatches: int | None = maybe()
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    checkpoint_activations: str = "none"  # full, every=N or selective
+    compile: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: str | None = None
+    peak_tflops: float | None = positive(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When it is saved, and from where it goes on."""
+
+    path: str | None = None  # {step} in the name becomes the step
+    every: int | None = maybe()  # steps
+    every_s: float | None = positive(None)
+    keep: int = whole(2)
+    resume: str | None = None  # a checkpoint, or "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is reported."""
+
+    log: str | None = None
+    eval_every: int = whole(400)
+    eval_windows: int = whole(512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The whole configuration of a run."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    machine: Machine = field(default_factory=Machine)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    report: Report = field(default_factory=Report)

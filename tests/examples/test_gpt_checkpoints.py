@@ -1,0 +1,89 @@
+"""Which checkpoint a run goes on from, when the next one is due, and how settings are read."""
+
+from __future__ import annotations
+
+import pytest
+from gpt.flags import build_parser, read_settings
+from gpt.settings import Checkpoint, Settings
+from gpt.training.checkpoints import Timetable, newest, path_at, saved_under
+
+import echelon.dist as dist
+from echelon.dist.checkpoint import save
+from echelon.errors import CheckpointError
+from echelon.train.settings import to_toml
+
+
+@pytest.fixture
+def _world():
+    dist.init()
+    yield
+    dist.shutdown()
+
+
+def only(folder):
+    (version,) = [child for child in folder.iterdir() if child.is_dir()]
+    return version
+
+
+@pytest.mark.usefixtures("_world")
+def test_the_newest_complete_checkpoint_is_found(tmp_path):
+    path = str(tmp_path / "gpt_{step}_x")
+    assert newest(path) is None
+    for step in (9, 10, 2):
+        save(path_at(path, step), {"step": step})
+    (tmp_path / "gpt_11_x").mkdir()  # begun, and not completed
+    (tmp_path / "gpt_other_x").mkdir()
+    assert [folder.name for folder in saved_under(path)][:2] == ["gpt_11_x", "gpt_10_x"]
+    assert newest(path) == tmp_path / "gpt_10_x"
+
+
+@pytest.mark.usefixtures("_world")
+def test_a_damaged_checkpoint_is_passed_over_but_not_taken_for_none(tmp_path):
+    path = str(tmp_path / "gpt_{step}")
+    for step in (1, 2):
+        save(path_at(path, step), {"step": step})
+    (only(tmp_path / "gpt_2") / "manifest").write_bytes(b"torn")
+    assert newest(path) == tmp_path / "gpt_1"
+    (only(tmp_path / "gpt_1") / "manifest").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="gpt_2"):
+        newest(path)
+
+
+@pytest.mark.usefixtures("_world")
+def test_one_folder_is_its_own_newest(tmp_path):
+    path = str(tmp_path / "gpt")
+    assert newest(path) is None
+    save(path, {"step": 1})
+    assert newest(path) == tmp_path / "gpt"
+
+
+def test_a_checkpoint_is_due_by_steps_and_by_seconds():
+    seconds = [0.0]
+    timetable = Timetable(Checkpoint(path="x", every=5, every_s=10.0), now=lambda: seconds[0])
+    assert [step for step in range(1, 16) if timetable.is_due(step)] == [5, 10, 15]
+    assert not timetable.is_time()
+    seconds[0] = 10.0
+    assert timetable.is_time()
+    timetable.saved()
+    assert not timetable.is_time()
+
+
+def settings_of(*arguments: str) -> Settings:
+    return read_settings(build_parser("x"), arguments)
+
+
+def test_flags_beat_the_file_and_the_file_beats_the_preset(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nlr = 1e-5\nsteps = 7\n[model]\nlayers = 3\n")
+    common = ("--preset", "shakespeare", "--config", str(file))
+    settings = settings_of(*common, "--lr", "0.5", "--set", "model.width=64")
+    assert (settings.training.lr, settings.training.steps) == (0.5, 7)
+    assert (settings.model.layers, settings.model.width, settings.model.heads) == (3, 64, 6)
+    assert settings.training.batch == 64
+    assert settings_of() == Settings()
+
+
+def test_the_configuration_that_results_can_be_given_again(tmp_path):
+    settings = settings_of("--data", "a:0.7", "b", "--shard", "--checkpoint", "x_{step}")
+    (tmp_path / "run.toml").write_text(to_toml(settings))
+    assert settings_of("--config", str(tmp_path / "run.toml")) == settings
