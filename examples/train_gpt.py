@@ -31,7 +31,7 @@ from gpt.output.progress import Scale, with_unit
 from gpt.output.report import Report
 from gpt.text.bigram import bigram_loss
 from gpt.text.data import tokens_in_pieces, validation_windows
-from gpt.training.checkpoints import AUTO, Sigterm, Timetable, choose_together, path_at
+from gpt.training.checkpoints import AUTO, Timetable, choose_together, path_at
 from gpt.training.loop import Trainer, Wishes
 from gpt.training.machine import choose_device, describe, limit_threads, load_optimizers
 from gpt.training.pipeline import PipelineTrainer
@@ -102,20 +102,21 @@ def train(job: Job, trainer: Trainer, report: Report) -> float | None:
         num_windows=settings.report.eval_windows,
         context=job.config.context,
     )
-    timetable, sigterm = Timetable(settings.checkpoint), Sigterm(settings.checkpoint)
+    timetable = Timetable(settings.checkpoint)
+    saves = settings.checkpoint.path is not None  # else SIGTERM ends the ranks at once
     while trainer.step < settings.training.steps:
-        loss = trainer.train_step(Wishes(save=timetable.is_time(), stop=sigterm.has_come))
+        loss = trainer.train_step(Wishes(save=timetable.is_time()))
         report.step(trainer, loss)
         is_last = trainer.step == settings.training.steps
         if not is_last and trainer.step % settings.report.eval_every == 0:
             validate(trainer, windows, report)
-        is_stopped = trainer.wishes.stop
+        is_stopped = saves and dist.should_stop()
         if is_last or is_stopped or trainer.wishes.save or timetable.is_due(trainer.step):
             with report.pause():
                 save(job, trainer, is_last=is_last or is_stopped)
             timetable.saved()
         if is_stopped and not is_last:
-            report.say(f"stopped by SIGTERM after step {trainer.step}; --resume auto goes on there")
+            report.say(f"stopped after step {trainer.step}: {dist.stop_reason()}")
             return None
     return validate(trainer, windows, report, is_told=False)
 

@@ -84,8 +84,9 @@ def prepare(settings: Settings) -> Job:
         TokenShardsError: a folder is not one of token shards.
     """
     require_consistent(settings)
+    make_config(settings)  # what is wrong with the sizes is found before a text is prepared
     corpus = load_corpus(settings.data.sources, vocabulary=settings.model.vocabulary)
-    config = make_config(settings, corpus)
+    config = make_config(settings, corpus.vocabulary.size)
     training = training_settings(settings)
     if training.pipeline > config.layers:
         raise ValueError(f"--pipeline {training.pipeline}: there are only {config.layers} layers")
@@ -148,14 +149,16 @@ def require_folder_of(path: Path) -> None:
         raise ValueError(f"cannot write {path}: no such folder")
 
 
-def make_config(settings: Settings, corpus: Corpus) -> GPTConfig | ModelConfig:
+def make_config(settings: Settings, known: int = 1) -> GPTConfig | ModelConfig:
     """Return the model's sizes.
+
+    Args:
+        known: the tokens that the data has.
 
     Raises:
         ValueError: no model can have them.
     """
     model = settings.model
-    known = corpus.vocabulary.size
     rounded = -(-known // MULTIPLE) * MULTIPLE if known > ROUNDED_FROM else known
     vocabulary = model.vocabulary or rounded
     if vocabulary < known:

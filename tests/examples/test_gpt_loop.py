@@ -99,10 +99,10 @@ def test_too_many_such_steps_end_the_run(make_trainer):
 
 def test_a_wish_of_a_rank_is_found_after_the_step(make_trainer):
     trainer = make_trainer()
-    trainer.train_step(Wishes(stop=True))
-    assert trainer.wishes == (False, True)
+    trainer.train_step(Wishes(save=True))
+    assert trainer.wishes == (True,)
     trainer.train_step()
-    assert trainer.wishes == (False, False)
+    assert trainer.wishes == (False,)
 
 
 def test_the_same_settings_give_the_same_run(make_trainer):

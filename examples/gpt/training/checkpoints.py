@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,19 +102,3 @@ class Timetable:
     def saved(self) -> None:
         """Begin the seconds again."""
         self._saved_at_s = self._now()
-
-
-class Sigterm:
-    """Notes SIGTERM, if there is a checkpoint to save then; else the signal ends the process.
-
-    A batch system sends it before it takes the nodes back, to all ranks or to some: they learn of
-    it with the loss of a step and stop after the same one.
-    """
-
-    def __init__(self, settings: Checkpoint) -> None:
-        self.has_come = False
-        if settings.path is not None:
-            signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, *_: object) -> None:
-        self.has_come = True

@@ -90,7 +90,6 @@ class Wishes(NamedTuple):
     """What a rank wants all ranks to do after a step; it travels with the loss, at no cost."""
 
     save: bool = False
-    stop: bool = False
 
 
 def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
