@@ -18,6 +18,7 @@ for all that can be set.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,8 @@ def build_report(job: Job, trainer: Trainer) -> Report:
     )
     log = job.settings.report.log
     if world.rank == 0 and log:
-        Path(log + ".toml").write_text(to_toml(job.settings), encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk does not end a run: the log says so
+            Path(log + ".toml").write_text(to_toml(job.settings), encoding="utf-8")
     return Report(scale, first_step=trainer.step, log=log, world=world, device=trainer.device)
 
 
@@ -225,6 +227,10 @@ def main() -> None:
     reason = unfit(job.training, world.size)
     if reason:
         parser.error(reason)
+    try:
+        job.require_same_data(world)
+    except ValueError as error:
+        parser.error(str(error))
     code = run(job, world)
     if code:
         sys.exit(code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.dist.checkpoint import peek
 from echelon.errors import CheckpointError
@@ -18,6 +18,9 @@ from gpt.settings import Settings
 from gpt.text.corpus import Corpus, load_corpus
 from gpt.training.checkpoints import AUTO, STEP
 from gpt.training.loop import TrainingSettings, open_source
+
+if TYPE_CHECKING:
+    from echelon.dist.group import ProcessGroup
 
 ROUNDED_FROM = 1024  # a vocabulary that large is rounded up: matrix products like multiples of 64
 MULTIPLE = 64
@@ -70,8 +73,26 @@ class Job:
             source.close()
 
     def changes_since(self, path: Path) -> list[str]:
-        """Return the settings that differ from those in a checkpoint."""
-        return differences(peek(path).get("settings", {}), to_dict(self.settings))
+        """Return the settings of training that differ from those in a checkpoint."""
+        saved, now = peek(path).get("settings", {}), to_dict(self.settings)
+        sections = ("model", "data", "training", "machine")
+        before, after = ({name: all_.get(name, {}) for name in sections} for all_ in (saved, now))
+        return differences(before, after)
+
+    def require_same_data(self, world: ProcessGroup) -> None:
+        """Check that all hosts read the same tokens. Collective.
+
+        Raises:
+            ValueError: they do not; names the ranks that differ from rank 0.
+        """
+        found = world.all_gather_object(self.corpus.fingerprint)
+        different = [rank for rank, numbers in enumerate(found) if numbers != found[0]]
+        if different:
+            ranks = ", ".join(map(str, different))
+            raise ValueError(
+                f"{self.corpus.name}: ranks {ranks} read other tokens than rank 0: "
+                "give all hosts the same files"
+            )
 
 
 def prepare(settings: Settings) -> Job:

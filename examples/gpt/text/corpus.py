@@ -37,6 +37,11 @@ class Corpus:
         """Tokens to validate with."""
         return sum(len(source.shards) for source in self.validation)
 
+    @property
+    def fingerprint(self) -> list[int]:
+        """Numbers that differ where the tokens differ."""
+        return [source.shards.index.fingerprint for source in (*self.train, *self.validation)]
+
     def require_windows_of(self, num_tokens: int) -> None:
         """Check that a window of `num_tokens` fits into every part.
 

@@ -81,7 +81,7 @@ def choose_together(path: str, world: ProcessGroup) -> Path | None:
 class Timetable:
     """When a checkpoint is due: every so many steps, or every so many seconds.
 
-    The seconds are those of rank 0, whose wish the ranks learn with the loss of a step.
+    The first rank whose seconds are over has all ranks save: they learn of it with a step's loss.
     """
 
     def __init__(self, settings: Checkpoint, now: Callable[[], float] = time.monotonic) -> None:
