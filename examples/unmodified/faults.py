@@ -122,8 +122,7 @@ def _exception() -> None:
 
 
 def _spin() -> None:
-    while True:  # culprit: spin
-        ...
+    all(True for _ in iter(int, 1))  # culprit: spin
 
 
 def _store() -> None:

@@ -162,3 +162,31 @@ def test_of_two_that_wait_at_two_lines_neither_is_singled_out():
 def test_ranks_that_all_wait_at_one_line_differ_in_nothing():
     verdict = _all_inside("barrier", "barrier", "barrier").report().verdict
     assert (verdict.cause, verdict.culprit_ranks) == ("unknown", ()), verdict
+
+
+def test_a_recorded_wait_for_data_names_the_worker_and_its_line():
+    """With a record of its own, the rank is known to wait; what for, its worker's stack says."""
+    made = Job(2).train(3)
+    made[0].all_reduce(inside=True)
+    made[1].span("data_wait").host.update(recorded("loader2").facts())
+    verdict = made.report().verdict
+    pid = recorded("loader2").children[0].pid
+    assert (verdict.cause, verdict.culprit_ranks) == ("data_starvation", (1,))
+    assert f"for its data-loader worker (pid {pid}), which sleeps at situations.py:97 in fetch" in (
+        verdict.summary
+    )
+    assert "situations.py:97" in verdict.next_action
+
+
+def test_a_recorded_wait_for_data_without_workers_names_the_rank_s_own_line():
+    made = Job(2).train(3)
+    made[0].all_reduce(inside=True)
+    facts = recorded("loader2").facts()
+    made[1].span("data_wait").host.update({**facts, "children": (), "num_children": 0})
+    assert "for its next batch" in made.report().verdict.summary
+
+
+def test_a_frozen_rank_is_named_with_the_line_at_which_it_stopped():
+    verdict = job("all_reduce", "sleep", process_state="T").report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("frozen_process", (1,))
+    assert ", at situations.py:" in verdict.summary

@@ -71,7 +71,7 @@ def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
     if cause is None or not facts.host.alive:
         return None
     lines = [f"rank {facts.rank}: its stack is in {activity.by}"]
-    worker = _named_worker(facts) if cause is Cause.DATA_STARVATION else None
+    worker = named_worker(facts) if cause is Cause.DATA_STARVATION else None
     frame = activity.line
     if worker is not None:
         words = f"waits for {worker.words()}"
@@ -90,8 +90,8 @@ def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
     )
 
 
-def _named_worker(facts: RankEvidence) -> WorkerState | None:
-    """Return the loader's worker that keeps a rank waiting, None if none stands out."""
+def named_worker(facts: RankEvidence) -> WorkerState | None:
+    """Return the loader's worker that a rank waits for; None if none stands out."""
     states = [
         one
         for one in workers_of(facts)

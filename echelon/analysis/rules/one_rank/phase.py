@@ -7,7 +7,7 @@ from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.stacks import short_site
 from echelon.analysis.finding import Cause, Confidence, seconds
-from echelon.analysis.rules.one_rank.doing import activity_of, worker_lines
+from echelon.analysis.rules.one_rank.doing import activity_of, named_worker, worker_lines
 from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.analysis.rules.one_rank.signals import (
     innermost_span,
@@ -62,11 +62,16 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
     age_s = max(0, facts.seen_ns - span.started_ns) / 1e9 if facts.seen_ns else 0.0
     site = short_site(span.site)
     frame = users_line(facts)
-    words = _SPAN_WORDS[cause].format(
-        age=seconds(age_s) if age_s else "some time",
-        at=f" ({site})" if site else "",
-        detail=f", {span.detail!r}" if span.detail else "",
-    )
+    age = seconds(age_s) if age_s else "some time"
+    worker = named_worker(facts) if cause is Cause.DATA_STARVATION else None
+    if worker is None:
+        words = _SPAN_WORDS[cause].format(
+            age=age,
+            at=f" ({site})" if site else "",
+            detail=f", {span.detail!r}" if span.detail else "",
+        )
+    else:
+        words = f"has waited {age} for {worker.words()}"
     lines = [f"rank {facts.rank}: span '{span.name}' is open" + (f" at {site}" if site else "")]
     if span.detail:
         lines.append(f"rank {facts.rank}: {span.detail}")
@@ -76,6 +81,6 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
         cause=cause,
         confidence=Confidence.CERTAIN,
         words=words,
-        frame=frame,
+        frame=(worker.activity.line if worker is not None else None) or frame,
         evidence=(*lines, *process_lines(facts)),
     )

@@ -41,12 +41,13 @@ def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
         return None
     since = heartbeat_age_s(facts)
     how = "stopped (process state T)" if stopped else "frozen with its cgroup"
+    frame = users_line(facts)
     words = f"is {how}" + (f", for {seconds(since)}" if since else "")
     return Reading(
         cause=Cause.FROZEN_PROCESS,
         confidence=Confidence.CERTAIN,
-        words=words,
-        frame=users_line(facts),
+        words=words + (f", at {frame}" if frame else ""),
+        frame=frame,
         evidence=(
             f"rank {facts.rank}: "
             + ("/proc state T" if stopped else "its cgroup's freezer is on (a paused container?)"),
