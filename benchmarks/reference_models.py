@@ -86,14 +86,19 @@ def run(cases: list[Case], options: argparse.Namespace) -> None:
             if number in found or any("error" in one for one in found.values()):
                 continue
             result = measure(case, key(options), cache / case.name.replace(" ", "_"), options.limit)
+            if result is None:
+                sys.stderr.write(f"{number} {case.name}: killed by a signal; not kept\n")
+                continue
             line = {"case": case.name, "round": number, "options": key(options), **result}
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             sys.stderr.write(f"{number} {case.name}: {result.get('error', 'measured')}\n")
 
 
-def measure(case: Case, options: dict[str, Any], cache: Path, limit_s: float) -> dict[str, Any]:
-    """Run one row in a fresh process."""
+def measure(
+    case: Case, options: dict[str, Any], cache: Path, limit_s: float
+) -> dict[str, Any] | None:
+    """Run one row in a fresh process; None: it was killed, which says nothing about the row."""
     order = json.dumps({"case": case.to_dict(), "options": options})
     environ = {
         **os.environ,
@@ -110,6 +115,8 @@ def measure(case: Case, options: dict[str, Any], cache: Path, limit_s: float) ->
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"took longer than {limit_s:.0f} s"}
+        if done.returncode < 0:
+            return None
         lines = done.stdout.decode().strip().splitlines()
         if done.returncode or not lines:
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4000))
