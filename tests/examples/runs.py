@@ -20,7 +20,13 @@ INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "EC
 
 # Texts are prepared here, not among the user's: this process and its children inherit it.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="echelon-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+
+@atexit.register
+def _remove_cache(folder: str = os.environ["XDG_CACHE_HOME"], owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # a forked child runs this, too
+        shutil.rmtree(folder, ignore_errors=True)
+
 
 SMALL_MODEL = (
     "--layers=2",
