@@ -158,3 +158,16 @@ def test_the_coordinators_order_of_ends_is_read(tmp_path: Path) -> None:
     told = {"kind": "failure", "ended": ended}
     (tmp_path / "incident.json").write_text(json.dumps(told))
     assert read_incident(tmp_path / "incident.json").ended == (1, 3, 2)
+
+
+def test_an_incident_to_which_no_node_sent_a_black_box_says_why(tmp_path: Path) -> None:
+    late = {"0": "its node did not answer in time", "1": "its node did not answer in time"}
+    told = {"kind": "failure", "world_size": 2, "reason": "rank 1 failed", "ranks_absent": late}
+    (tmp_path / "incident.json").write_text(json.dumps(told))
+    report = analyze(tmp_path)
+    assert report.verdict is not None
+    assert report.verdict.cause.value == "unknown"
+    assert "ranks 0 and 1 sent no black box: its node did not answer in time" in (
+        report.verdict.evidence
+    )
+    assert "has no black box" in report.origin

@@ -63,6 +63,9 @@ def load(path: Path) -> Evidence:
         logs = load_logs(path)
         if logs is not None:
             return logs
+        if (path / "incident.json").is_file():  # no node sent a black box in time
+            incident = read_incident(path / "incident.json")
+            return load_place(Place((), f"incident {path}, which has no black box", incident))
     return load_torch(path)
 
 

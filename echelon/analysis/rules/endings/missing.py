@@ -53,12 +53,20 @@ def find_unknown(picture: Picture) -> list[Finding]:
             culprit_ranks=(),
             confidence=Confidence.POSSIBLE,
             summary=f"{seen}, but nothing in the records explains it",
-            evidence=(f"incident {incident.number}: {incident.kind}{reason}",),
+            evidence=(f"incident {incident.number}: {incident.kind}{reason}", *_absent(picture)),
             fallout_ranks=tuple(sorted(picture.disturbed)),
             would_settle=tuple(settles),
             next_action="Take another snapshot a few seconds later, and read the ranks' stderr.",
         )
     ]
+
+
+def _absent(picture: Picture) -> list[str]:
+    """Say which ranks sent no black box, and why, by reason."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, why in sorted(picture.evidence.incident.absent.items()):
+        by_reason.setdefault(why, []).append(rank)
+    return [f"{rank_list(ranks)} sent no black box: {why}" for why, ranks in by_reason.items()]
 
 
 def find_unproven(picture: Picture) -> list[Finding]:
