@@ -71,11 +71,23 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep {keep}: at least this checkpoint is kept")
+    require_folder(path)
     root = Path(path)
     if root.suffix in (".pt", ".pth", ".safetensors") or root.is_file():
         raise ValueError(f"{root}: a checkpoint is a folder; `export` makes such a file of one")
     peers = find(to_write=True)
     return begin(root, state, peers, async_op=async_op, keep=keep, timeout_s=timeout_s)
+
+
+def require_folder(path: str | os.PathLike[str]) -> None:
+    """Refuse the address of an object store, which would become a local folder of that name.
+
+    Raises:
+        ValueError: it is one.
+    """
+    scheme, is_address, _ = os.fspath(path).partition("://")
+    if is_address:
+        raise ValueError(f"{scheme}://...: a checkpoint is a folder on a file system: mount it")
 
 
 def begin(

@@ -25,7 +25,7 @@ from echelon.dist.checkpoint.life import rules
 from echelon.dist.checkpoint.life.rules import Best, Policy
 from echelon.dist.checkpoint.ranks import pending
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
-from echelon.dist.checkpoint.save import begin
+from echelon.dist.checkpoint.save import begin, require_folder
 from echelon.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Keeper:
             raise ValueError(f"keep_every {keep_every}: must be at least 1")
         if best not in (None, "lowest", "highest"):
             raise ValueError(f'best {best!r}: "lowest" or "highest"')
+        require_folder(folder)
         self.folder = Path(folder)
         self.policy = Policy(keep=keep, keep_every=keep_every, best=best)
         self._steps = StepFolders(self.folder)

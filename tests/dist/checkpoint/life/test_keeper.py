@@ -163,6 +163,15 @@ def test_bad_settings_are_refused(tmp_path, settings, word):
         Keeper(tmp_path, **settings)
 
 
+def test_the_address_of_an_object_store_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (Keeper, lambda path: save(path, state_at(1))):
+        with pytest.raises(ValueError, match=r"^s3://...: a checkpoint is a folder") as caught:
+            call("s3://key:secret@bucket/c")
+        assert "secret" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_bad_steps_and_states_are_refused(tmp_path):
     with Keeper(tmp_path) as keeper:
         for step in (-1, 1.5, True):

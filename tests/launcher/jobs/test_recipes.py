@@ -1,0 +1,134 @@
+"""The recipes in examples/: what they do when the time is up, and when the program fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+pytestmark = pytest.mark.ranks
+
+_ROOT = Path(__file__).parents[3]
+_SBATCH = _ROOT / "examples/slurm/train.sbatch"
+_MANIFEST = (_ROOT / "examples/kubernetes/train.yaml").read_text()
+_FIRST_PORT, _NUM_PORTS = 20000, 20000  # of the endpoints that are made from Slurm's job numbers
+_LIMIT_S = 120
+
+_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+SLURM_NODEID=0 SLURM_PROCID=0 "$@" &
+node=$!
+trap 'kill -TERM $node' TERM
+code=0
+wait $node || code=$?
+while kill -0 $node 2> /dev/null; do code=0; wait $node || code=$?; done
+exit $code
+"""
+_TRAIN = """
+import signal, sys, time
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("training", flush=True)
+if sys.argv[1] == "fails":
+    sys.exit(7)
+while True:
+    signal.pause()
+"""
+
+
+def _batch(folder: Path, how: str) -> subprocess.Popen[str]:
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, text in (
+        ("echelon", f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n'),
+        ("srun", _SRUN),
+        ("scontrol", '#!/bin/sh\necho "scontrol $*"\n'),
+    ):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (folder / "train.py").write_text(_TRAIN)
+    port = free_port()
+    while not _FIRST_PORT <= port < _FIRST_PORT + _NUM_PORTS:
+        port = free_port()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PET_", "SLURM_", "ECHELON_"))
+    }
+    return subprocess.Popen(
+        ["bash", str(_SBATCH)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        text=True, cwd=folder, start_new_session=True,
+        env={
+            **kept, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(_ROOT),
+            "SLURM_JOB_ID": str(port - _FIRST_PORT + 3 * _NUM_PORTS), "SLURM_NNODES": "1",
+            "SLURM_NTASKS": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "localhost",
+            "TRAIN": f"train.py {how}",
+        },
+    )  # fmt: skip
+
+
+def _read_until(batch: subprocess.Popen[str], wanted: str) -> str:
+    assert batch.stdout is not None
+    lines = []
+    for line in batch.stdout:
+        lines.append(line)
+        if wanted in line:
+            return "".join(lines)
+    raise AssertionError(f"no {wanted!r} in: {''.join(lines)}")
+
+
+@pytest.fixture
+def batch_of(tmp_path):
+    """Start the batch script; nothing of it runs on after the test."""
+    made = []
+
+    def start(how):
+        made.append(_batch(tmp_path, how))
+        return made[-1]
+
+    yield start
+    for batch in made:
+        if batch.poll() is None:
+            os.killpg(batch.pid, signal.SIGKILL)
+        batch.communicate(timeout=_LIMIT_S)
+
+
+def test_before_the_time_is_up_the_ranks_save_and_the_job_is_queued_again(batch_of):
+    batch = batch_of("trains")
+    _read_until(batch, "training")
+    batch.send_signal(signal.SIGUSR1)
+    out, _ = batch.communicate(timeout=_LIMIT_S)
+    assert batch.returncode == 0, out
+    assert "the time is nearly up: the ranks save within 90 s" in out
+    assert "saved" in out
+    assert re.search(r"^scontrol requeue \d+$", out, re.MULTILINE), out
+
+
+def test_a_program_that_fails_is_not_queued_again(batch_of):
+    batch = batch_of("fails")
+    out, _ = batch.communicate(timeout=_LIMIT_S)
+    assert batch.returncode not in (0, 2), out
+    assert "scontrol" not in out
+
+
+def test_the_pods_have_time_to_save_and_continue_from_their_checkpoint():
+    (grace_s,) = re.findall(r"terminationGracePeriodSeconds: (\d+)", _MANIFEST)
+    (shutdown_s,) = re.findall(r'"--shutdown-timeout", "(\d+)"', _MANIFEST)
+    assert int(grace_s) > int(shutdown_s)
+    assert '"--resume", "auto"' in _MANIFEST
+    (pods,) = re.findall(r"completions: (\d+)", _MANIFEST)
+    (restarts,) = re.findall(r'"--max-restarts", "(\d+)"', _MANIFEST)
+    (limit,) = re.findall(r"backoffLimit: (\d+)", _MANIFEST)
+    assert int(limit) >= int(pods) * (int(restarts) + 1)
+    assert re.findall(r'PET_NNODES, value: "(\d+)"', _MANIFEST) == [pods]
+    assert "from-literal" not in _MANIFEST, "a secret on a command line"
