@@ -6,6 +6,8 @@ import torch
 
 import echelon.dist as dist
 from echelon.dist.fsdp import fully_shard
+from echelon.dist.mesh import DeviceMesh
+from echelon.dist.parallel import parallelize
 from echelon.train.models import Transformer, make_stage
 from echelon.train.models.hugging_face import load_weights, read_config, save_pretrained
 
@@ -55,3 +57,26 @@ def from_stages_to_folder(rank, size, folder, target):
         reason = str(error)
     dist.shutdown()
     return reason
+
+
+def from_folder_through_layout(rank, size, folder, target, sizes, axes, tokens):
+    """Divide a model as a mesh says, fill it from a folder, evaluate it, write it to another.
+
+    Returns:
+        This rank's term of the mean loss.
+    """
+    dist.init(backend="shm")
+    mesh = DeviceMesh(sizes, axes)
+    torch.manual_seed(99)  # not what is loaded
+    model = Transformer(read_config(folder))
+    parallel = parallelize(model, mesh, loss_fn=_loss)
+    load_weights(folder, parallel.model)
+    tokens = torch.tensor(tokens)
+    loss = float(parallel.evaluate(tokens[:, :-1], tokens[:, 1:]))
+    save_pretrained(parallel.model, target, max_piece_bytes=30_000)
+    dist.shutdown()
+    return loss
+
+
+def _loss(logits, targets):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

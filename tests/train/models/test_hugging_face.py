@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -24,8 +25,13 @@ from echelon.train.models.hugging_face import (
     save_pretrained,
     writing,
 )
+from echelon.train.models.hugging_face.reading import config_of
 from tests.ranks import run_ranks
-from tests.train.models.hugging_face_ranks import from_folder_to_shards, from_stages_to_folder
+from tests.train.models.hugging_face_ranks import (
+    from_folder_through_layout,
+    from_folder_to_shards,
+    from_stages_to_folder,
+)
 from tests.train.models.shapes import GPT2, LLAMA, SHAPES
 
 STORED = {name: one for name, one in SHAPES.items() if name != "rotary layer norm"}
@@ -369,3 +375,38 @@ def test_stages_load_their_parts_and_are_written_as_one_model(tmp_path):
     assert error == refused
     assert "another model: heads 4 (here 8)" in error
     assert read_config(tmp_path / "b") == ModelConfig.from_dict(GPT2.to_dict())
+
+
+def test_the_config_of_several_stages_is_that_of_each():
+    stages = [make_stage(Transformer(GPT2), index, 3) for index in range(3)]
+    assert config_of(torch.nn.ModuleList(stages)) == GPT2
+    with pytest.raises(ValueError, match="is not a Transformer"):
+        config_of(torch.nn.ModuleList([*stages, Transformer(LLAMA)]))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("config", "sizes", "axes"),
+    [(LLAMA, (2,), ("tp",)), (GPT2, (2, 2), ("pp", "tp"))],
+    ids=["llama tp", "gpt2 pp tp"],
+)
+def test_slices_of_layers_load_and_are_written_as_one_model(config, sizes, axes, tmp_path):
+    model = _made(config)
+    save_pretrained(model, tmp_path / "a")
+    tokens = torch.randint(config.vocabulary, (2, 21))
+    losses = run_ranks(
+        from_folder_through_layout,
+        math.prod(sizes),
+        tmp_path / "a",
+        tmp_path / "b",
+        sizes,
+        axes,
+        tokens.tolist(),
+        timeout_s=120.0,
+    )
+    with torch.no_grad():
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert sum(losses) == pytest.approx(loss.item(), abs=1e-5)
+    _assert_equal(load_pretrained(tmp_path / "b"), model)

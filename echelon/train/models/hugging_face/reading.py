@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -112,19 +111,15 @@ def _is_first(peers: Peers) -> bool:
 
 
 def config_of(model: nn.Module) -> ModelConfig:
-    """Return the config of a model, whatever wraps it.
+    """Return the config of a model, whatever wraps it, or of a rank's stages.
 
     Raises:
         ValueError: it is not one of ours.
     """
-    inner: Any = model
-    for _ in range(8):  # DistributedDataParallel around torch.compile around ...
-        config = getattr(inner, "config", None)
-        if isinstance(config, ModelConfig):
-            return config
-        inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
-        if inner is None:
-            break
+    parts = (getattr(one, "config", None) for one in model.modules())
+    found = {config for config in parts if isinstance(config, ModelConfig)}
+    if len(found) == 1:
+        return found.pop()
     raise ValueError(f"{type(model).__name__} is not a Transformer or a stage of one")
 
 
