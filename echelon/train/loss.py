@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.dist.fsdp.parameters.slices import slice_of
+
 _CHUNK_BYTES = 64 << 20  # of a chunk's logits: large enough for full matrix products
 
 
@@ -233,6 +235,12 @@ def _check(
         raise ValueError(
             f"hidden must be [..., C] and weight [V, C], got {list(hidden.shape)} and "
             f"{list(weight.shape)}"
+        )
+    part = slice_of(weight)
+    if part is not None:
+        raise ValueError(
+            f"weight is rows {part.index * len(weight)} to {(part.index + 1) * len(weight) - 1} of "
+            f"the head's {part.shape[0]}, which axis tp divides: leave the head out of plan.tensor"
         )
     if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
         raise ValueError(

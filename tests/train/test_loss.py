@@ -326,3 +326,13 @@ def test_in_a_pipelines_last_stage_the_head_is_trained_by_the_loss():
     found = [*first, *second, *outer, *inner]
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+
+
+def test_a_heads_slice_is_refused_rather_than_taken_for_the_whole_vocabulary():
+    from echelon.dist.fsdp.parameters.slices import Slice, set_slice
+
+    hidden, weight, targets = _inputs()
+    part = nn.Parameter(weight.detach().clone())
+    set_slice(part, Slice(shape=(2 * _V, _C), dim=0, index=1, count=2))
+    with pytest.raises(ValueError, match=f"weight is rows {_V} to {2 * _V - 1} of the head's"):
+        chunked_cross_entropy(hidden, part, targets)

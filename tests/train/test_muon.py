@@ -134,6 +134,16 @@ def test_bad_arguments_are_refused(make, message):
         make(_matrices())
 
 
+def test_a_matrix_that_tensor_parallelism_divides_is_refused():
+    from echelon.dist.fsdp.parameters.slices import Slice, set_slice
+
+    matrix = _matrices()[0]
+    set_slice(matrix, Slice(shape=(24, 12), dim=0, index=0, count=2))
+    with pytest.raises(ValueError, match=r"\[24, 12\], is divided among 2 ranks of axis tp"):
+        Muon([matrix])
+    Muon([{"params": [matrix], "algorithm": "adamw"}])
+
+
 # ---- on shards ----
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.slices import slice_of
 
 # By name too, since the last stage of a pipeline has a head and no embedding of the same shape.
 NOT_HIDDEN = (
@@ -68,8 +69,10 @@ def matrix_groups(
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, or of the one that a shard is a part of."""
-    member = member_of(parameter)
+    """Return the shape of a parameter, or of the one that a shard or slice is a part of."""
+    part, member = slice_of(parameter), member_of(parameter)
+    if part is not None:
+        return part.shape
     return tuple(parameter.shape) if member is None else member.piece.shape
 
 

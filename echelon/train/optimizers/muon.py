@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.slices import slice_of
 from echelon.train.optimizers.groups import matrix_groups, whole_shape
 from echelon.train.optimizers.matrices import Buckets
 from echelon.train.optimizers.newton_schulz import orthogonalize
@@ -215,6 +216,12 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"Muon trains matrices, got a parameter of {parameter.dtype} {list(shape)}: put "
                 'it into a group with "algorithm": "adamw", as matrix_groups(model) does'
+            )
+        part = slice_of(parameter)
+        if part is not None:
+            raise ValueError(
+                f"Muon needs whole matrices, and this one, {list(shape)}, is divided among "
+                f'{part.count} ranks of axis tp: put it into a group with "algorithm": "adamw"'
             )
         if hasattr(parameter, "placements"):
             raise ValueError(
