@@ -163,32 +163,32 @@ def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: 
     report.say(f"sample:\n{sample}")
 
 
-def resume(job: Job, trainer: Trainer) -> Path | None:
-    """Load the checkpoint that the run goes on from, if there is one. Collective.
+def choose_checkpoint(job: Job, world: ProcessGroup) -> Path | None:
+    """Return the checkpoint that the run goes on from, if there is one. Collective.
 
     Raises:
         CheckpointError: it is damaged, or not of this run.
         ValueError: it is one of other data.
     """
     checkpoint = job.settings.checkpoint
-    if checkpoint.resume is None:
-        return None
-    path = Path(checkpoint.resume)
-    if checkpoint.resume == AUTO:
-        found = choose_together(checkpoint.path, trainer.world)
-        if found is None:
-            return None
-        path = found
-        job.require_same_run(path)
-    trainer.resume(path)
-    return path
+    if checkpoint.resume != AUTO:  # one that was named is checked before the ranks meet
+        return Path(checkpoint.resume) if checkpoint.resume else None
+    found = choose_together(checkpoint.path, world)
+    if found is not None:
+        job.require_same_run(found)
+    return found
 
 
-def run(job: Job, world: ProcessGroup) -> int:
-    """Train on this rank, report if this is rank 0, and return the exit code."""
+def run(job: Job, world: ProcessGroup, resumed: Path | None) -> int:
+    """Train on this rank, report if this is rank 0, and return the exit code.
+
+    Args:
+        resumed: the checkpoint to go on from.
+    """
     kind = PipelineTrainer if job.training.pipeline > 1 else Trainer
     trainer = kind.build(job.config, job.training, job.corpus, world=world)
-    resumed = resume(job, trainer)
+    if resumed is not None:
+        trainer.resume(resumed)
     report = build_report(job, trainer)
     introduce(job, trainer, report, resumed)
     if job.training.compile:
@@ -229,9 +229,10 @@ def main() -> None:
         parser.error(reason)
     try:
         job.require_same_data(world)
-    except ValueError as error:
+        resumed = choose_checkpoint(job, world)
+    except (ValueError, CheckpointError) as error:
         parser.error(str(error))
-    code = run(job, world)
+    code = run(job, world, resumed)
     if code:
         sys.exit(code)
 

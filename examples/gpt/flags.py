@@ -75,6 +75,12 @@ def add_training(group: argparse._ArgumentGroup) -> None:
     for name, (kind, text) in numbers.items():
         group.add_argument(f"--{name}", dest=f"training.{name}", type=kind, metavar="N", help=text)
     group.add_argument(
+        "--optimizer",
+        dest="training.optimizer",
+        choices=("adamw", "muon"),
+        help="muon: of hidden matrices, AdamW for the rest (default: adamw)",
+    )
+    group.add_argument(
         "--schedule",
         dest="training.schedule",
         choices=("cosine", "wsd", "constant"),

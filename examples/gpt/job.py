@@ -216,6 +216,7 @@ def training_settings(settings: Settings) -> TrainingSettings:
         warmup=training.warmup,
         clip=training.clip,
         seed=training.seed,
+        optimizer=training.optimizer,
         schedule=training.schedule,
         accumulate=training.accumulate,
         max_skipped=training.max_skipped,

@@ -55,6 +55,7 @@ class Training:
     batch: int = whole(16)
     accumulate: int = whole(1)
     lr: float = positive(3e-3)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup: int = whole(50, least=0)
     clip: float = positive(1.0)

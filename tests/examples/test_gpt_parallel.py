@@ -26,9 +26,10 @@ def make(corpus, tiny_config):
     dist.shutdown()
 
 
-def test_shards_train_as_replicas_do(make):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_shards_train_as_replicas_do(make, optimizer):
     """Clipping at work: the gradients' norm is above the limit in these steps."""
-    replicas, shards = make(), make(shard=True)
+    replicas, shards = make(optimizer=optimizer), make(optimizer=optimizer, shard=True)
     ours = [shards.train_step() for _ in range(5)]
     assert ours == pytest.approx([replicas.train_step() for _ in range(5)], abs=1e-6)
     whole = dict(shards.parallel.whole().named_parameters())

@@ -23,6 +23,7 @@ from echelon import recorder
 from echelon.dist.checkpoint import PendingSave, RandomState, load, save
 from echelon.train.activations import checkpoint_activations
 from echelon.train.models import ModelConfig, Transformer
+from echelon.train.optimizers import Muon
 from echelon.train.schedules import Schedule, make_schedule
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.data import Batch, BatchSource, evaluation_batches, share
@@ -61,6 +62,7 @@ class TrainingSettings:
     compile: bool = False  # each block, by torch.compile
     pipeline: int = 1  # stages, one after the other
     microbatches: int = 1  # into which a rank's share of the batch is split, in a pipeline
+    optimizer: str = "adamw"  # or "muon": of hidden matrices, AdamW for the rest
     schedule: str = "cosine"  # of the learning rate: "cosine", "wsd" or "constant"
     accumulate: int = 1  # forward and backward passes, of a part of the batch each, per step
     max_skipped: int = 10  # steps in a row whose gradients were not finite, before it is an error
@@ -92,8 +94,10 @@ class Wishes(NamedTuple):
     save: bool = False
 
 
-def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
-    """Return AdamW that decays the matrices, and leaves gains and biases alone."""
+def build_optimizer(model: torch.nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer that decays the matrices, and leaves gains and biases alone."""
+    if name == "muon":
+        return Muon(model, lr=lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [
@@ -169,7 +173,7 @@ class Trainer:
         self.num_skipped = 0  # steps in a row, up to now
         self.wishes = Wishes()
         self.schedule = settings.make_schedule()
-        self.optimizer = build_optimizer(self.model, settings.lr)
+        self.optimizer = build_optimizer(self.model, settings.optimizer, settings.lr)
         self.scaler = parallel.scaler
 
     @property
@@ -378,6 +382,8 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "data": self.source.state_dict(),
         }
+        if isinstance(config := self.model.config, ModelConfig):
+            plain["model_config"] = config.to_dict()  # what `echelon.train.models export` asks for
         return save(path, {**plain, **self.state()}, async_op=in_background, keep=keep)
 
     def resume(self, path: Path) -> None:
