@@ -80,7 +80,7 @@ def test_impossible_sizes_are_refused(change, message):
 
 @pytest.mark.parametrize(("preset", "millions"), [("shakespeare", 10.65), ("gpt2", 123.6)])
 def test_the_presets_have_the_sizes_of_those_they_are_laid_beside(preset, millions):
-    sizes = PRESETS[preset]
+    sizes = PRESETS[preset]["model"]
     config = GPTConfig(
         **{name: sizes[name] for name in ("layers", "width", "heads", "context", "vocabulary")}
     )

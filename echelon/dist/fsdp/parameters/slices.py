@@ -56,5 +56,5 @@ def set_slice(parameter: nn.Parameter, part: Slice) -> None:
 
 def slice_of(tensor: Any) -> Slice | None:
     """Return of what a parameter is a part; None: it is whole."""
-    found = getattr(tensor, "__dict__", {}).get(_NAME)
+    found = getattr(tensor, _NAME, None)
     return found if isinstance(found, Slice) else None
