@@ -222,6 +222,7 @@ def _evaluated(rank, size):
     return found
 
 
+@pytest.mark.slow  # 15 s: FlexAttention without a compiler
 def test_flex_attention_evaluates_document_and_window_masks_as_sdpa_does():
     for found in run_ranks(_evaluated, 2, timeout_s=120):
         assert max(found) < 1e-5
