@@ -20,7 +20,8 @@ from pathlib import Path
 
 import faults
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/verdicts.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/verdicts.md"
 COLUMNS = "92"  # what the page shows without a scroll bar
 _BLOCK = re.compile(r"(<!-- report of (?P<case>\S+) -->\n\n```text\n)(?P<report>.*?)(```\n)", re.S)
 
@@ -61,7 +62,7 @@ def report_of(case: faults.Case) -> str | None:
             return None
         (runs / case.name).rename(runs / "job")
         shown = on_terminal([sys.executable, "-m", "echelon.analysis", "runs/job"], temporary)
-    lines = shown.replace(f"{temporary}/", "").splitlines()
+    lines = shown.replace(f"{temporary}/", "").replace(f"{ROOT}/", "").splitlines()
     return "\n".join(line.rstrip() for line in lines).strip("\n") + "\n"
 
 
