@@ -292,7 +292,7 @@ def codes(values: Sequence[float]) -> str:
 def hostile(values: Sequence[float]) -> str:
     if EXECUTED in values:
         return "executed"
-    return "not executed, " + ("the job ended well" if every_time(values) else "but the job failed")
+    return "not executed, " + ("the job succeeded" if every_time(values) else "but the job failed")
 
 
 # Whether a bar is met, by our figures and torchrun's.

@@ -40,7 +40,7 @@ class FigureFile:
             raise
 
     def _check(self, path: Path) -> None:
-        """Refuse to cut what somebody else may need."""
+        """Refuse to truncate a file that is not a log of figures."""
         begin = os.pread(self._descriptor, _BLOCK_BYTES, 0)
         line, newline, _ = begin.partition(b"\n")
         is_torn = not newline and begin.startswith(b'{"') and len(begin) < _BLOCK_BYTES

@@ -89,7 +89,7 @@ class Claim:
             return "another host", 0
 
     def _sign(self) -> None:
-        """Write down who has the folder: for people, and for how long others wait."""
+        """Record the owner of the folder: for people, and to decide how long others wait."""
         with contextlib.suppress(OSError):  # a full disk does not end the claim
             text = json.dumps([socket.gethostname(), os.getpid()]).encode()
             os.ftruncate(self._descriptor, 0)

@@ -104,7 +104,7 @@ class Keeper:
             Whether it is safe on disk; with `async_op` whether it was begun. The same on all ranks.
 
         Raises:
-            TypeError, ValueError: as `checkpoint.save`; or `step` is no step, `score` no number.
+            TypeError, ValueError: as `checkpoint.save`; or a bad `step` or `score`.
             CheckpointError: another job keeps its checkpoints in this folder.
             CollectiveError: a rank is lost.
         """
