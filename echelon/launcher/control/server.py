@@ -93,6 +93,7 @@ class ControlServer:
         self._lived = LivedTime(beat_s, self._loop.time())
         self._members: dict[str, _Member] = {}
         self._problems: list[Exception] = []
+        self._has_room: asyncio.Task[None] | None = None  # ends once nodes may send again
         self._stop = asyncio.Event()
         started = threading.Event()
         self._thread = threading.Thread(
@@ -192,6 +193,21 @@ class ControlServer:
                 elif now_s - member.sent_s >= self._beat_s / 2:
                     member.owes_beat = True
                     member.wake.set()
+
+    async def _room(self) -> None:
+        """Wait until the coordinator has caught up.
+
+        One task polls however many nodes wait: a poll for each of 1,024 would take the processor
+        time by which it is to catch up.
+        """
+        if self._has_room is None:
+            self._has_room = self._loop.create_task(self._poll_for_room())
+        await asyncio.shield(self._has_room)
+
+    async def _poll_for_room(self) -> None:
+        while self._events.num_waiting > _MAX_WAITING:
+            await asyncio.sleep(_BEHIND_S)
+        self._has_room = None
 
     def _now_lived_s(self) -> float:
         return self._lived.at(self._loop.time())
@@ -346,7 +362,7 @@ class ControlServer:
         state = member.state
         while True:
             while self._events.num_waiting > _MAX_WAITING:  # the coordinator is behind
-                await asyncio.sleep(_BEHIND_S)
+                await self._room()
                 member.heard_s = self._now_lived_s()  # unread input does not count as silence
             try:
                 frame = await anext(frames)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -540,6 +542,35 @@ def test_an_end_of_waiting_is_caught_by_its_name_before_python_311():
                 caught = ast.unparse(node.type)
                 plain = "TimeoutError" in caught.replace("asyncio.TimeoutError", "")
                 assert not plain or "asyncio.TimeoutError" in caught, f"{path}:{node.lineno}"
+
+
+def test_one_task_polls_for_a_coordinator_that_is_behind_however_many_nodes_wait(ends, monkeypatch):
+    polls: Counter[object] = Counter()
+
+    def num_waiting(mailbox: Mailbox[object]) -> int:
+        with contextlib.suppress(RuntimeError):  # not the server's thread
+            polls[asyncio.current_task()] += 1
+        return len(mailbox._items)
+
+    links = [ends.link(ends.server.port, name=f"node-{place}") for place in range(8)]
+    try:
+        ends.wait_for(lambda: ends.count(m.Hello) == len(links))
+        for _ in range(server._MAX_WAITING + 1):
+            ends.events.put(("someone", m.Left(reason="")))
+        for link in links:
+            link.send(m.WorkerEnded(attempt=0, rank=0, code=0))
+            link.send(m.WorkerEnded(attempt=0, rank=1, code=0))
+        monkeypatch.setattr(Mailbox, "num_waiting", property(num_waiting))
+        deadline = time.monotonic() + _WAIT_S
+        while max(polls.values(), default=0) < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        often = [task for task, times in polls.items() if times > 5]
+        assert len(often) == 1, polls
+        ends.wait_for(lambda: ends.count(m.WorkerEnded) == 2 * len(links))
+    finally:
+        for link in links:
+            link.close()
 
 
 def test_a_coordinator_that_is_behind_is_sent_no_more_than_it_can_hold_and_loses_nothing(ends):
