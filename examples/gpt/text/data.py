@@ -115,6 +115,11 @@ class Windows:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def num_targets(self, mask_documents: bool) -> int:
+        """Return how many tokens are predicted, at least 1: with masks no document's first."""
+        firsts = self.documents[:, 1:] != self.documents[:, :-1]
+        return max(1, firsts.size - (int(firsts.sum()) if mask_documents else 0))
+
 
 def validation_windows(sources: Sequence[Source], *, num_windows: int, context: int) -> Windows:
     """Pick the same evenly spread windows every time, of each source by its weight.

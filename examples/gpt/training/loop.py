@@ -26,7 +26,7 @@ from echelon.train.models import ModelConfig, Transformer
 from echelon.train.optimizers import Muon
 from echelon.train.schedules import Schedule, make_schedule
 from gpt.model.transformer import GPT, GPTConfig
-from gpt.text.data import Batch, BatchSource, evaluation_batches, share
+from gpt.text.data import NOT_COUNTED, Batch, BatchSource, evaluation_batches, share
 from gpt.training.gradients import FOUR_MIB
 from gpt.training.machine import choose_device, move
 from gpt.training.parallel import Replicas, Shards
@@ -175,6 +175,7 @@ class Trainer:
         self.schedule = settings.make_schedule()
         self.optimizer = build_optimizer(self.model, settings.optimizer, settings.lr)
         self.scaler = parallel.scaler
+        self.fair_share = 1.0  # of the tokens of a step, by which a term of the loss is divided
 
     @property
     def samples(self) -> int:
@@ -258,6 +259,7 @@ class Trainer:
     def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward, part by part; return this rank's term of the loss."""
         total = torch.zeros((), device=self.device)
+        self.fair_share = self.count_targets(batch) / self.source.world_size
         num_parts = self.settings.accumulate
         for number, part in enumerate(split(batch, num_parts), 1):
             with self.parallel.gradient_sync(is_last=number == num_parts):
@@ -269,11 +271,22 @@ class Trainer:
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
 
-        Dividing by the fair share, not by the tokens at hand, keeps that true where the batch does
-        not divide evenly among the ranks.
+        Dividing by the fair share, not by the tokens at hand, keeps that true where the tokens that
+        are trained on do not divide evenly among the ranks.
         """
-        fair_share = self.settings.batch * batch.targets.shape[1] / self.source.world_size
-        return self.summed_loss(batch) / fair_share
+        return self.summed_loss(batch) / self.fair_share
+
+    def count_targets(self, batch: Batch) -> float:
+        """Return how many tokens all ranks train on in this step.
+
+        Collective with masked documents, whose first tokens are no targets: each rank knows its own
+        number alone.
+        """
+        if not self.settings.mask_documents:
+            return self.settings.batch * batch.targets.shape[1]
+        count = (batch.targets != NOT_COUNTED).sum(dtype=torch.float64)
+        self.world.all_reduce(count, op="sum")
+        return max(1.0, count.item())  # no token: the loss is 0, not NaN
 
     def summed_loss(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over all tokens, in nats."""
@@ -342,7 +355,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, windows: Windows) -> float:
-        """Return the mean loss over all windows; each rank works through its share."""
+        """Return the mean loss over all targets; each rank works through its share."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
             windows,
@@ -355,7 +368,7 @@ class Trainer:
         for batch in batches:
             total += self.summed_loss(move_batch(batch, self.device))
         self.world.all_reduce(total, op="sum")
-        return total.item() / (len(windows) * (windows.tokens.shape[1] - 1))
+        return total.item() / windows.num_targets(self.settings.mask_documents)
 
     def state(self) -> dict[str, Any]:
         """Return all that changes in training."""
