@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -350,3 +352,64 @@ def _skipped(rank, size):
 @pytest.mark.ranks
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert run_ranks(_skipped, 2, timeout_s=120) == [[True, False, True]] * 2
+
+
+def _divided(rank, size, layout, options):
+    """Matrices divided by heads and features, and each slice in shards."""
+    from echelon.dist.mesh import DeviceMesh
+    from echelon.dist.parallel import parallelize
+    from tests.dist.parallel.models import loss_of, make_batch, make_model
+
+    models.join()
+    mesh = DeviceMesh(tuple(layout.values()), tuple(layout))
+    parallel = parallelize(make_model("llama"), mesh, loss_fn=loss_of, **options)
+    with pytest.raises(ValueError, match=r"divided among 2 ranks of axis tp: pass tensor_group="):
+        Muon(parallel.model)
+    tensor = mesh.group("tp")
+    optimizers = [Muon(parallel.model, tensor_group=tensor, **_WITH_TP), Muon(parallel, **_WITH_TP)]
+    optimizer = optimizers[rank % 2]  # the same, said otherwise
+    place, num = parallel.data
+    for step in range(_STEPS):
+        tokens, targets = (part.tensor_split(num)[place] for part in make_batch(step))
+        parallel.step(tokens, targets)
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = parallel.full_state_dict()
+    momenta = [one["momentum_buffer"].numel() for one in optimizer.state.values() if len(one) == 1]
+    dist.shutdown()
+    return state, sum(momenta)
+
+
+_WITH_TP = {"lr": _RATE, "weight_decay": 0.1, "eps": 1e-3}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({"shard": 2, "tp": 2}, {"sequence": True}),
+        pytest.param({"tp": 2}, {}, marks=_slow),
+        pytest.param({"replicate": 2, "tp": 2}, {}, marks=_slow),
+        pytest.param({"pp": 2, "tp": 2}, {"num_microbatches": 2}, marks=_slow),
+        pytest.param({"replicate": 2, "shard": 2, "tp": 2}, {}, marks=_slow),
+    ],
+)
+def test_under_tensor_parallelism_it_trains_as_one_process(layout, options):
+    """Momentum stays divided: each rank keeps its part of each slice."""
+    from echelon.dist.fsdp import clip_grad_norm_
+    from tests.dist.parallel.models import loss_of, make_batch, make_model
+
+    model = make_model("llama")
+    optimizer = Muon(model, **_WITH_TP)
+    for step in range(_STEPS):
+        tokens, targets = make_batch(step)
+        loss_of(model(tokens), targets).backward()
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    results = run_ranks(_divided, math.prod(layout.values()), layout, options, timeout_s=120)
+    for state, _ in results:
+        _assert_same(state, model.state_dict())
+    matrices = sum(p.numel() for p in matrix_groups(model)[0]["params"])
+    assert sum(numel for _, numel in results) == matrices * layout.get("replicate", 1)

@@ -34,14 +34,14 @@ def matrix_groups(
     layout of the model divides alike. A group may be empty: not every stage of a pipeline has all.
 
     Args:
-        model: a module, sharded or not, or a pipeline.
+        model: a module, sharded or not, a pipeline, or what `parallelize` returned.
         not_hidden: patterns of names (`fnmatch`) of matrices that are left to AdamW; those of
             `nn.Embedding` are in any case, and what is tied to one.
 
     Returns:
         Parameter groups: matrices, other parameters, vectors.
     """
-    module: nn.Module = model if isinstance(model, nn.Module) else model.module
+    module = _module_of(model)
     embeddings = {
         id(parameter)
         for part in module.modules()
@@ -66,6 +66,13 @@ def matrix_groups(
         {"params": groups[1], "algorithm": "adamw"},
         {"params": groups[2], "algorithm": "adamw", "weight_decay": 0.0},
     ]
+
+
+def _module_of(model: nn.Module | Any) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    found: nn.Module = model.module if hasattr(model, "module") else model.model
+    return found
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

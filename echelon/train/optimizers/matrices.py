@@ -37,15 +37,17 @@ class Matrix:
     """One matrix of which this rank has a shard.
 
     Attributes:
-        shape: of the whole.
+        shape: of the whole that the group has.
         lengths: how many elements each rank of the group has.
         momentum: called when it is the matrix's turn: returns this rank's part, of any shape.
+        compute: called on the owner with the whole, returns as much.
         apply: called with this rank's part of the result, [length].
     """
 
     shape: tuple[int, ...]
     lengths: tuple[int, ...]
     momentum: Callable[[], Tensor]
+    compute: Callable[[Tensor], Tensor]
     apply: Callable[[Tensor], None]
 
 
@@ -64,15 +66,14 @@ class Bucket:
     device: torch.device
     matrices: list[Matrix] = field(default_factory=list)
 
-    def run(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-        """Call a function with each whole matrix, and `apply` with the parts of its results.
+    def run(self, dtype: torch.dtype) -> None:
+        """Call `compute` with each whole matrix, and `apply` with the parts of its results.
 
         Collective among the group and its replicas; blocks until all have joined, bounded by the
         groups' timeouts.
 
         Args:
-            function: [n, m] to [n, m], in `dtype`.
-            dtype: of the exchange and the function.
+            dtype: of the exchange and of what `compute` gets.
 
         Raises:
             CollectiveError: a rank is lost or did not join, or has other matrices.
@@ -83,7 +84,7 @@ class Bucket:
         num_replicas = 1 if self.replicas is None else self.replicas.size
         for turn in _slices(rounds, num_replicas):
             results = [
-                self._one_round(one, function, dtype, is_mine=number == index)
+                self._one_round(one, dtype, is_mine=number == index)
                 for number, one in enumerate(turn)
             ]
             for number, result in enumerate(results):
@@ -100,12 +101,7 @@ class Bucket:
             start += length
 
     def _one_round(
-        self,
-        matrices: Sequence[Matrix],
-        function: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-        *,
-        is_mine: bool,
+        self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
         """Return this rank's parts of the results; of another replica's round, room for them."""
         # A replica's momentum moves in every round, whoever computes.
@@ -118,7 +114,7 @@ class Bucket:
         from_ranks = [0] * self.group.size if own is None else list(own.lengths)
         whole = self._exchange(sent, to_owners, from_ranks)
         if own is not None:
-            whole = function(whole.view(own.shape)).reshape(-1)
+            whole = own.compute(whole.view(own.shape)).reshape(-1)
         return self._exchange(whole, from_ranks, to_owners)
 
     def _exchange(self, given: Tensor, to_ranks: list[int], from_ranks: list[int]) -> Tensor:
@@ -137,7 +133,11 @@ class Buckets:
         self._indices: dict[Flat, dict[Member, int]] = {}
 
     def add(
-        self, shard: Tensor, momentum: Callable[[], Tensor], apply: Callable[[Tensor], None]
+        self,
+        shard: Tensor,
+        momentum: Callable[[], Tensor],
+        compute: Callable[[Tensor], Tensor],
+        apply: Callable[[Tensor], None],
     ) -> None:
         """Add the matrix that a shard is a part of; see `Matrix`."""
         member = member_of(shard)
@@ -148,7 +148,7 @@ class Buckets:
             Bucket(flat.group, flat.replicas, flat.device),
         )
         bucket.matrices.append(
-            Matrix(member.piece.shape, self._lengths(flat, member), momentum, apply)
+            Matrix(member.piece.shape, self._lengths(flat, member), momentum, compute, apply)
         )
 
     def __iter__(self) -> Iterator[Bucket]:

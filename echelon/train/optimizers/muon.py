@@ -6,8 +6,9 @@ both share a rate and a decoupled decay (Liu et al. 2025, "Muon is Scalable for 
 Everything else is trained by AdamW, by torch's own function.
 
 A shard is not a matrix. The momentum is kept in shards, as AdamW's state is; in a step each matrix
-is put together on one rank, which computes for all (`matrices.py`). Results are those of one
-process up to the rounding of the gradients.
+is put together on one rank, which computes for all (`matrices.py`). A matrix that tensor
+parallelism divides is put together from its slices by that rank and its neighbours on axis "tp".
+Results are those of one process up to the rounding of the gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from echelon.dist.fsdp.parameters.flat import member_of
-from echelon.dist.fsdp.parameters.slices import slice_of
+from echelon.dist.fsdp.parameters.slices import Slice, slice_of
+from echelon.dist.group import ProcessGroup
+from echelon.dist.mesh import DeviceMesh
 from echelon.train.optimizers.groups import matrix_groups, whole_shape
 from echelon.train.optimizers.matrices import Buckets
 from echelon.train.optimizers.newton_schulz import orthogonalize
@@ -43,8 +46,8 @@ class Muon(Optimizer):
     the size of a matrix' gradient does not matter to its update.
 
     Args:
-        params: a module or pipeline, which `matrix_groups` divides; or parameter groups, each with
-            "algorithm": "muon" or "adamw"; or matrices.
+        params: a module, a pipeline or what `parallelize` returned, which `matrix_groups` divides;
+            or parameter groups, each with "algorithm": "muon" or "adamw"; or matrices.
         lr: of all groups that have none of their own.
         weight_decay: decoupled, times `lr`.
         momentum: of Muon.
@@ -54,9 +57,13 @@ class Muon(Optimizer):
         betas, eps: of AdamW.
         compute_dtype: of Newton-Schulz and the exchange; None: bfloat16 on devices, as Keller
             Jordan's; on the CPU float32 (float64 for float64), where bfloat16 is slow.
+        tensor_group: the ranks of axis "tp", where it divides matrices: `mesh.group("tp")`, which
+            is the default for what `parallelize` returned. Each of these ranks gathers a divided
+            matrix and computes its factor.
 
     Raises:
-        ValueError: a bad argument, or a parameter for Muon that is not a matrix, or a DTensor.
+        ValueError: a bad argument, or a parameter for Muon that is not a matrix, or a DTensor, or
+            one that axis "tp" divides without that axis' group.
 
     Example:
         >>> optimizer = Muon(model, lr=1e-3)
@@ -77,11 +84,16 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         compute_dtype: torch.dtype | None = None,
+        tensor_group: ProcessGroup | None = None,
     ) -> None:
         groups = matrix_groups(params) if hasattr(params, "parameters") else list(params)
         if compute_dtype is not None and not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype must be a floating dtype or None, got {compute_dtype}")
         self._compute_dtype = compute_dtype
+        mesh = getattr(params, "mesh", None)  # of what parallelize returned
+        if tensor_group is None and isinstance(mesh, DeviceMesh) and "tp" in mesh.names:
+            tensor_group = mesh.group("tp")
+        self._tensor_group = tensor_group
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -103,7 +115,7 @@ class Muon(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            _check_group(self.param_groups[-1], self._tensor_group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -132,19 +144,19 @@ class Muon(Optimizer):
         return loss
 
     def _step_muon(self, group: dict[str, Any], trained: list[Tensor]) -> None:
-        whole = functools.partial(orthogonalize, num_iterations=group["num_iterations"])
         buckets: dict[torch.dtype, Buckets] = {}
         for parameter in trained:
             momentum = functools.partial(self._momentum, group, parameter)
+            compute = functools.partial(self._compute, group, parameter)
             apply = functools.partial(_apply, group, parameter)
             dtype = self._dtype_of(parameter)
             if member_of(parameter) is not None:
-                buckets.setdefault(dtype, Buckets()).add(parameter, momentum, apply)
+                buckets.setdefault(dtype, Buckets()).add(parameter, momentum, compute, apply)
             else:
-                apply(whole(momentum().to(dtype)))
+                apply(compute(momentum().to(dtype)))
         for dtype, found in buckets.items():
             for bucket in found:
-                bucket.run(whole, dtype)
+                bucket.run(dtype)
 
     def _momentum(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         """Move the momentum of what is here of a matrix; return what is to be orthogonalized."""
@@ -156,6 +168,16 @@ class Muon(Optimizer):
         average: Tensor = state["momentum_buffer"]
         average.lerp_(gradient, 1.0 - group["momentum"])
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+
+    def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
+        """Return the orthogonal factor; of a slice, its part of the whole matrix's factor."""
+        part, ranks = slice_of(parameter), self._tensor_group
+        if part is None or ranks is None:
+            return orthogonalize(matrix, group["num_iterations"])
+        parts = matrix.new_empty(part.count, *matrix.shape)
+        ranks.all_gather(parts.view(-1), matrix.contiguous().view(-1))
+        whole = torch.cat(parts.unbind(0), part.dim)
+        return part.of(orthogonalize(whole, group["num_iterations"]))
 
     def _dtype_of(self, parameter: Tensor) -> torch.dtype:
         if self._compute_dtype is not None:
@@ -206,7 +228,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_group(group: dict[str, Any], tensor_group: ProcessGroup | None) -> None:
     _check_settings(group)
     if group["algorithm"] == "adamw":
         return
@@ -218,16 +240,21 @@ def _check_group(group: dict[str, Any]) -> None:
                 'it into a group with "algorithm": "adamw", as matrix_groups(model) does'
             )
         part = slice_of(parameter)
-        if part is not None:
+        if part is not None and not _joins(tensor_group, part):
             raise ValueError(
                 f"Muon needs whole matrices, and this one, {list(shape)}, is divided among "
-                f'{part.count} ranks of axis tp: put it into a group with "algorithm": "adamw"'
+                f"{part.count} ranks of axis tp: pass tensor_group=mesh.group('tp'), got "
+                f"{tensor_group!r}"
             )
         if hasattr(parameter, "placements"):
             raise ValueError(
                 f"Muon needs whole matrices, and this DTensor {list(shape)} is divided as "
                 f'{parameter.placements}: put it into a group with "algorithm": "adamw"'
             )
+
+
+def _joins(group: ProcessGroup | None, part: Slice) -> bool:
+    return group is not None and (group.size, group.rank) == (part.count, part.index)
 
 
 def _check_settings(group: dict[str, Any]) -> None:
