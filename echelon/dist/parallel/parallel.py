@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from echelon.dist.parallel.axes import Axes
 from echelon.dist.parallel.tensor.gradients import SharedGradients
 from echelon.dist.pipeline import Pipeline
 from echelon.dist.pipeline.execute.batch import split_batch
-from echelon.dist.pipeline.execute.failure import end_groups
+from echelon.dist.pipeline.execute.failure import ending_on_failure
 from echelon.dist.pipeline.execute.stage import LossFn
 
 
@@ -55,7 +56,7 @@ class Parallel:
         self._shared = shared
         self._loss_fn = loss_fn
         self._names = names
-        self._num_calls = 0
+        self._numbers = itertools.count()
         self._has_compared = False
         # Counted by another rank when a norm is taken over all of them.
         self._aliases = [*copies, *(shared.parameters if axes.tensor.rank else ())]
@@ -217,17 +218,11 @@ class Parallel:
                 "ranks of axis tp share theirs. Divide data by parallel.data, not by rank"
             )
 
-    @contextlib.contextmanager
-    def _ending_on_failure(self, call: str) -> Iterator[None]:
+    def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
         """After a failed step of a pipeline, other ranks wait for this one in axis tp, too."""
-        number = self._num_calls
-        self._num_calls += 1
-        try:
-            yield
-        except BaseException as raised:
-            group = self._axes.tensor
-            end_groups([group], call, number, group.ranks[group.rank], raised)
-            raise
+        group = self._axes.tensor
+        rank = group.ranks[group.rank]
+        return ending_on_failure(call, next(self._numbers), rank, lambda: [group])
 
 
 def _checksum(batch: Any) -> int:

@@ -7,8 +7,9 @@ them waiting until the groups' timeout. So they get an error at once that names 
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from echelon.dist.errors.build import reported
@@ -17,6 +18,23 @@ from echelon.dist.operation.operation import Operation
 from echelon.errors import CollectiveError
 
 _MAX_TEXT = 200
+
+
+@contextlib.contextmanager
+def ending_on_failure(
+    call: str, number: int, rank: int, on_failure: Callable[[], Iterable[ProcessGroup]]
+) -> Iterator[None]:
+    """End groups if the block fails; its error is raised as it was.
+
+    Args:
+        call, number, rank: as `end_groups`.
+        on_failure: called after a failure; returns the groups in which other ranks may wait.
+    """
+    try:
+        yield
+    except BaseException as raised:
+        end_groups(on_failure(), call, number, rank, raised)
+        raise
 
 
 def end_groups(

@@ -8,6 +8,7 @@ used. Messages take channels (`messages/`), which no other traffic can hold up.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -26,7 +27,7 @@ from echelon.dist.pipeline.execute.agreement import (
     plan_of,
 )
 from echelon.dist.pipeline.execute.batch import check_batch, cut_off, pass_on, split_batch
-from echelon.dist.pipeline.execute.failure import end_groups
+from echelon.dist.pipeline.execute.failure import ending_on_failure
 from echelon.dist.pipeline.execute.messages.exchange import Exchange, Routes
 from echelon.dist.pipeline.execute.messages.links import open_links
 from echelon.dist.pipeline.execute.names import StageModules
@@ -101,7 +102,7 @@ class Pipeline:
         name = agree(self.group, self.plan, ties, self._ties, self._device)
         self._replicas = replicas
         self._failed = False
-        self._num_calls = 0
+        self._numbers = itertools.count()
         self._by_index = {stage.index: stage for stage in self.stages}
         if all(p.device.type == "cpu" for stage in self.stages for p in stage.module.parameters()):
             heap.keep()
@@ -237,19 +238,16 @@ class Pipeline:
             seed=seed,
         )
 
-    @contextlib.contextmanager
-    def _ending_on_failure(self, call: str) -> Iterator[None]:
-        """After a failure messages remain in the channels, and other ranks wait for this one."""
-        number = self._num_calls
-        self._num_calls += 1
-        try:
-            yield
-        except BaseException as raised:
-            self._failed = True
-            for stage in self.stages:
-                stage.forget()
-            end_groups(self._groups(), call, number, self.group.ranks[self.group.rank], raised)
-            raise
+    def _ending_on_failure(self, call: str) -> contextlib.AbstractContextManager[None]:
+        rank = self.group.ranks[self.group.rank]
+        return ending_on_failure(call, next(self._numbers), rank, self._fail)
+
+    def _fail(self) -> Iterator[ProcessGroup]:
+        """Let no later step run: messages of this one remain in the channels."""
+        self._failed = True
+        for stage in self.stages:
+            stage.forget()
+        return self._groups()
 
     def _groups(self) -> Iterator[ProcessGroup]:
         """Return the groups in which other ranks may wait for this one during a step."""
