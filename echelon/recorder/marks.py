@@ -38,13 +38,15 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
         if recorder is not None:
             self._open = recorder.open_span(self._name, self._detail, 2)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         # Not a sum: a span of the same name within this one has ended, and is part of it.
         if self._name in self._totals or len(self._totals) < MAX_NAMES:
             self._totals[self._name] = self._before_ns + monotonic_ns() - self._began_ns
         recorder = if_opened()  # none in a child forked within the span: its end is the parent's
         if self._open is not None and recorder is not None:
             recorder.close_span(self._open)
+            if self._name == "checkpoint" and error is None:
+                recorder.note_checkpoint(self._detail)
 
 
 def step(number: int | None = None) -> None:

@@ -20,8 +20,9 @@ class Spent(threading.local):
         spans_ns: by name, the nanoseconds that ended spans took; of nested spans with one name the
             outermost counts.
         collectives_s: seconds in which the thread stood still in a collective or a message of
-            echelon's groups. An asynchronous one counts while the thread waits for it, so what
-            computation hides is not in here; on a device only what blocks the host is.
+            echelon's groups, or waited for a work of torch's where hooks record the program. An
+            asynchronous one counts while the thread waits for it, so what computation hides is not
+            in here; on a device only what blocks the host is.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ from echelon.host.facts import HostThread as HostThread
 from echelon.host.facts import Socket as Socket
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 4
+FORMAT_MINOR = 5
 RING_MAGIC = b"ECHELRNG"
 DUMP_KIND = "echelon-dump"
 # A dump is one msgpack map whose last entry is the CRC32 of all bytes before it: this, 4 bytes.
@@ -99,7 +99,15 @@ class Live(IntEnum):
     NUM_KEPT = 14  # places in use for operations that outlived their slots
     KEPT_REFUSED = 15  # operations that were not recorded: pending ones held all places
     NATIVE_HEARTBEAT_MONO_NS = 16  # from a thread without Python: late only without a processor
-    NUM_WORDS = 17
+    FIRST_STEP = 17  # the first step whose begin is known, plus one; 0: none
+    FIRST_STEP_MONO_NS = 18
+    # What the thread that marks steps has spent from the first step to the newest, or to the end.
+    WAITED_NS = 19  # standing still in collectives and messages
+    CHECKPOINT_NS = 20
+    DATA_NS = 21
+    SAVED_STEP = 22  # the step of the last checkpoint that was saved, plus one; 0: none
+    NUM_LOADS = 23  # checkpoints loaded
+    NUM_WORDS = 24
 
 
 # One blob is `stamp u64, length u32, crc u32, JSON, stamp u64`; the stamp counts all blobs written.

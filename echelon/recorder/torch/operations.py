@@ -17,10 +17,12 @@ Groups of echelon's own backend do not reach the dispatcher: they record themsel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 import echelon.recorder.current as black_box
 from echelon.recorder.format.schema import Flag
+from echelon.recorder.spent import spent
 from echelon.recorder.torch.calls import (
     LAYOUTS,
     Layout,
@@ -164,7 +166,9 @@ class Operations:
         below, pending, redispatch = self._below, self.pending, operator.redispatch
 
         def call(keys: Any, *args: Any, **named: Any) -> Any:
+            before_s, began_s = spent.collectives_s, monotonic()
             result = redispatch(keys & below, *args, **named)
+            spent.collectives_s = before_s + monotonic() - began_s
             quietly(lambda: pending.finish_at(address_of(args[0])))
             return result
 
@@ -175,8 +179,10 @@ class Operations:
 
         # The name and the first argument are what pybind11 knows an overriding method by.
         def wait(self: Any, *args: Any, **named: Any) -> Any:
+            before_s, began_s = spent.collectives_s, monotonic()
             try:
                 result = original(self, *args, **named)
+                spent.collectives_s = before_s + monotonic() - began_s
             except Exception as err:
                 quietly(pending.fail, self, err)
                 raise

@@ -8,28 +8,45 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from time import monotonic_ns
+from typing import Any, NamedTuple
 
 import echelon.recorder.current as black_box
 from echelon.recorder import marks
+from echelon.recorder.spent import spent
 from echelon.recorder.torch.guarding import quietly, replace
 
 _DETAIL_CHARS = 200
 
 
-def opened(name: str, detail: str = "") -> Any:
+class _Opened(NamedTuple):
+    span: Any
+    name: str
+    detail: str
+    totals: dict[str, int]  # of the thread that opened it
+    before_ns: int
+    began_ns: int
+
+
+def opened(name: str, detail: str = "") -> _Opened | None:
     """Open a span; return what `closed` takes."""
     recorder = black_box.if_opened()
     if recorder is None or name in marks.by_hand:
         return None
-    return recorder.open_span(name, detail, 2)
+    span, totals = recorder.open_span(name, detail, 2), spent.spans_ns
+    return _Opened(span, name, detail, totals, totals.get(name, 0), monotonic_ns())
 
 
-def closed(span: Any) -> None:
+def closed(one: _Opened | None, *, failed: bool = False) -> None:
     """Close a span that `opened` opened."""
     recorder = black_box.if_opened()
-    if span is not None and recorder is not None:
-        recorder.close_span(span)
+    if one is None or recorder is None:
+        return
+    # Not a sum: a span of the same name within this one has ended, and is part of it.
+    one.totals[one.name] = one.before_ns + monotonic_ns() - one.began_ns
+    recorder.close_span(one.span)
+    if one.name == "checkpoint" and not failed:
+        recorder.note_checkpoint(one.detail)
 
 
 def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
@@ -44,9 +61,12 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
         def call(*args: Any, **named: Any) -> Any:
             span = opened(name, quietly(detail, *args) or "")
             try:
-                return original(*args, **named)
-            finally:
-                closed(span)
+                result = original(*args, **named)
+            except BaseException:
+                closed(span, failed=True)
+                raise
+            closed(span)
+            return result
 
         return call
 

@@ -98,7 +98,7 @@ def _count_steps(recorder: Recorder) -> None:
     after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
     optimizer.register_optimizer_step_post_hook(after_step)
     if "step" not in marks.by_hand:
-        recorder.step(0)
+        recorder.step(0, begins=False)  # the model is built first: its own begin is not known
 
 
 def _forget_group(args: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from echelon.recorder.clock import NOT_MEASURED, HostClocks, HostTime
 from echelon.recorder.format.schema import Identity, LastWords, Live, encode_ranks
+from echelon.recorder.spent import spent
 from echelon.recorder.write import native, sites
 from echelon.recorder.write.counting import counter
 from echelon.recorder.write.operations import NOT_RECORDED as NOT_RECORDED
@@ -29,6 +30,8 @@ HEARTBEAT_S = 0.5
 _STEP = int(Live.STEP)
 _STEP_MONO_NS = int(Live.STEP_MONO_NS)
 _PROGRESS = int(Live.PROGRESS_MONO_NS)
+_FIRST_STEP = int(Live.FIRST_STEP)
+_WAITED, _CHECKPOINT, _DATA = int(Live.WAITED_NS), int(Live.CHECKPOINT_NS), int(Live.DATA_NS)
 _MAX_STEP = (1 << 63) - 2
 _ERROR_CHARS = 600
 _WORDS_CHARS = 2000
@@ -77,6 +80,8 @@ class Recorder:
         self._beating: threading.Thread | None = None
         self._is_owner = True
         self._has_words = False
+        self._spent_before = (0, 0, 0)
+        self._stepping_thread = 0
         self._identifying = threading.RLock()
         self._clocks = HostClocks(ring.identity.mono_ns, ring.identity.wall_ns)
         self.closing = threading.Event()
@@ -170,15 +175,46 @@ class Recorder:
         """Return the number of a new block of coalesced operations."""
         return self._coalesced_numbers()
 
-    def step(self, number: int | None = None) -> None:
-        """Note that a training step begins: number `number`, or one more than the last."""
+    def step(self, number: int | None = None, *, begins: bool = True) -> None:
+        """Note that a training step begins: number `number`, or one more than the last.
+
+        Args:
+            begins: False: it began earlier, it is not known when.
+        """
         try:
             now, live = self._now(), self._live
             before = live[_STEP]
             live[_STEP] = before + 1 if number is None else _step_word(number, before)
             live[_STEP_MONO_NS] = live[_PROGRESS] = now
+            if begins:
+                self._note_spent(now)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return
+
+    def _note_spent(self, now: int) -> None:
+        """Publish what the calling thread has spent since its first step."""
+        live, known = self._live, spent.spans_ns
+        waited = int(spent.collectives_s * 1e9)
+        saving, data = known.get("checkpoint", 0), known.get("data_wait", 0)
+        if not live[_FIRST_STEP]:
+            self._spent_before = (waited, saving, data)
+            live[Live.FIRST_STEP_MONO_NS] = now
+            live[_FIRST_STEP] = live[_STEP]
+            self._stepping_thread = threading.get_ident()
+        before = self._spent_before
+        if threading.get_ident() == self._stepping_thread:  # each thread has totals of its own
+            live[_WAITED] = max(0, waited - before[0])
+            live[_CHECKPOINT] = max(0, saving - before[1])
+            live[_DATA] = max(0, data - before[2])
+
+    @_never_raises(None)
+    def note_checkpoint(self, detail: str) -> None:
+        """Note that a checkpoint was saved or loaded, as the detail of its span says."""
+        what = detail.removeprefix("torch.")
+        if what.startswith("load"):
+            self._live[Live.NUM_LOADS] += 1
+        elif what.startswith(("save", "async_save")):
+            self._live[Live.SAVED_STEP] = self._live[_STEP]
 
     def text(self, text: str) -> int:
         """Return the reference of a text, for `keep_span`."""
@@ -240,6 +276,8 @@ class Recorder:
             self._beating.join(timeout=2 * HEARTBEAT_S)
         if self.native is not None:
             self.native.stop_heartbeat()
+        if self._is_owner and self._live[_FIRST_STEP]:
+            self._note_spent(0)
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:
