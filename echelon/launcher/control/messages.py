@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -103,6 +103,23 @@ class Sights:
     folded: list[int]
     ranks: list[list[int]]
     dumped_rank: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Laps:
+    """How a node's ranks advance, and what their time went into.
+
+    `laps` has steps that ended since the last report: [rank, first step, step after the last one,
+    age of the begin, age of the end, waited, spent on checkpoints, spent on data], all ages and
+    durations in us.
+    `ranks` has each rank: [rank, step (-1: none), age of its last sign of progress in ms (-1:
+    none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, then what
+    the unfinished step has spent as above, in us].
+    """
+
+    attempt: int
+    laps: list[list[int]]
+    ranks: list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +218,7 @@ class WaysTried:
 
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
-    | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll | Renew
+    | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll | Renew | Laps
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
@@ -358,7 +375,7 @@ _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
-        CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome,
+        CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome, Laps,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
         LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote,
     )

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator import observers as o
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.membership import Membership
+from echelon.launcher.coordinator.observers import Observers
 from echelon.launcher.coordinator.restarts import Restarts
 from echelon.launcher.coordinator.roster import Node, Roster
 from echelon.launcher.coordinator.starting import starts_of, world_of
@@ -55,6 +57,7 @@ class Coordinator:
 
     Args:
         succession: decides, in a job with failover, whether a world may begin; None without.
+        observers: what reports on the job without deciding anything.
     """
 
     def __init__(
@@ -66,15 +69,23 @@ class Coordinator:
         send: Send,
         terminal: Terminal,
         succession: Succession | None = None,
+        observers: Observers | None = None,
     ) -> None:
         self._succession = succession
+        self._observers = observers or Observers(terminal.say)
         self._options = options
         self._report = report
         self._meeting = meeting
         self._send = send
         self._say = terminal.say
         self._incidents = Incidents(
-            directory, report, terminal, options.node_name, self._tell, self._decide
+            directory,
+            report,
+            terminal,
+            options.node_name,
+            self._tell,
+            self._decide,
+            self._observers,
         )
         self._verdicts = self._incidents.verdicts
         self._roster = Roster(
@@ -144,6 +155,8 @@ class Coordinator:
         elif isinstance(event, m.LeaseReply):
             if self._succession is not None:
                 self._succession.on_reply(node, event)
+        elif isinstance(event, m.Laps):
+            self._observers.tell(o.LapsReported(node=node, laps=event))
         elif isinstance(event, m.Ask):
             self._show_job(node)
         elif isinstance(event, m.Statuses):
@@ -254,7 +267,9 @@ class Coordinator:
             self._decide(world, decide.LeaveRequested(number))
 
     def _note_ended(self, world: World, rank: int, code: int) -> None:
-        world.note_ended(rank, None if code == _LOST else code)
+        known = None if code == _LOST else code
+        world.note_ended(rank, known)
+        self._observers.tell(o.RankEnded(attempt=world.number, rank=rank, code=known))
         shown = 1 if code == _LOST else code
         self._decide(world, decide.WorkerEnded(rank, shown, self._how_ended(world, rank, code)))
 
@@ -427,6 +442,13 @@ class Coordinator:
         )  # fmt: skip
         for node, start in zip(nodes, starts, strict=True):
             self._send(node.name, start)
+        self._observers.tell(
+            o.AttemptBegan(
+                attempt=self._world.number,
+                restart=self._report.attempts,
+                hosts={r: n.host for n in nodes for r in self._world.nodes[n.name]},
+            )
+        )
 
     def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
         world, firsts = world_of(nodes, number, self._options, self._lived_ns())
@@ -464,6 +486,10 @@ class Coordinator:
         self._verdicts.release()  # their victims are known now
         self._report.attempts += 1
         self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
+        end = world.end
+        self._observers.tell(
+            o.AttemptEnded(attempt=world.number, failed=end.failed, ended_by=end.ended_by.value)
+        )
         self._todo.clear()
         for node, number in world.leaving.items():
             self._members.let_go(node, number)
@@ -503,6 +529,7 @@ class Coordinator:
         )
         if why is not None:
             self._say(why)
+            self._observers.tell(o.Restarting(attempt=world.number, decision=why))
         return why is not None
 
     def _conclude(self, world: World, end: decide.EndAttempt) -> None:
@@ -520,6 +547,8 @@ class Coordinator:
         self._report.exit_code = code
         if self._report.error == NOT_CONCLUDED:
             self._report.error = ""
+        error = self._report.error
+        self._observers.tell(o.JobEnded(ended_by=ended_by.value, exit_code=code, error=error))
         for node in self._roster.nodes:
             self._send(node.name, m.Over(exit_code=code, ended_by=ended_by.value))
 

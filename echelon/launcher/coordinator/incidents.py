@@ -13,6 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
+from echelon.launcher.coordinator.observers import (
+    IncidentBegan,
+    Observers,
+    StallCleared,
+    VerdictKnown,
+)
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.incident.collection import Collection
 from echelon.launcher.incident.verdicts import Verdicts
@@ -32,6 +38,7 @@ class Incidents:
         tell: sends a command to nodes.
         node_name: this node, which shows verdicts without being told.
         decide: hands an event to a world's attempt.
+        observers: what reports on the job.
     """
 
     def __init__(
@@ -42,7 +49,9 @@ class Incidents:
         node_name: str,
         tell: Callable[[Iterable[str], m.Command], None],
         decide: Callable[[World, decide.Event], None],
+        observers: Observers,
     ) -> None:
+        self._observers = observers
         self._directory = directory
         self._report = report
         self._say = terminal.say
@@ -50,7 +59,12 @@ class Incidents:
         self._tell = tell
         self._decide = decide
         self._collection: Collection | None = None
-        self.verdicts = Verdicts(directory, terminal, self._show_others)
+        self.verdicts = Verdicts(
+            directory,
+            terminal,
+            self._show_others,
+            lambda i: observers.tell(VerdictKnown(incident=i)),
+        )
 
     @property
     def is_collecting(self) -> bool:
@@ -84,6 +98,7 @@ class Incidents:
 
     def note_progress(self, world: World) -> None:
         """A stall has cleared: that of the incident being collected, or the last one's."""
+        self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
             return
@@ -105,6 +120,9 @@ class Incidents:
 
     def begin(self, world: World, action: decide.CollectIncident) -> None:
         """Ask all nodes for what they have."""
+        self._observers.tell(
+            IncidentBegan(attempt=world.number, kind=action.kind, reason=action.reason)
+        )
         stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
         if action.kind == "stall" and stalls >= _MAX_STALLS:
             self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")

@@ -42,6 +42,7 @@ class Verdicts:
 
     Args:
         show_others: shows a text on other nodes.
+        note: is told of each incident whose verdict is known.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Verdicts:
         directory: RunDirectory,
         terminal: Terminal,
         show_others: Callable[[Sequence[str], str], None],
+        note: Callable[[Incident], None] = lambda _: None,
     ) -> None:
+        self._note = note
         self._directory = directory
         self._terminal = terminal
         self._show_others = show_others
@@ -139,3 +142,4 @@ class Verdicts:
             self._show_others(one.nodes, explanation.text + line)
         with contextlib.suppress(OSError):  # a full disk
             explanation.keep(incident.folder, line)
+        self._note(incident)

@@ -1,0 +1,116 @@
+"""What the coordinator reports to observers: accounts, notices, metrics.
+
+An observer decides nothing and is called on the coordinator's own thread, so it returns at once.
+One that fails costs what it would have reported, and never the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.job.report import Incident
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptBegan:
+    """The nodes were told to start their ranks; `hosts`: host of each rank."""
+
+    attempt: int
+    restart: int  # how many attempts there were before
+    hosts: Mapping[int, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnded:
+    """A rank has ended; `code` as in `subprocess`, None: lost with its node."""
+
+    attempt: int
+    rank: int
+    code: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IncidentBegan:
+    """Ranks failed or make no progress; `kind`: "failure" or "stall"."""
+
+    attempt: int
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StallCleared:
+    """Ranks that stood still make progress again."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerdictKnown:
+    """An incident was explained, as far as it can be."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnded:
+    """All ranks of an attempt have ended, and nothing of them is left."""
+
+    attempt: int
+    failed: bool
+    ended_by: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restarting:
+    """Another attempt follows; `decision`: the line that was printed about it."""
+
+    attempt: int  # that ended
+    decision: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LapsReported:
+    """A node reported how its ranks advance."""
+
+    node: str
+    laps: m.Laps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobEnded:
+    """The job is over."""
+
+    ended_by: str
+    exit_code: int
+    error: str
+
+
+Happening = (
+    AttemptBegan | RankEnded | IncidentBegan | StallCleared | VerdictKnown | AttemptEnded
+    | Restarting | LapsReported | JobEnded
+)  # fmt: skip
+Observer = Callable[[Happening], None]
+
+
+class Observers:
+    """All observers of one job.
+
+    Args:
+        say: prints a line; used once for an observer that fails, which is then left out.
+    """
+
+    def __init__(self, say: Callable[[str], None], observers: Sequence[Observer] = ()) -> None:
+        self._say = say
+        self._observers = list(observers)
+
+    def tell(self, happening: Happening) -> None:
+        """Call every observer."""
+        for observer in list(self._observers):
+            try:
+                observer(happening)
+            except Exception as err:  # noqa: BLE001 -- see the module's text
+                self._observers.remove(observer)
+                self._say(f"{type(err).__name__} in a report about the job, left out: {err}")
