@@ -38,8 +38,9 @@ class Calls:
     """
 
     def __init__(self, ring: Ring, sites: Sites) -> None:
-        # By the identity of its code, which the line keeps alive, and by the instruction.
-        self.lines: dict[tuple[int, int], Line] = {}
+        # By the address of its code, which the line keeps alive, plus the instruction's offset: a
+        # sum that two lines might share, so what is found is compared with the code.
+        self.lines: dict[int, Line] = {}
         self._num_forgotten = 0
         self._find_site = sites.find
         self._signatures = Signatures(ring)
@@ -86,7 +87,7 @@ class Calls:
             if tails is None or len(tails) >= _MAX_TAILS:
                 tails = {}
             line = (first.f_code, *_callers(first), call, tail, tails)
-            where = id(first.f_code), first.f_lasti
+            where = id(first.f_code) + first.f_lasti
             if len(self.lines) >= _MAX_LINES:
                 self.lines.clear()
             if self._num_forgotten == before:

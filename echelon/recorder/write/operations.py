@@ -15,13 +15,11 @@ readable]).
 
 from __future__ import annotations
 
-import itertools
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -149,13 +147,14 @@ class Operations:
     """See `OperationWriter`. Thread-safe by [Note: why no lock]; no method raises."""
 
     __slots__ = (
-        "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_now",
-        "_num_slots", "_numbers", "_owners", "_places", "_starts", "_states", "_thread",
+        "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_next",
+        "_now", "_num_slots", "_owners", "_places", "_ring", "_starts", "_states", "_thread",
     )  # fmt: skip
 
     def __init__(
         self, ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
     ) -> None:
+        self._ring = ring
         self._map = ring.map
         self._live = ring.live
         self._kept = ring.kept
@@ -169,7 +168,7 @@ class Operations:
         self._starts = [0] * ring.num_operations
         self._lock = threading.RLock()  # a signal handler may record inside
         self._is_moving = False
-        self._numbers = itertools.count().__next__
+        self._next = 0  # the number of the next operation
         self._thread = _Thread()
         self._calls = Calls(ring, sites)
         self._find = self._calls.find
@@ -179,7 +178,7 @@ class Operations:
         self,
         group: int,
         operation: str,
-        *,
+        # Not keyword-only: the interpreter looks up each default of such a parameter by its name.
         sequence: int = -1,
         p2p_sequence: int = -1,
         dtype: str = "",
@@ -199,7 +198,7 @@ class Operations:
     ) -> int:
         """Record that an operation was called; see `OperationWriter`."""
         try:
-            clock = self._now
+            clock = self._now  # called as a method of a slot, it would be looked up each time
             now = clock()
             what = (
                 operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
@@ -208,8 +207,52 @@ class Operations:
             try:
                 frame = _getframe(depth)
             except ValueError:  # the stack is not that deep
-                frame = None
-            return self._write(frame, what, now, sequence, p2p_sequence, is_started)
+                frame = _OUTSIDE
+            code = frame.f_code
+            line = self._lines.get(id(code) + frame.f_lasti)
+            if line is None:
+                tail = self._find(frame if code else None, what)
+            else:
+                second = frame.f_back or _OUTSIDE
+                third = second.f_back or _OUTSIDE
+                fourth = third.f_back or _OUTSIDE
+                code_1, code_2, at_2, code_3, at_3, code_4, at_4, known, tail, tails = line
+                if (
+                    code is not code_1
+                    or second.f_lasti != at_2
+                    or second.f_code is not code_2
+                    or third.f_lasti != at_3
+                    or third.f_code is not code_3
+                    or fourth.f_lasti != at_4
+                    or fourth.f_code is not code_4
+                ):
+                    tail = self._find(frame if code else None, what)
+                elif what != known:
+                    tail = self._find(frame, what, tails)
+            record = self._next  # no call until the next line: no number is drawn twice
+            self._next = stamp = record + 1
+            step = self._ring.step
+            try:
+                fields = _pack_head(record, sequence, p2p_sequence, now, step, tail)
+            except struct.error:
+                fields = pack_clamped(HEAD_STRUCT, record, sequence, p2p_sequence, now, step, tail)
+            crc = crc32(fields)
+            slot = record % self._num_slots
+            owner = self._owners[slot]
+            if owner <= 0 < stamp + owner:  # ended, and not newer; from here nothing comes between
+                self._starts[slot] = 0
+                self._owners[slot] = stamp
+                _pack_slot(self._map, self._places[slot], stamp, _FIXED_BYTES, crc, fields, stamp)
+            else:
+                record = self._make_room(record, fields)
+                if record == NOT_RECORDED:
+                    return record
+            live = self._live
+            live[_NUM_OPERATIONS] = self._next  # never less than another thread has stored
+            live[_PROGRESS] = now
+            if is_started:
+                self._mark_started(record, now)
+            return record
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
@@ -230,33 +273,18 @@ class Operations:
             int(group), int(num_bytes), int(root), float(timeout_s)
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return None
-        return (
-            operation,
-            dtype,
-            reduce_op,
-            timeout_s,
-            shapes,
-            (),
-            (),
-            num_bytes,
-            group,
-            root,
-            -1,
-            -1,
-        )  # fmt: skip -- a call (calls.py) without what varies
+        return operation, dtype, reduce_op, timeout_s, shapes, num_bytes, group, root
 
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /
     ) -> int:
         """Record that a prepared operation was called; see `OperationWriter`."""
         try:
-            what = (*call, coalesced, self._thread.native_id, flags)
-            now = self._now()
-            try:
-                frame = _getframe(depth)
-            except ValueError:  # the stack is not that deep
-                frame = None
-            return self._write(frame, what, now, sequence, -1, is_started)
+            (operation, dtype, reduce_op, timeout_s, shapes, num_bytes, group, root) = call
+            return Operations.begin(
+                self, group, operation, sequence, -1, dtype, shapes, (), (), num_bytes, reduce_op,
+                root, -1, -1, coalesced, timeout_s, flags, depth + 1, is_started,
+            )  # fmt: skip
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return NOT_RECORDED
 
@@ -308,63 +336,6 @@ class Operations:
         """Record that the operation ended in an error, whose text `error` refers to."""
         Operations.completed(self, record, None, _FAILED, error)
 
-    def _write(
-        self,
-        frame: FrameType | None,
-        what: tuple[Any, ...],
-        now: int,
-        sequence: int,
-        p2p_sequence: int,
-        is_started: bool,
-    ) -> int:
-        """Store an operation; return its number, `NOT_RECORDED` if pending ones hold all slots."""
-        line = self._lines.get((id(frame.f_code), frame.f_lasti)) if frame is not None else None
-        if line is None or frame is None:
-            tail = self._find(frame, what)
-        else:
-            second = frame.f_back or _OUTSIDE
-            third = second.f_back or _OUTSIDE
-            fourth = third.f_back or _OUTSIDE
-            _, code_2, at_2, code_3, at_3, code_4, at_4, known, tail, tails = line
-            if (
-                second.f_lasti != at_2
-                or second.f_code is not code_2
-                or third.f_lasti != at_3
-                or third.f_code is not code_3
-                or fourth.f_lasti != at_4
-                or fourth.f_code is not code_4
-            ):
-                tail = self._find(frame, what)
-            elif what != known:
-                tail = self._find(frame, what, tails)
-        live = self._live
-        step = live[_STEP] - 1
-        draw = self._numbers
-        record = draw()
-        try:
-            fields = _pack_head(record, sequence, p2p_sequence, now, step, tail)
-        except struct.error:
-            fields = pack_clamped(HEAD_STRUCT, record, sequence, p2p_sequence, now, step, tail)
-        crc = crc32(fields)
-        stamp = record + 1
-        slot = record % self._num_slots
-        owner = self._owners[slot]
-        if owner <= 0 < stamp + owner:  # ended, and not newer; from here on nothing comes between
-            self._starts[slot] = 0
-            self._owners[slot] = stamp
-            _pack_slot(self._map, self._places[slot], stamp, _FIXED_BYTES, crc, fields, stamp)
-        else:
-            record = self._make_room(record, fields)
-            if record == NOT_RECORDED:
-                return record
-            stamp = record + 1
-        if live[_NUM_OPERATIONS] < stamp:
-            live[_NUM_OPERATIONS] = stamp
-        live[_PROGRESS] = now
-        if is_started:
-            self._mark_started(record, now)
-        return record
-
     def _make_room(self, record: int, fields: bytes) -> int:
         """Store an operation under the first number, from `record` on, whose slot can be taken.
 
@@ -376,7 +347,8 @@ class Operations:
         with self._lock:
             for number in range(_MAX_TRIES):
                 if number:
-                    record = self._numbers()
+                    record = self._next
+                    self._next = record + 1
                     fields = record.to_bytes(8, "little") + fields[8:]
                 if self._take(record % self._num_slots, record + 1, fields):
                     return record
@@ -434,7 +406,7 @@ class LockedOperations(Operations):
     def begin(self, *args: Any, depth: int = 1, **fields: Any) -> int:
         """Record that an operation was called; see `OperationWriter`."""
         with self._lock:
-            return super().begin(*args, depth=depth + 1, **fields)
+            return super().begin(*args, depth=depth + 1, **fields)  # type: ignore[misc]
 
     def begin_prepared(
         self, call: Any, sequence: int, coalesced: int, flags: int, depth: int, is_started: bool, /

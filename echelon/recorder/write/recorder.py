@@ -184,7 +184,8 @@ class Recorder:
         try:
             now, live = self._now(), self._live
             before = live[_STEP]
-            live[_STEP] = before + 1 if number is None else _step_word(number, before)
+            live[_STEP] = word = before + 1 if number is None else _step_word(number, before)
+            self._ring.step = word - 1
             live[_STEP_MONO_NS] = live[_PROGRESS] = now
             if begins:
                 self._note_spent(now)

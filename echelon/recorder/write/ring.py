@@ -76,6 +76,7 @@ class Ring:
         self._view = memoryview(self.map)
         # Native 8-byte items: each store is one aligned move, so readers never see half a word.
         self.live = self._view[LIVE_OFFSET : LIVE_OFFSET + LIVE_BYTES].cast("Q")
+        self.step = -1  # as `live` has it, for writers: an attribute is faster to read
         self.texts = Texts(self.map, self.live, layout.recent_offset)
         self.kept = Kept(self.map, self.live, layout)
         protected = protect(self.map)

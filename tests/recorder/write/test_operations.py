@@ -146,6 +146,30 @@ def test_each_of_four_frames_tells_two_stacks_apart(recorder, look):
     assert len(set(stacks)) == 8
 
 
+def test_a_line_found_under_the_key_of_another_is_not_taken_for_it(recorder, look):
+    """The key is an address plus an offset, which two lines could share."""
+
+    def first() -> None:
+        recorder.begin(0, "barrier")
+
+    def second() -> None:
+        recorder.begin(0, "barrier")
+
+    def call() -> None:
+        for train in (first, second):
+            train()
+
+    call()
+    if not recorder.is_in_c:
+        lines = recorder.begin.__self__._lines
+        (one, line), (other, other_line) = lines.items()
+        lines |= {one: other_line, other: line}
+    call()
+    record = look()
+    sites = [record.strings[row["site"]].rpartition(" ")[2] for row in record.operations]
+    assert sites == ["first", "second", "first", "second"]
+
+
 def test_a_list_that_changed_is_another_signature(recorder, look):
     shape = [3]
     for n in (3, 4, 5):
