@@ -1,13 +1,15 @@
 """Faults in unmodified programs, and what `echelon run` says of each: cause, culprit and line.
 
     python -m benchmarks.unmodified run --out RESULTS.jsonl [--scripts ddp,fsdp2] [--faults ...]
-        [--ranks 2,4] [--seconds 280] [--healthy 10]
-    python -m benchmarks.unmodified table RESULTS.jsonl
+        [--ranks 2,4] [--seconds 280] [--healthy 10] [--attach] [--keep DIR]
+    python -m benchmarks.unmodified table RESULTS.jsonl [--into docs/unmodified.md]
     python -m benchmarks.unmodified overhead [--runs 30]
 
 `run` appends one line per case and leaves out the cases that the file holds, so that it may run in
-pieces. A case is right where cause and culprits are; `line` says whether the verdict names the line
-of `examples/unmodified/faults.py` at which the fault stands.
+pieces; with `--attach` plain torchrun launches the jobs and `fr-analyze --attach` looks at them. A
+case is right where cause and culprits are; `line` tells whether the verdict names the line of
+`examples/unmodified/faults.py` at which the fault stands. `--into` replaces the table between the
+two marks of a document.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import itertools
 import json
 import os
-import re
+import random
 import statistics
 import subprocess
 import sys
@@ -26,107 +28,69 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-_EXAMPLES = Path(__file__).parents[1] / "examples" / "unmodified"
-_SCRIPTS = ("ddp", "fsdp2", "accelerate_loop", "lightning_fit", "trainer")
+from benchmarks.unmodified_cases import (
+    CASE_S,
+    CAUSES,
+    ENDS_A_JOB,
+    HEALTHY,
+    Case,
+    NotReachedError,
+    attach_case,
+    launch_case,
+)
+
+_SCRIPTS = ("ddp", "fsdp2", "accelerate_loop", "lightning_fit", "trainer", "deepspeed_zero")
 _PACKAGES = {
     "accelerate_loop": "accelerate",
     "lightning_fit": "lightning",
     "trainer": "transformers",
+    "deepspeed_zero": "deepspeed",
 }
-# What may be said of each fault: the causes that are right.
-_CAUSES = {
-    "loader": {"data_starvation"},
-    "worker": {"data_starvation"},
-    "worker_exception": {"exception"},
-    "user": {"host_hang"},
-    "lock": {"host_hang"},
-    "spin": {"host_hang"},
-    "checkpoint": {"storage_stall"},
-    "gil": {"gil_hang"},
-    "frozen": {"frozen_process"},
-    "kill": {"dead_process"},
-    "exception": {"exception"},
-    "leave": {"skipped_collective"},
-    "uneven": {"skipped_collective"},
-    "store": {"store_wait"},
-    "shape": {"shape_mismatch"},
-}
-_MARK = re.compile(r"# culprit: (.*)$")
-_STALL_S = 5
-_CASE_S = 120.0
-
-
-def _lines() -> dict[str, int]:
-    """Return the line of `faults.py` at which each fault stands."""
-    found = {}
-    for number, text in enumerate((_EXAMPLES / "faults.py").read_text().splitlines(), 1):
-        match = _MARK.search(text)
-        if match:
-            found |= dict.fromkeys(match[1].split(", "), number)
-    return found
-
-
-def _run(script: str, fault: str, ranks: int, environ: dict[str, str]) -> dict[str, Any]:
-    """Run one case under the launcher and judge its verdict."""
-    culprit = ranks - 1
-    with tempfile.TemporaryDirectory(prefix="unmodified_") as folder:
-        argv = [
-            sys.executable, "-m", "echelon", "run", f"--nproc-per-node={ranks}",
-            f"--stall-timeout={_STALL_S}", "--on-stall=stop", f"--run-dir={folder}/run",
-            str(_EXAMPLES / f"{script}.py"), f"--fault={fault}", f"--rank={culprit}",
-            f"--folder={folder}",
-        ]  # fmt: skip
-        began_s = time.monotonic()
-        with Path(folder, "out").open("w") as out:
-            done = subprocess.run(
-                argv, stdout=out, stderr=subprocess.STDOUT, timeout=_CASE_S, check=False,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-            )  # fmt: skip
-        seconds = time.monotonic() - began_s
-        path = Path(folder, "run", "dump", "latest", "verdict.json")
-        verdict = json.loads(path.read_text()).get("verdict") if path.exists() else None
-        said = Path(folder, "out").read_text()
-    case = {"script": script, "fault": fault, "ranks": ranks, "rc": done.returncode}
-    case |= {"seconds": round(seconds, 1), "alarm": verdict is not None or "stall:" in said}
-    if verdict is None:
-        return {**case, "right": fault == "none" and done.returncode == 0, "tail": said[-600:]}
-    named = set(verdict["culprit_ranks"])
-    allowed = [{culprit}, set(range(ranks))] if fault == "shape" and ranks == 2 else [{culprit}]
-    line = _lines().get(fault)
-    return {
-        **case,
-        "cause": verdict["cause"],
-        "culprits": sorted(named),
-        "confidence": verdict["confidence"],
-        "summary": verdict["summary"],
-        "right": verdict["cause"] in _CAUSES.get(fault, set()) and named in allowed,
-        "line": None if line is None else f"faults.py:{line}" in json.dumps(verdict),
-    }
+BEGIN = "<!-- table: written by `python -m benchmarks.unmodified table` -->"
+END = "<!-- end of the table -->"
 
 
 def _measure(args: argparse.Namespace) -> None:
+    if args.attach and args.healthy:
+        raise SystemExit("--attach takes no --healthy: such a job may end before it is looked at")
     out = Path(args.out)
-    done = [json.loads(text) for text in out.read_text().splitlines()] if out.exists() else []
-    known = {(one["script"], one["fault"], one["ranks"], one.get("turn", 0)) for one in done}
-    healthy = [("none", turn) for turn in range(args.healthy)]
-    cases = [(fault, 0) for fault in args.faults] + healthy
+    known = {_key(case) for case in _read(out)} if out.exists() else set()
+    faults = [one for one in args.faults if not (args.attach and one in ENDS_A_JOB)]
+    healthy = [(HEALTHY[turn % len(HEALTHY)], turn) for turn in range(args.healthy)]
+    cases = [(fault, 0) for fault in faults] + healthy
     end_s = time.monotonic() + args.seconds
-    for (fault, turn), ranks, script in itertools.product(cases, args.ranks, args.scripts):
-        if (script, fault, ranks, turn) in known or not _has(script):
+    order = list(itertools.product(cases, args.ranks, args.scripts))
+    random.Random(0).shuffle(order)  # so that a part of them is a fair sample
+    for (fault, turn), ranks, script in order:
+        case: Case = {"script": script, "fault": fault, "ranks": ranks, "turn": turn}
+        case |= {"attach": args.attach}
+        if _key(case) in known or not _has(script):
             continue
         if time.monotonic() > end_s:
             print("more cases are left: run it again")
             return
         try:
-            case = _run(script, fault, ranks, {})
+            run = attach_case if args.attach else launch_case
+            case |= run(script, fault, ranks, args.keep)
+        except NotReachedError as err:
+            print(f"{script} {fault} x{ranks}: left for the next run: {err}", flush=True)
+            continue
         except subprocess.TimeoutExpired:
-            case = {"script": script, "fault": fault, "ranks": ranks, "right": False}
+            case |= {"right": False, "alarm": False, "cause": "no end"}
         with out.open("a") as file:
-            file.write(json.dumps({**case, "turn": turn}) + "\n")
+            file.write(json.dumps(case) + "\n")
         words = f"{case.get('cause')} {case.get('culprits')} line {case.get('line')}"
-        print(
-            f"{script} {fault} x{ranks}: {'ok' if case['right'] else 'WRONG'} {words}", flush=True
-        )
+        judged = "ok" if case["right"] else "WRONG"
+        print(f"{script} {fault} x{ranks}: {judged} {words}", flush=True)
+
+
+def _read(path: Path) -> list[Case]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def _key(case: Case) -> tuple[object, ...]:
+    names = ("script", "fault", "ranks", "turn", "attach")
+    return tuple(case.get(name, 0) for name in names)
 
 
 def _has(script: str) -> bool:
@@ -135,29 +99,57 @@ def _has(script: str) -> bool:
     return script not in _PACKAGES or find_spec(_PACKAGES[script]) is not None
 
 
-def _table(args: argparse.Namespace) -> None:
-    """Print a table of faults by scripts, and the shares."""
-    cases = [json.loads(text) for text in Path(args.out).read_text().splitlines()]
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+def write_table(results: Path, into: Path | None) -> None:
+    """Print tables of faults by scripts, with the shares, or put them into a document.
+
+    Raises:
+        SystemExit: the document lacks the two marks between which the tables stand.
+    """
+    cases = _read(results)
+    launched = [case for case in cases if not case.get("attach")]
+    attached = [case for case in cases if case.get("attach")]
+    text = "\n\n".join(
+        f"{title}\n\n{_rows(some)}"
+        for title, some in (("Under `echelon run`:", launched), ("Attached to torchrun:", attached))
+        if some
+    )
+    if into is None:
+        print(text)
+        return
+    before, begin, rest = into.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{into} lacks the two marks of the table: {BEGIN} and {END}")
+    into.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def _rows(cases: list[Case]) -> str:
+    cells: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
         cells[case["fault"], case["script"]].append(case)
-    print(f"| fault | {' | '.join(_SCRIPTS)} |\n|---|{'---|' * len(_SCRIPTS)}")
-    for fault in (*_CAUSES, "none"):
+    lines = [f"| fault | {' | '.join(_SCRIPTS)} |", f"|---|{'---|' * len(_SCRIPTS)}"]
+    for fault in (*CAUSES, *HEALTHY):
         row = [_cell(cells[fault, script]) for script in _SCRIPTS]
-        print(f"| {fault} | {' | '.join(row)} |")
-    faulty = [case for case in cases if case["fault"] != "none"]
+        if any(cell != "-" for cell in row):
+            lines.append(f"| {fault} | {' | '.join(row)} |")
+    faulty = [case for case in cases if case["fault"] not in HEALTHY]
     right = sum(case["right"] for case in faulty)
-    lines = [case["line"] for case in faulty if case.get("line") is not None]
-    print(f"\ncause and culprits right: {right} of {len(faulty)}")
-    print(f"line named: {sum(lines)} of {len(lines)}")
-    quiet = [case for case in cases if case["fault"] == "none"]
-    print(f"healthy runs: {len(quiet)}, alarms: {sum(case['alarm'] for case in quiet)}")
+    named = [case["line"] for case in faulty if case.get("line") is not None]
+    quiet = [case for case in cases if case["fault"] in HEALTHY]
+    shares = f"Cause and culprits right: {right} of {len(faulty)}. Line named: {sum(named)} of "
+    shares += f"{len(named)}. Healthy runs: {len(quiet)}, with an alarm: "
+    shares += f"{sum(case['alarm'] for case in quiet)}."
+    return "\n".join([*lines, "", shares])
 
 
-def _cell(cases: list[dict[str, Any]]) -> str:
+def _cell(cases: list[Case]) -> str:
     if not cases:
         return "-"
-    wrong = [f"{one.get('cause')} {one.get('culprits')}" for one in cases if not one["right"]]
+    wrong = [
+        f"x{one['ranks']}: {one.get('cause')} {one.get('culprits', '')}".strip()
+        for one in cases
+        if not one["right"]
+    ]
     lines = [one["line"] for one in cases if one.get("line") is not None]
     text = f"{len(cases) - len(wrong)} of {len(cases)}"
     text += f", line {sum(lines)} of {len(lines)}" if lines else ""
@@ -189,7 +181,7 @@ def _steps(kind: str, record: str) -> dict[str, Any]:
         ]  # fmt: skip
         environ = {**os.environ, "ECHELON_RECORD": record, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=_CASE_S, check=True, env=environ
+            argv, capture_output=True, text=True, timeout=CASE_S, check=True, env=environ
         )
     text = next(line for line in done.stdout.splitlines() if '"losses"' in line)
     told: dict[str, Any] = json.loads(text[text.index("{") :])
@@ -202,14 +194,17 @@ def _parse() -> argparse.Namespace:
     run = commands.add_parser("run")
     run.add_argument("--out", required=True)
     run.add_argument("--scripts", type=lambda text: text.split(","), default=_SCRIPTS)
-    run.add_argument("--faults", type=lambda text: text.split(","), default=tuple(_CAUSES))
+    run.add_argument("--faults", type=lambda text: text.split(","), default=tuple(CAUSES))
     run.add_argument("--ranks", type=lambda text: [*map(int, text.split(","))], default=(2, 4))
     run.add_argument("--seconds", type=float, default=280.0)
     run.add_argument("--healthy", type=int, default=0)
+    run.add_argument("--attach", action="store_true")
+    run.add_argument("--keep", type=Path, help="keeps the run directories of wrong verdicts")
     run.set_defaults(act=_measure)
     table = commands.add_parser("table")
-    table.add_argument("out")
-    table.set_defaults(act=_table)
+    table.add_argument("out", type=Path)
+    table.add_argument("--into", type=Path)
+    table.set_defaults(act=lambda args: write_table(args.out, args.into))
     overhead = commands.add_parser("overhead")
     overhead.add_argument("--runs", type=int, default=30)
     overhead.set_defaults(act=_overhead)

@@ -1,6 +1,8 @@
 """Faults to switch on in the examples beside this file: `--fault NAME --rank R --step S`.
 
 Each is what it is called, done by plain code: nothing here or in the examples knows of echelon.
+`evaluation`, `compile_pause`, `saves` and `uneven_work` are healthy: every rank does something that
+takes long, and goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ parser.add_argument("--fault", default="none")
 parser.add_argument("--rank", type=int, default=1)
 parser.add_argument("--step", type=int, default=5)
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--pause", type=float, default=8.0)
 parser.add_argument("--folder", default="/tmp")
 arguments = parser.parse_args()
 rank = int(os.environ.get("RANK", "0"))
@@ -54,8 +57,11 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def is_due(*names: str) -> bool:
-    """Return whether one of these faults was asked for on this rank."""
-    return arguments.fault in names and rank == arguments.rank
+    """Return whether one of these faults was asked for on this rank, and print that it is."""
+    due = arguments.fault in names and rank == arguments.rank
+    if due:
+        print(f"fault {arguments.fault} on rank {rank}", flush=True)
+    return due
 
 
 def wait_for_the_disk() -> None:
@@ -65,13 +71,17 @@ def wait_for_the_disk() -> None:
 
 def work(step: int) -> None:
     """Do what a training loop does between its steps; on one rank something may go wrong."""
-    if step == arguments.step and arguments.fault == "shape":
-        dist.all_reduce(torch.ones(5 if rank == arguments.rank else 3))  # culprit: shape
-    if step != arguments.step or rank != arguments.rank:
+    if arguments.fault == "uneven_work":
+        _compute(0.1 * rank)
+    if step != arguments.step:
         return
-    act = _ACTS.get(arguments.fault)
-    if act is not None:
-        act()
+    if arguments.fault == "shape":
+        is_due("shape")
+        dist.all_reduce(torch.ones(5 if rank == arguments.rank else 3))  # culprit: shape
+    if arguments.fault in _PAUSES:
+        _PAUSES[arguments.fault]()
+    elif arguments.fault in _ACTS and is_due(arguments.fault):
+        _ACTS[arguments.fault]()
 
 
 def has_had_enough(step: int) -> bool:
@@ -129,6 +139,42 @@ def _store() -> None:
     dist.distributed_c10d._get_default_store().get("a-key-that-no-rank-sets")  # culprit: store
 
 
+def _compile() -> None:
+    def backend(*_: object) -> object:
+        time.sleep(3600)  # culprit: compile
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+
+
+def _compute(seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        torch.ones(64, 64).matmul(torch.ones(64, 64))
+
+
+def _evaluation() -> None:
+    _compute(arguments.pause)
+    dist.barrier()
+
+
+def _compile_pause() -> None:
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable:
+        _compute(arguments.pause)
+        return graph.forward
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+
+
+def _saves() -> None:
+    for turn in range(8):
+        torch.save(torch.ones(1_000_000), Path(arguments.folder) / f"big_{rank}_{turn}.pt")
+
+
+_PAUSES: dict[str, Callable[[], None]] = {
+    "evaluation": _evaluation,
+    "compile_pause": _compile_pause,
+    "saves": _saves,
+}
 _ACTS: dict[str, Callable[[], None]] = {
     "user": _user,
     "lock": _lock,
@@ -138,4 +184,5 @@ _ACTS: dict[str, Callable[[], None]] = {
     "exception": _exception,
     "spin": _spin,
     "store": _store,
+    "compile": _compile,
 }

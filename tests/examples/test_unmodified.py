@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import unmodified
 from tests.examples.runs import EXAMPLES, launch
 
 pytestmark = pytest.mark.ranks
@@ -18,11 +19,13 @@ _SCRIPTS = {
     "accelerate_loop": "accelerate",
     "lightning_fit": "lightning",
     "trainer": "transformers",
+    "deepspeed_zero": "deepspeed",
 }
 _FAULTS = {
     "worker": "data_starvation",
     "user": "host_hang",
     "checkpoint": "storage_stall",
+    "compile": "compile_stall",
     "gil": "gil_hang",
     "store": "store_wait",
     "exception": "exception",
@@ -74,3 +77,30 @@ def test_the_examples_know_nothing_of_us():
     for path in _FOLDER.glob("*.py"):
         text = path.read_text().replace("knows of echelon", "")
         assert "echelon" not in text, path
+
+
+def test_the_table_of_the_matrix_is_written_between_its_marks(tmp_path):
+    case = {
+        "script": "ddp",
+        "fault": "user",
+        "ranks": 2,
+        "right": True,
+        "alarm": True,
+        "line": True,
+    }
+    wrong = {**case, "ranks": 4, "right": False, "cause": "unknown", "culprits": [1, 2]}
+    quiet = {**case, "fault": "saves", "alarm": False, "line": None}
+    results = tmp_path / "cases.jsonl"
+    results.write_text("".join(f"{json.dumps(one)}\n" for one in (case, wrong, quiet)))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{unmodified.BEGIN}\nan older table\n{unmodified.END}\nafter\n")
+    unmodified.write_table(results, page)
+    text = page.read_text()
+    assert "| user | 1 of 2, line 2 of 2 (x4: unknown [1, 2]) | - |" in text
+    assert "right: 1 of 2. Line named: 2 of 2. Healthy runs: 1, with an alarm: 0." in text
+    assert "older" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    page.write_text("no marks\n")
+    with pytest.raises(SystemExit, match="lacks the two marks"):
+        unmodified.write_table(results, page)
