@@ -12,6 +12,7 @@ usage: echelon COMMAND [...]
 
   run      launch a job; explain it if it stalls or dies
   status   show what the ranks of a running job do
+  report   show what each second of a job's ranks went into
   doctor   check this machine before a job
   prepare  turn text into token shards
   plot     draw the figures of runs
@@ -36,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from echelon.launcher.status.show import main as status
 
         return status(arguments)
+    if command == "report":
+        from echelon.launcher.goodput.command import main as report
+
+        return report(arguments)
     if command == "doctor":
         from echelon.launcher.doctor.doctor import main as doctor
 

@@ -13,7 +13,9 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.control.link import LocalLink, Mailbox
 from echelon.launcher.coordinator.coordinator import Coordinator
 from echelon.launcher.coordinator.meeting import StoreProcess
+from echelon.launcher.coordinator.observers import Observers
 from echelon.launcher.election.mandate import WITNESS
+from echelon.launcher.goodput.book import Book
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
@@ -61,6 +63,7 @@ class Hosting:
         self.succession: Succession | None = None
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.link.close)
+        self._book = Book(report.job_id, directory.path, options.stall_timeout_s, terminal.say)
         self._testimony: Testimony | None = None
         self._store: StoreProcess | None = None
         self._starting: Future[StoreProcess] | None = None
@@ -111,7 +114,7 @@ class Hosting:
         self.succession = succession
         self.coordinator = Coordinator(
             self._options, self._directory, self.report, self._store, self.send, self._terminal,
-            succession,
+            succession, Observers(self.say, [self._book]),
         )  # fmt: skip
         self._stack.callback(self.coordinator.close)
 
@@ -144,6 +147,7 @@ class Hosting:
             self.report.write(self._directory.report_file)
         except OSError as err:
             self._terminal.say(f"cannot write report.json: {err.strerror or err}")
+        self._book.write()
 
     def close(self) -> None:
         """End what it has started."""

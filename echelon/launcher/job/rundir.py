@@ -3,6 +3,7 @@
     RUN/job.json                                 endpoint and secret, 0600; of the hosting node
     RUN/job.<node>.json                          the same of another node, until the job ends
     RUN/report.json                              how the job ended, written last
+    RUN/goodput.json                             what each second of each rank went into
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
     RUN/dump/latest -> incident_<k>              the newest complete one
@@ -165,7 +166,7 @@ class RunDirectory:
         return final
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> None:
     """Write a JSON file of mode 0600, in one step.
 
     Raises:
@@ -175,7 +176,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(fd, "w") as file:
-            json.dump(value, file, indent=1)
+            json.dump(value, file, indent=indent)
             file.write("\n")
         part.rename(path)
     except OSError:

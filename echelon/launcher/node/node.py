@@ -23,6 +23,7 @@ from echelon.errors import DumpFormatError, LaunchError
 from echelon.host.accelerators import visible_to
 from echelon.host.process import oom_kills
 from echelon.launcher.control import messages as m
+from echelon.launcher.goodput.reporting import LapReports
 from echelon.launcher.incident.harvest import harvest
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.incident.worker import Occasion, Worker
@@ -73,6 +74,7 @@ class NodeAgent:
         self._streams: dict[int, Stream] = {}
         self._has_lost_output = False
         self._sighting: Sighting | None = None
+        self._laps: LapReports | None = None
         self._grace = Grace()
         self._examination: Examination | None = None
         self._kept: Sequence[Record] | None = None  # a snapshot that no coordinator has asked for
@@ -150,6 +152,7 @@ class NodeAgent:
             self._say(f"starting {command.world_size} ranks; {here} on this node")
         self._workers = []
         self._sighting = Sighting(command, self._workers, self._num_printed)
+        self._laps = LapReports(command, self._workers, self._sighting.words)
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
             env = environment.worker_environment(os.environ, attempt, rank, folder)
@@ -328,6 +331,9 @@ class NodeAgent:
             stream.flush()
             self._drop(stream)
         self._terminal.end_live()
+        laps = None if self._laps is None else self._laps.report()
+        if laps is not None:
+            self._tell(laps)
         self._close_rings()
         self._bring_rings_home()
         for worker in self._workers:
@@ -352,6 +358,9 @@ class NodeAgent:
 
     def look(self, *, at_once: bool = False) -> None:
         """Report what the living ranks show; not while an incident makes them move."""
+        laps = None if self._laps is None else self._laps.look()
+        if laps is not None:
+            self._tell(laps)
         if self._sighting is None or self._examination is not None:
             return
         sights = self._sighting.report(at_once=at_once)
@@ -404,6 +413,8 @@ class NodeAgent:
         worker.exit_order = self._num_ended
         self._num_ended += 1
         assert self._start is not None
+        if self._laps is not None:
+            self._laps.read(worker)  # its last steps
         self._tell(m.WorkerEnded(attempt=self._start.attempt, rank=worker.rank, code=code))
 
     def _add_stream(
@@ -480,6 +491,7 @@ class NodeAgent:
             self._memory.bring_home(worker.folder)
 
     def _close_rings(self) -> None:
+        self._laps = None
         if self._sighting is not None:
             self._sighting.close()
             self._sighting = None

@@ -90,6 +90,11 @@ class Sighting:
             self._dumped_rank = min(new)
         self._num_dumps.update(own)
 
+    def words(self, worker: Worker) -> tuple[int, ...] | None:
+        """Return the live words of a rank's ring, None while it has none."""
+        ring = self._ring(worker)
+        return None if ring is None else ring.words()
+
     def rest(self) -> None:
         """Forget what an incident's own questions made ranks do: that was no sign of life."""
         for rank, activity in self._activities.items():

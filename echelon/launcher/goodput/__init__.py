@@ -1,0 +1,1 @@
+"""What each second of each rank went into."""

@@ -1,0 +1,236 @@
+"""Where each second of each rank went: pure, over recorded facts, and exact.
+
+Every rank's time from the job's begin to its end is cut into segments without gaps, and each
+segment into parts; the parts of a rank add up to the job's time to the nanosecond.
+
+    start-up    until the first step of the first attempt
+    useful      steps that no earlier attempt had finished, less what follows
+    waiting     of such steps: standing still in collectives and messages
+    data        of such steps: waiting for the next batch
+    checkpoint  saving and loading within or between steps
+    repeated    steps that an earlier attempt had finished already, whole
+    stall       from the last sign of progress until the stall cleared or the ranks were stopped
+    restart     the step that a failure cut short, stopping, and all until the next first step
+    idle        the rank had ended, or its world had no place for it
+    unmarked    the program ran and marked no steps
+
+[Note: numbers of steps after a restart] A program that marks steps by number goes on where its
+checkpoint was. One that does not, as every unmodified program, counts from 0 again. Where an
+attempt has loaded a checkpoint and begins at 0 or 1, it is taken to continue from the step at
+which the newest checkpoint before it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent
+
+
+class Category(Enum):
+    """What a rank's time went into."""
+
+    USEFUL = "useful"
+    WAITING = "waiting"
+    DATA = "data"
+    CHECKPOINT = "checkpoint"
+    REPEATED = "repeated"
+    STALL = "stall"
+    RESTART = "restart"
+    START_UP = "start-up"
+    IDLE = "idle"
+    UNMARKED = "unmarked"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of one rank's time; `parts` add up to its length.
+
+    Attributes:
+        blamed: index of the attempt whose failure cost this time; -1: none.
+    """
+
+    began_ns: int
+    ended_ns: int
+    parts: Mapping[Category, int]
+    blamed: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbering:
+    """What an attempt's step numbers mean: `base` is added; those below `done` are repeated."""
+
+    base: int
+    done: int
+
+
+def segments(job: Job) -> dict[int, list[Segment]]:
+    """Return each rank's time from 0 to `job.now_ns`, in order and without gaps."""
+    numberings = _numberings(job)
+    marks_steps = any(run.laps for one in job.attempts for run in one.runs.values())
+    return {rank: list(_of_rank(job, rank, numberings, marks_steps)) for rank in job.ranks}
+
+
+def _numberings(job: Job) -> list[_Numbering]:
+    made, done, saved = list[_Numbering](), 0, -1
+    for attempt in job.attempts:
+        runs = attempt.runs.values()
+        first = min((run.laps[0].first_step for run in runs if run.laps), default=0)
+        resumes = bool(made) and saved >= 0 and first <= 1 and any(run.num_loads for run in runs)
+        base = saved if resumes else 0
+        made.append(_Numbering(base, done))
+        done = max([done, *(base + run.laps[-1].end_step for run in runs if run.laps)])
+        here = max((run.saved_step for run in runs), default=-1)
+        saved = base + here if here >= 0 else saved
+    return made
+
+
+def _of_rank(
+    job: Job, rank: int, numberings: list[_Numbering], marks_steps: bool
+) -> Iterator[Segment]:
+    at = 0
+    for i, attempt in enumerate(job.attempts):
+        before = Category.RESTART if i else Category.START_UP
+        began = _clip(attempt.began_ns, at, job.now_ns)
+        yield from _whole(at, began, before, i - 1)
+        end = job.now_ns if attempt.ended_ns is None else attempt.ended_ns
+        end = _clip(end, began, job.now_ns)
+        run = attempt.runs.get(rank)
+        if run is None:
+            yield from _whole(began, end, Category.IDLE)
+        else:
+            cut = _Cut(i, attempt, run, began, end, numberings[i], marks_steps)
+            yield from cut.segments()
+        at = end
+    yield from _whole(at, job.now_ns, Category.IDLE)
+
+
+class _Cut:
+    """One rank's time in one attempt."""
+
+    def __init__(
+        self,
+        index: int,
+        attempt: Attempt,
+        run: RankRun,
+        began_ns: int,
+        ended_ns: int,
+        numbering: _Numbering,
+        marks_steps: bool,
+    ) -> None:
+        self._index, self._run, self._numbering = index, run, numbering
+        self._began, self._ended = began_ns, ended_ns
+        self._marks_steps = marks_steps
+        stop = ended_ns if run.ended_ns is None else run.ended_ns
+        self._stopped = _clip(stop, began_ns, ended_ns)
+        failed = attempt.failed_ns
+        self._failed = None if failed is None else _clip(failed, began_ns, ended_ns)
+        limit = ended_ns if self._failed is None else self._failed
+        self._stalls = [
+            (began, _clip(limit if until < 0 else until, began, limit))
+            for began, until in attempt.stalls
+        ]
+
+    def segments(self) -> Iterator[Segment]:
+        """Return them in order: before the first step, the laps, the rest, the end."""
+        at, run = self._began, self._run
+        before = Category.RESTART if self._index else Category.START_UP
+        if run.laps:
+            first = _clip(run.laps[0].began_ns, at, self._stopped)
+            yield from self._plain(at, first, before, self._index - 1)
+            at = first
+        for lap in run.laps:
+            end = _clip(lap.ended_ns, at, self._stopped)
+            yield from self._steps(at, end, lap)
+            at = end
+        is_lost = self._failed is not None and self._failed <= self._stopped
+        if is_lost:
+            assert self._failed is not None
+            worked = max(at, self._failed)
+            has_begun = bool(run.laps) or not self._marks_steps
+            kind = Category.RESTART if has_begun or self._index else Category.START_UP
+            blamed = self._index if has_begun else self._index - 1
+            yield from self._plain(at, worked, kind, blamed)
+            yield from _whole(worked, self._ended, Category.RESTART, self._index)
+            return
+        yield from self._rest(at, before)
+        yield from _whole(self._stopped, self._ended, Category.IDLE)
+
+    def _rest(self, at: int, before: Category) -> Iterator[Segment]:
+        """What no lap covers, of a rank that did not fail: its last step, or no step at all."""
+        run = self._run
+        if run.laps:
+            step = run.laps[-1].end_step
+            last = Lap(
+                first_step=step, end_step=step + 1, began_ns=at, ended_ns=self._stopped,
+                spent=run.unfinished,
+            )  # fmt: skip
+            yield from self._steps(at, self._stopped, last)
+        elif self._marks_steps:
+            yield from self._plain(at, self._stopped, before, self._index - 1)
+        else:
+            yield from self._plain(at, self._stopped, Category.UNMARKED)
+
+    def _plain(
+        self, began: int, ended: int, category: Category, blamed: int = -1
+    ) -> Iterator[Segment]:
+        if ended > began:
+            stalled = self._stalled(began, ended)
+            parts = {Category.STALL: stalled, category: ended - began - stalled}
+            yield Segment(began, ended, _nonzero(parts), blamed)
+
+    def _steps(self, began: int, ended: int, lap: Lap) -> Iterator[Segment]:
+        if ended > began:
+            stalled = self._stalled(began, ended)
+            parts = _parts(lap, ended - began - stalled, stalled, self._numbering)
+            parts[Category.STALL] = stalled
+            yield Segment(began, ended, _nonzero(parts), self._index - 1)
+
+    def _stalled(self, began: int, ended: int) -> int:
+        """How much of a time the attempt's stalls cover; they do not overlap each other."""
+        return sum(max(0, min(ended, to) - max(began, since)) for since, to in self._stalls)
+
+
+def _parts(lap: Lap, left: int, stalled: int, numbering: _Numbering) -> dict[Category, int]:
+    """Divide a lap's time that was not a stall; who stood still in one was waiting until then."""
+    spent = _without(lap.spent, stalled)
+    saving = min(spent.checkpoint_ns, left)
+    left -= saving
+    num = lap.end_step - lap.first_step
+    num_repeated = _clip(numbering.done - numbering.base - lap.first_step, 0, max(num, 0))
+    num = max(num, 1)
+    repeated = left * num_repeated // num
+    left -= repeated
+    waited = min(spent.waited_ns * (num - num_repeated) // num, left)
+    data = min(spent.data_ns * (num - num_repeated) // num, left - waited)
+    return {
+        Category.CHECKPOINT: saving,
+        Category.REPEATED: repeated,
+        Category.WAITING: waited,
+        Category.DATA: data,
+        Category.USEFUL: left - waited - data,
+    }
+
+
+def _without(spent: Spent, stalled: int) -> Spent:
+    """Take a stall's time from where the rank stood: mostly a collective."""
+    left = [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
+    for i, ns in enumerate(left):
+        left[i] = max(0, ns - stalled)
+        stalled -= ns - left[i]
+    return Spent(waited_ns=left[0], checkpoint_ns=left[1], data_ns=left[2])
+
+
+def _whole(began: int, ended: int, category: Category, blamed: int = -1) -> Iterator[Segment]:
+    if ended > began:
+        yield Segment(began, ended, {category: ended - began}, blamed)
+
+
+def _nonzero(parts: Mapping[Category, int]) -> dict[Category, int]:
+    return {category: ns for category, ns in parts.items() if ns}
+
+
+def _clip(value: int, low: int, high: int) -> int:
+    return min(max(value, low), max(low, high))

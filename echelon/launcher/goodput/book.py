@@ -1,0 +1,144 @@
+"""The hosting node's book of a job's time: an observer that keeps the facts, and their file.
+
+The file is written now and then while the job runs, so that a launcher that is killed leaves all
+but the last seconds, and once more at each end. What writing costs bounds how often it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator import observers as o
+from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent, write_job
+
+_MAX_LAPS = 1 << 16  # of all ranks of an attempt
+_EVERY_S = 10.0
+_MAX_SHARE = 0.01  # of the launcher's time, for writing
+
+
+class Book:
+    """The facts of one job.
+
+    Args:
+        stall_timeout_s: after which a stall is noticed.
+        say: prints a line.
+        now_ns: the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        run_dir: Path,
+        stall_timeout_s: float,
+        say: Callable[[str], None],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.job = Job(job_id=job_id)
+        self._run_dir = run_dir
+        self._stall_ns = int(stall_timeout_s * 1e9)
+        self._say = say
+        self._clock = now_ns
+        self._origin_ns = now_ns()
+        self._due_ns = 0
+        self._has_failed = False
+
+    def now_ns(self) -> int:
+        """Return the time since the job's begin."""
+        return self._clock() - self._origin_ns
+
+    def __call__(self, happening: o.Happening) -> None:
+        """Take in what happened."""
+        self.job.now_ns = now = self.now_ns()
+        if isinstance(happening, o.AttemptBegan):
+            runs = {rank: RankRun(host=host) for rank, host in happening.hosts.items()}
+            self.job.attempts.append(Attempt(number=happening.attempt, began_ns=now, runs=runs))
+        elif isinstance(happening, o.JobEnded):
+            self.job.ended_by, self.job.exit_code = happening.ended_by, happening.exit_code
+        elif isinstance(happening, o.VerdictKnown):
+            self._name_cause(happening)
+        elif self.job.attempts and not isinstance(happening, o.Restarting):
+            self._note(self.job.attempts[-1], happening, now)
+        if not isinstance(happening, o.LapsReported | o.RankEnded) or now >= self._due_ns:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file; a disk that does not take it costs one line."""
+        began = self._clock()
+        try:
+            write_job(self.job, self._run_dir)
+        except OSError as err:
+            if not self._has_failed:
+                self._say(f"could not write the account of the job's time: {err.strerror or err}")
+            self._has_failed = True
+        took = self._clock() - began
+        self._due_ns = self.now_ns() + max(int(_EVERY_S * 1e9), int(took / _MAX_SHARE))
+
+    def _note(self, attempt: Attempt, happening: o.Happening, now: int) -> None:
+        if isinstance(happening, o.LapsReported):
+            if happening.laps.attempt == attempt.number:
+                self._add_laps(attempt, happening.laps, now)
+        elif isinstance(happening, o.RankEnded):
+            run = attempt.runs.get(happening.rank)
+            if run is not None:
+                run.ended_ns = now
+            if happening.code != 0 and attempt.failed_ns is None:
+                attempt.failed_ns = now
+        elif isinstance(happening, o.IncidentBegan):
+            attempt.reason = happening.reason
+            if happening.kind == "stall":
+                self._begin_stall(attempt, now)
+        elif isinstance(happening, o.StallCleared):
+            _end_stall(attempt, now)
+        elif isinstance(happening, o.AttemptEnded):
+            _end_stall(attempt, now if attempt.failed_ns is None else attempt.failed_ns)
+            attempt.ended_ns = now
+            if happening.failed and not attempt.reason:
+                attempt.reason = f"ended by {happening.ended_by}"
+
+    def _name_cause(self, known: o.VerdictKnown) -> None:
+        for attempt in self.job.attempts:
+            if attempt.number == known.incident.attempt and known.incident.verdict is not None:
+                attempt.cause = str(known.incident.verdict.get("cause", ""))
+
+    def _begin_stall(self, attempt: Attempt, now: int) -> None:
+        """Note a stall from the last sign of progress on."""
+        if attempt.stalls and attempt.stalls[-1][1] < 0:
+            return
+        seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]
+        since = min(max(seen, default=now), now - self._stall_ns)
+        before = max([attempt.began_ns, *(ended for _, ended in attempt.stalls)])
+        attempt.stalls.append([max(since, before), -1])
+
+    def _add_laps(self, attempt: Attempt, laps: m.Laps, now: int) -> None:
+        max_laps = min(max(_MAX_LAPS // max(len(attempt.runs), 1), 16), 512)
+        for rank, first, end, began_us, ended_us, *spent in laps.laps:
+            run = attempt.runs.get(rank)
+            if run is None:
+                continue
+            began, ended = now - 1000 * began_us, now - 1000 * ended_us
+            if run.laps:  # one follows the other; ages are as true as the network is fast
+                began = run.laps[-1].ended_ns
+            lap = Lap(
+                first_step=first, end_step=end, began_ns=began, ended_ns=max(began, ended),
+                spent=_spent(spent),
+            )  # fmt: skip
+            run.add(lap, max_laps)
+        for rank, step, age_ms, saved, loads, *spent in laps.ranks:
+            run = attempt.runs.get(rank)
+            if run is not None:
+                run.step, run.saved_step, run.num_loads = step, saved, loads
+                run.progress_ns = None if age_ms < 0 else now - 1_000_000 * age_ms
+                run.unfinished = _spent(spent)
+
+
+def _end_stall(attempt: Attempt, now: int) -> None:
+    if attempt.stalls and attempt.stalls[-1][1] < 0:
+        attempt.stalls[-1][1] = max(now, attempt.stalls[-1][0])
+
+
+def _spent(us: Sequence[int]) -> Spent:
+    waited, saving, data = us
+    return Spent(waited_ns=1000 * waited, checkpoint_ns=1000 * saving, data_ns=1000 * data)

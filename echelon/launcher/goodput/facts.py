@@ -1,0 +1,252 @@
+"""The recorded facts of a job's time: attempts, laps, stalls; and the file that holds them.
+
+All stamps are nanoseconds on the hosting node's monotonic clock since the job's begin. A *lap* is
+one or more steps of a rank that ended one after the other, with what they spent on other things
+than computing. Nothing here classifies time: that is `accounting`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from echelon.launcher.job.rundir import write_json
+
+FORMAT = 1
+FILE_NAME = "goodput.json"
+_MAX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What part of a time went into waiting for other ranks, checkpoints and data."""
+
+    waited_ns: int = 0
+    checkpoint_ns: int = 0
+    data_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lap:
+    """Steps [first_step, end_step) of one rank; where both are equal, none ended."""
+
+    first_step: int
+    end_step: int
+    began_ns: int
+    ended_ns: int
+    spent: Spent = Spent()
+
+    def joined(self, later: Lap) -> Lap:
+        """Return this lap and the one that follows it as one."""
+        one, other = self.spent, later.spent
+        return Lap(
+            first_step=self.first_step,
+            end_step=later.end_step,
+            began_ns=self.began_ns,
+            ended_ns=later.ended_ns,
+            spent=Spent(
+                waited_ns=one.waited_ns + other.waited_ns,
+                checkpoint_ns=one.checkpoint_ns + other.checkpoint_ns,
+                data_ns=one.data_ns + other.data_ns,
+            ),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class RankRun:
+    """One rank in one attempt."""
+
+    host: str
+    laps: list[Lap] = field(default_factory=list)
+    ended_ns: int | None = None  # None: not known to have ended
+    unfinished: Spent = Spent()  # of the step that has not ended
+    step: int = -1  # the present one, -1: none
+    progress_ns: int | None = None  # when it last began or ended anything
+    saved_step: int = -1  # of its last checkpoint
+    num_loads: int = 0  # of checkpoints
+
+    def add(self, lap: Lap, max_laps: int) -> None:
+        """Take in the next lap; beyond `max_laps`, neighbours become one."""
+        self.laps.append(lap)
+        if len(self.laps) <= max_laps:
+            return
+        pairs = range(0, len(self.laps) - 1, 2)
+        joined = [self.laps[i].joined(self.laps[i + 1]) for i in pairs]
+        self.laps = joined + self.laps[2 * len(joined) :]
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """One attempt of the job."""
+
+    number: int
+    began_ns: int
+    failed_ns: int | None = None  # its first failure, or the signal that ended it
+    ended_ns: int | None = None  # nothing of its ranks is left
+    reason: str = ""  # of its end, in words
+    cause: str = ""  # as the verdict names it
+    runs: dict[int, RankRun] = field(default_factory=dict)
+    stalls: list[list[int]] = field(default_factory=list)  # [began_ns, ended_ns; -1: it lasts]
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """Everything that is known of a job's time."""
+
+    job_id: str
+    now_ns: int = 0  # the job's end, or when this was written
+    ended_by: str = ""  # "": it runs, or its launcher was killed
+    exit_code: int | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks that any attempt had."""
+        return sorted({rank for attempt in self.attempts for rank in attempt.runs})
+
+
+def write_job(job: Job, run_dir: Path) -> None:
+    """Write the facts into a run directory, in one step.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    write_json(run_dir / FILE_NAME, to_json(job), indent=None)
+
+
+def read_job(run_dir: Path) -> Job:
+    """Read what `write_job` wrote.
+
+    Raises:
+        ValueError: the run has no such file, or it is damaged or of a newer format.
+    """
+    path = run_dir / FILE_NAME
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{path}: larger than any account of a job ({_MAX_BYTES} B)")
+        top = json.loads(path.read_text())
+    except OSError as err:
+        raise ValueError(f"{path}: {err.strerror or err}") from err
+    except (ValueError, RecursionError) as err:
+        raise ValueError(f"{path}: damaged ({err})") from err
+    if not isinstance(top, dict) or top.get("format") != FORMAT:
+        found = top.get("format") if isinstance(top, dict) else None
+        raise ValueError(f"{path}: format {found!r}, this echelon reads {FORMAT}")
+    try:
+        return from_json(top)
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
+        raise ValueError(f"{path}: damaged ({err!r:.200})") from err
+
+
+def to_json(job: Job) -> dict[str, Any]:
+    """Return the facts as JSON."""
+    return {
+        "format": FORMAT,
+        "job_id": job.job_id,
+        "now_ns": job.now_ns,
+        "ended_by": job.ended_by,
+        "exit_code": job.exit_code,
+        "attempts": [
+            {
+                "number": one.number,
+                "began_ns": one.began_ns,
+                "failed_ns": one.failed_ns,
+                "ended_ns": one.ended_ns,
+                "reason": one.reason,
+                "cause": one.cause,
+                "runs": {str(rank): _of_run(run) for rank, run in one.runs.items()},
+                "stalls": one.stalls,
+            }
+            for one in job.attempts
+        ],
+    }
+
+
+def _of_run(run: RankRun) -> dict[str, Any]:
+    return {
+        "host": run.host,
+        "laps": [
+            [lap.first_step, lap.end_step, lap.began_ns, lap.ended_ns, *_of_spent(lap.spent)]
+            for lap in run.laps
+        ],
+        "ended_ns": run.ended_ns,
+        "unfinished": _of_spent(run.unfinished),
+        "step": run.step,
+        "progress_ns": run.progress_ns,
+        "saved_step": run.saved_step,
+        "num_loads": run.num_loads,
+    }
+
+
+def _of_spent(spent: Spent) -> list[int]:
+    return [spent.waited_ns, spent.checkpoint_ns, spent.data_ns]
+
+
+def from_json(top: Mapping[str, Any]) -> Job:
+    """Read what `to_json` made.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is something else.
+    """
+    return Job(
+        job_id=_text(top["job_id"]),
+        now_ns=_number(top["now_ns"]),
+        ended_by=_text(top["ended_by"]),
+        exit_code=_maybe(top["exit_code"]),
+        attempts=[_attempt(one) for one in top["attempts"]],
+    )
+
+
+def _attempt(one: Mapping[str, Any]) -> Attempt:
+    return Attempt(
+        number=_number(one["number"]),
+        began_ns=_number(one["began_ns"]),
+        failed_ns=_maybe(one["failed_ns"]),
+        ended_ns=_maybe(one["ended_ns"]),
+        reason=_text(one["reason"]),
+        cause=_text(one["cause"]),
+        runs={int(rank): _run(run) for rank, run in one["runs"].items()},
+        stalls=[[_number(began), _number(ended)] for began, ended in one["stalls"]],
+    )
+
+
+def _run(run: Mapping[str, Any]) -> RankRun:
+    return RankRun(
+        host=_text(run["host"]),
+        laps=[_lap(*map(_number, row)) for row in run["laps"]],
+        ended_ns=_maybe(run["ended_ns"]),
+        unfinished=_spent(*map(_number, run["unfinished"])),
+        step=_number(run["step"]),
+        progress_ns=_maybe(run["progress_ns"]),
+        saved_step=_number(run["saved_step"]),
+        num_loads=_number(run["num_loads"]),
+    )
+
+
+def _lap(first: int, end: int, began_ns: int, ended_ns: int, *spent: int) -> Lap:
+    return Lap(
+        first_step=first, end_step=end, began_ns=began_ns, ended_ns=ended_ns, spent=_spent(*spent)
+    )
+
+
+def _spent(waited_ns: int, checkpoint_ns: int, data_ns: int) -> Spent:
+    return Spent(waited_ns=waited_ns, checkpoint_ns=checkpoint_ns, data_ns=data_ns)
+
+
+def _number(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r:.50} is not a whole number")
+    return value
+
+
+def _maybe(value: object) -> int | None:
+    return None if value is None else _number(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.50} is not a text")
+    return value

@@ -1,0 +1,80 @@
+"""The account of a job's time as a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from echelon.launcher.goodput.accounting import Category
+from echelon.launcher.goodput.facts import Job
+from echelon.launcher.goodput.shares import Shares
+
+_MEANINGS = {
+    Category.USEFUL: "steps that count",
+    Category.WAITING: "of such steps: standing still in communication",
+    Category.DATA: "of such steps: waiting for data",
+    Category.CHECKPOINT: "saving and loading",
+    Category.REPEATED: "steps that an earlier attempt had finished",
+    Category.STALL: "no progress",
+    Category.RESTART: "from a failure to the next first step",
+    Category.START_UP: "until the first step",
+    Category.IDLE: "ended, or without a place in the world",
+    Category.UNMARKED: "ran, and marked no steps",
+}
+_REASON_CHARS = 60
+
+
+def as_text(job: Job, account: Shares) -> str:
+    """Return the tables: time by category, and what failures cost."""
+    return "\n".join([_title(job, account), "", *_categories(account), *_losses(account)]) + "\n"
+
+
+def _title(job: Job, account: Shares) -> str:
+    num, attempts = len(account.ranks), len(job.attempts)
+    how = f"ended by {job.ended_by} ({job.exit_code})" if job.ended_by else "not concluded"
+    ranks = f"{num} rank{'s' * (num != 1)}, {attempts} attempt{'s' * (attempts != 1)}"
+    title = f"job {job.job_id}: {ranks}, {duration(account.wall_ns)}, {how}"
+    return f"{title}\ngoodput {100 * account.goodput:.1f} % (useful and waiting)"
+
+
+def _categories(account: Shares) -> Iterator[str]:
+    num = max(len(account.ranks), 1)
+    yield f"{'':11}{'share':>8}{'mean':>10}{'least':>18}{'most':>18}"
+    for category, total in account.totals.items():
+        if not total:
+            continue
+        by_time = sorted((of.get(category, 0), rank) for rank, of in account.ranks.items())
+        extremes = "".join(_extreme(*one) for one in (by_time[0], by_time[-1]))
+        share = 100 * account.share(category)
+        yield (
+            f"{category.value:11}{share:6.1f} %{duration(total // num):>10}{extremes}"
+            f"  {_MEANINGS[category]}"
+        )
+
+
+def _extreme(ns: int, rank: int) -> str:
+    return f"{f'{duration(ns)} (rank {rank})':>18}"
+
+
+def _losses(account: Shares) -> Iterator[str]:
+    if not account.losses:
+        return
+    yield ""
+    yield f"{'attempt':>7}{'restart':>10}{'repeated':>10}  failure (mean time over all ranks)"
+    for loss in account.losses:
+        reason = loss.reason.splitlines()[0] if loss.reason else "not known"
+        cause = f"{loss.cause}: " if loss.cause else ""
+        shown = (cause + reason)[:_REASON_CHARS]
+        times = f"{duration(loss.restart_ns):>10}{duration(loss.repeated_ns):>10}"
+        yield f"{loss.attempt:>7}{times}  {shown}"
+
+
+def duration(ns: int) -> str:
+    """Show a time as people read it: `12.3 s`, `4 min 05 s`, `2 h 07 min`."""
+    seconds = ns / 1e9
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
