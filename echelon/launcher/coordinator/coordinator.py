@@ -5,7 +5,7 @@ messages: its own node is one of them. What to do is decided by pure classes (`R
 take part; `decide.Attempt`: what a world's events ask for; `StallRule`: what counts as a stall);
 this carries it out. Each node reads its ranks' stacks before it stops them, so a stop is sent at
 once, also while an incident is being collected; only the end of an attempt waits for that. Verdicts
-arrive when they are ready (`Verdicts`); a restart does not wait for them.
+arrive when they are ready (`Verdicts`); how long a restart waits for one is `Restarting`'s.
 
 The order in which failures count is the order in which they arrive here, never a clock's.
 """
@@ -28,7 +28,7 @@ from echelon.launcher.coordinator.incidents import Incidents
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.observers import Observers
-from echelon.launcher.coordinator.restarts import Restarts
+from echelon.launcher.coordinator.restarting import Restarting
 from echelon.launcher.coordinator.roster import Node, Roster
 from echelon.launcher.coordinator.starting import starts_of, world_of
 from echelon.launcher.coordinator.waiting import why_roster_waits, why_world_waits
@@ -100,7 +100,8 @@ class Coordinator:
         self._world: World | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
-        self._restarts = Restarts(options.max_restarts, is_elastic=options.max_nodes > 1)
+        self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
+        self._restarts = self._restarting.restarts
         self._started_s = time.monotonic()
         self._stop_signal = 0
         self._look_s = min(_LOOK_S, options.stall_timeout_s / 5)
@@ -128,6 +129,8 @@ class Coordinator:
         world = self._world
         if world is None:
             waits = self._succession is not None and self._succession.waits_for
+            if time.monotonic() < self._restarting.not_before_s:
+                return self._restarting.not_before_s
             return float("inf") if waits else self._roster.deadline_s()
         due = min(self._next_look_s, self._incidents.deadline_s())
         if world.clearing is not None:
@@ -414,6 +417,8 @@ class Coordinator:
         self._todo = waiting
 
     def _gather(self, now_s: float) -> None:
+        if now_s < self._restarting.not_before_s:
+            return
         nodes = self._roster.world(now_s)
         if nodes is not None:
             if self._may_begin(nodes):
@@ -484,6 +489,8 @@ class Coordinator:
             return
         assert world.end is not None
         self._verdicts.release()  # their victims are known now
+        if not self._stop_signal and self._restarting.awaits_verdict(world, world.end, now_s):
+            return
         self._report.attempts += 1
         self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
         end = world.end
@@ -500,7 +507,7 @@ class Coordinator:
             return
         self._world = None
         self._meeting.renew()
-        self._roster.open(now_s)
+        self._roster.open(max(now_s, self._restarting.not_before_s))
         here, low = len(self._roster.nodes), self._options.min_nodes
         if here < low:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
@@ -519,18 +526,11 @@ class Coordinator:
         """Return whether another attempt follows, and print why."""
         if world.unkillable or self._stop_signal:
             return False
-        why = self._restarts.next(
-            end,
-            lost=bool(world.lost),
-            left=bool(world.leaving),
-            lasted_s=time.monotonic() - world.started_s,
-            num_nodes=len(self._roster.nodes),
-            low=self._options.min_nodes,
-        )
-        if why is not None:
-            self._say(why)
-            self._observers.tell(o.Restarting(attempt=world.number, decision=why))
-        return why is not None
+        follows = self._restarting.decide(world, end)
+        if follows:
+            told = o.Restarting(attempt=world.number, decision=self._restarting.last_line)
+            self._observers.tell(told)
+        return follows
 
     def _conclude(self, world: World, end: decide.EndAttempt) -> None:
         report = self._report

@@ -3,12 +3,18 @@
 A lost node changes the world and costs no restart, since a replacement or a smaller world may do
 better; but a node that is lost again and again just after the start (a pod that runs out of memory
 whenever the model is built) would restart the world indefinitely. So after a few such losses in a
-row each of them costs a restart, as a failure does.
+row each of them costs a restart, as a failure does. What a failure is followed by is the policy's
+to decide (`policy/policy.py`), within `--max-restarts`. Leaves, preemptions and stops by the user
+are not failures.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from echelon.launcher.coordinator.decide import EndAttempt, EndedBy
+from echelon.launcher.coordinator.policy.failure import Failure
+from echelon.launcher.coordinator.policy.policy import MAX_REMEMBERED, Action, Decision, decide
 
 SHORT_S = 60.0  # a world that lost a node sooner has hardly run
 FREE_LOSSES = 3  # in a row; from then on each costs a restart
@@ -20,21 +26,60 @@ class Restarts:
     Args:
         max_restarts: `--max-restarts`.
         is_elastic: whether the job may have more than one node.
+        policy: `--restart-policy`.
+        exclude_after: `--exclude-after`.
+        after_stalls: whether a stall that ended an attempt counts as a failure.
 
     Attributes:
         num_used: how many of them have been spent.
+        failures: those of the job so far, the latest ones, oldest first.
     """
 
-    def __init__(self, max_restarts: int, *, is_elastic: bool) -> None:
+    def __init__(
+        self,
+        max_restarts: int,
+        *,
+        is_elastic: bool,
+        policy: str = "always",
+        exclude_after: int = 0,
+        after_stalls: bool = False,
+    ) -> None:
         self._max = max_restarts
         self._is_elastic = is_elastic
+        self._policy = policy
+        self._exclude_after = exclude_after
+        self._after_stalls = after_stalls
         self._num_short_losses = 0
         self.num_used = 0
+        self.failures: list[Failure] = []
+
+    @property
+    def asks_for_verdict(self) -> bool:
+        """Whether the next decision depends on why the attempt failed."""
+        return self._policy == "smart" and self.num_used < self._max
+
+    def is_failure(self, end: EndAttempt) -> bool:
+        """Whether an attempt failed: nobody stopped it, and it did not succeed."""
+        by = end.ended_by
+        return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
+
+    def revise(self, attempt: int, failure: Failure) -> None:
+        """Replace what was known of an earlier failure: its verdict was late."""
+        self.failures = [failure if one.attempt == attempt else one for one in self.failures]
 
     def next(
-        self, end: EndAttempt, *, lost: bool, left: bool, lasted_s: float, num_nodes: int, low: int
-    ) -> str | None:
-        """Return what to print about the next attempt; None: there is none.
+        self,
+        end: EndAttempt,
+        *,
+        lost: bool,
+        left: bool,
+        lasted_s: float,
+        num_nodes: int,
+        low: int,
+        explain: Callable[[], Failure],
+        others: Callable[[Sequence[str]], int] = lambda _: 0,
+    ) -> Decision | None:
+        """Return what follows an attempt; None where nothing is to be decided.
 
         Args:
             lost: nodes were lost in the attempt that ended.
@@ -42,15 +87,38 @@ class Restarts:
             lasted_s: how long it ran.
             num_nodes: nodes that are connected now.
             low: nodes that a world needs.
+            explain: returns what is known of the failure; called only where it counts.
+            others: returns how many nodes could take part without these.
         """
-        if not end.failed or end.ended_by not in (EndedBy.WORKER, EndedBy.LEAVE):
+        is_leave = end.failed and end.ended_by is EndedBy.LEAVE
+        if not (is_leave or self.is_failure(end)):
             return None
         if self._is_free(lost, left, lasted_s) and num_nodes >= low:
-            return f"continuing with {'1 node' if num_nodes == 1 else f'{num_nodes} nodes'}"
+            nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+            return Decision(action=Action.CONTINUE, reason=f"continuing with {nodes}")
+        failure = explain()
+        decision = self._decide(failure, others, low)
+        self.failures = [*self.failures, failure][-MAX_REMEMBERED:]
+        if decision.action is Action.RESTART:
+            self.num_used += 1
+        return decision
+
+    def _decide(
+        self, failure: Failure, others: Callable[[Sequence[str]], int], low: int
+    ) -> Decision:
+        if self._policy == "never":
+            return Decision(action=Action.STOP, reason="--restart-policy never")
         if self.num_used >= self._max:
-            return None
-        self.num_used += 1
-        return f"restart {self.num_used} of {self._max}"
+            spent = f"all {self._max} restarts are used" if self._max else "--max-restarts is 0"
+            return Decision(action=Action.STOP, reason=spent)
+        if self._policy == "always":
+            return Decision(action=Action.RESTART, reason="")
+        return decide(
+            failure,
+            self.failures,
+            exclude_after=self._exclude_after,
+            can_replace=others(failure.nodes) >= low,
+        )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
         """Whether nodes were lost or left, and not again and again just after the start."""

@@ -3,7 +3,8 @@
 A world begins once `max_nodes` are there, or every node of the last world that did not leave, or
 `min_nodes` are there and the last call has passed. The last call is adaptive: as long as it takes
 for two nodes started together to differ, and at most 3 s unless the user says otherwise. Nodes that
-come later, or beyond `max_nodes`, wait for the next world; at most `spares` of them.
+come later, or beyond `max_nodes`, wait for the next world; at most `spares` of them. Nodes to avoid
+are chosen only where the others are fewer than `min_nodes`.
 
 Ranks follow the order of nodes: a node's own `--node-rank` first, then the coordinator's node, then
 host names in natural order. From then on nodes keep their places: a node of the last world is
@@ -13,7 +14,7 @@ chosen before any other, and one that joins takes the place of one that was lost
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_CALL_S = 3.0
@@ -59,6 +60,7 @@ class Roster:
         self._nodes: dict[str, Node] = {}
         self._former: tuple[str, ...] = ()  # names of the last world, by place
         self._awaited: frozenset[str] = frozenset()  # those of it that have not left since
+        self._avoided: frozenset[str] = frozenset()
         self._opened_s = 0.0
         self._enough_since_s: float | None = None
         self._latest_join_s = 0.0
@@ -80,7 +82,7 @@ class Roster:
 
     def join(self, node: Node, now_s: float) -> str:
         """Take a node in; return why it is refused, "" if it is not."""
-        if len(self._nodes) >= self._max + self._spares:
+        if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"
         if node.node_rank >= 0 and any(n.node_rank == node.node_rank for n in self.nodes):
@@ -90,6 +92,19 @@ class Roster:
         if self._enough_since_s is None and len(self._nodes) >= self._min:
             self._enough_since_s = now_s
         return ""
+
+    def avoid(self, names: Sequence[str]) -> None:
+        """Choose these nodes only where too few others are connected."""
+        self._avoided |= set(names)
+
+    def count_without(self, names: Sequence[str]) -> int:
+        """Return how many nodes are connected besides these and those that are avoided."""
+        return len(self._nodes.keys() - self._avoided - set(names))
+
+    def _eligible(self) -> dict[str, Node]:
+        """Return the nodes that the next world may have."""
+        good = {name: node for name, node in self._nodes.items() if name not in self._avoided}
+        return good if len(good) >= self._min else self._nodes
 
     def leave(self, name: str) -> None:
         """Take a node out."""
@@ -102,22 +117,24 @@ class Roster:
         """Return the next world's nodes in rank order, None while it is not complete."""
         if len(self._nodes) < self._min:
             return None
-        full = len(self._nodes) >= self._max
-        back = bool(self._awaited) and self._awaited <= self._nodes.keys()
+        nodes = self._eligible()
+        full = len(nodes) >= self._max
+        awaited = self._awaited - self._avoided
+        back = bool(awaited) and awaited <= nodes.keys()
         if not full and not back and now_s < self._last_call_s():
             return None
-        chosen = self._placed()
+        chosen = self._placed(nodes)
         self._former = tuple(node.name for node in chosen)
         self._awaited = frozenset(self._former)
         return chosen
 
-    def _placed(self) -> list[Node]:
-        """Choose the nodes, in rank order."""
+    def _placed(self, nodes: Mapping[str, Node]) -> list[Node]:
+        """Choose among these nodes, in rank order."""
         others = sorted(
-            (node for node in self._nodes.values() if node.name not in self._former),
+            (node for node in nodes.values() if node.name not in self._former),
             key=lambda node: node.order,
         )
-        kept = [self._nodes.get(name) for name in self._former]
+        kept = [nodes.get(name) for name in self._former]
         vacant = [place for place, node in enumerate(kept) if node is None]
         for place, node in zip(vacant, others, strict=False):
             kept[place] = node

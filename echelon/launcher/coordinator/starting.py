@@ -24,7 +24,7 @@ def world_of(
         nodes,
         number=number,
         grace_s=options.shutdown_timeout_s,
-        stop_on_stall=options.on_stall == "stop",
+        stop_on_stall=options.on_stall != "report",
         stall_timeout_s=options.stall_timeout_s,
         now_mono_ns=now_mono_ns,
     )

@@ -24,6 +24,8 @@ def why_roster_waits(roster: Roster, options: Options) -> str:
 
 def why_world_waits(world: World, awaited: Collection[str]) -> str:
     """Describe what a world waits for, "" while its ranks run; `awaited` nodes owe diagnostics."""
+    if world.clearing is not None and not world.clearing:
+        return "the verdict, before it is decided whether to restart"
     if world.clearing:
         return f"processes that workers left behind on {_hosts(world, world.clearing)}"
     if world.attempt.phase in (decide.Phase.STOPPING, decide.Phase.KILLING):

@@ -2,11 +2,11 @@
 
 The job outlives its observers: an analysis may take a minute and gigabytes at thousands of ranks,
 and may fail. So it runs as a niced child with a memory limit of its own; the agent's loop goes on,
-and no restart waits for it. The child is started when an incident begins to be collected, so that
-it has imported what it needs by the time there is something to read.
+and a restart waits for it a few seconds at most. The child is started when an incident begins to be
+collected, so that it has imported what it needs by the time there is something to read.
 
     agent -> child   one line of JSON: {incident, shown, columns}
-    child -> agent   one JSON object: {report, story, text, file_text}
+    child -> agent   one JSON object: {report, story, text, file_text, circumstances}
 
 verdict.json and verdict.txt appear beside the black boxes once the verdict has been shown.
 """
@@ -43,6 +43,7 @@ class Explanation:
     story: dict[str, Any] | None  # what the root cause said last
     text: str  # for the terminal
     file_text: str = ""
+    circumstances: dict[str, Any] | None = None  # what a restart depends on
 
     @property
     def verdict(self) -> dict[str, Any] | None:
@@ -152,17 +153,20 @@ def explain_now(incident: Path, shown: Path, columns: int | None) -> Explanation
 def _explain(incident: Path, columns: int | None) -> dict[str, Any]:
     """Analyse an incident; return the fields of its `Explanation`."""
     from echelon.analysis import analyze
+    from echelon.launcher.incident.circumstances import circumstances
     from echelon.launcher.incident.story import root_cause_story
 
     report = analyze(incident)
     answer = report.to_json()
     story = root_cause_story(incident, answer["verdict"])
+    around = circumstances(incident, (answer["verdict"] or {}).get("culprit_ranks", []))
     said = "".join(f"{line}\n" for line in (story.lines() if story else []))
     return {
         "report": answer,
         "story": None if story is None else story.to_json(),
         "text": said + _rendered(report, columns or _UNFOLDED_COLUMNS, colour=columns is not None),
         "file_text": said + _rendered(report, _FILE_COLUMNS, colour=False),
+        "circumstances": None if around is None else around.to_json(),
     }
 
 
@@ -198,6 +202,7 @@ def main() -> None:
     import rich.console  # noqa: F401 -- while the incident is being collected
 
     import echelon.analysis
+    import echelon.launcher.incident.circumstances
     import echelon.launcher.incident.story  # noqa: F401
 
     line = sys.stdin.readline()

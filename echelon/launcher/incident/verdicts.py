@@ -65,6 +65,10 @@ class Verdicts:
         """How many incidents have no verdict yet."""
         return len(self._open)
 
+    def is_open(self, incident: Incident) -> bool:
+        """Whether an incident has no verdict yet."""
+        return any(one.incident is incident for one in self._open)
+
     def expect(self) -> None:
         """Start a process for an incident that is about to be collected."""
         self.expect_none()
@@ -131,6 +135,7 @@ class Verdicts:
         victims = Victims.of(verdict, incident.ended)
         incident.verdict = verdict
         incident.root_cause = explanation.story
+        incident.circumstances = explanation.circumstances
         incident.victims = victims.to_json()
         line = victims.line()
         line = f"  {line}\n" if line else ""

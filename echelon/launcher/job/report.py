@@ -37,6 +37,7 @@ class Incident:
     verdict: Mapping[str, Any] | None = None
     root_cause: Mapping[str, Any] | None = None  # what it said last
     victims: Mapping[str, Any] | None = None
+    circumstances: dict[str, Any] | None = None  # what a restart depends on beside the verdict
     recovered: bool = False  # the stall cleared, or a later attempt succeeded
     withdrawn: bool = False  # progress overtook the verdict
     ended: Mapping[int, Ended] = field(default_factory=dict)  # ends of its attempt, as they come
@@ -51,6 +52,7 @@ class Report:
     incidents: list[Incident] = field(default_factory=list)
     ranks: list[Ended] = field(default_factory=list)  # of the last attempt
     attempts: int = 0
+    decisions: list[dict[str, Any]] = field(default_factory=list)  # what followed failed attempts
     ended_by: EndedBy = EndedBy.AGENT  # a success is only what was set as one
     exit_code: int = 1
     error: str = NOT_CONCLUDED
@@ -68,6 +70,7 @@ class Report:
                 "exit_code": self.exit_code,
                 "error": self.error,
                 "ranks": [{"rank": r.rank, "exit_code": r.code} for r in self.ranks],
+                "decisions": self.decisions,
                 "incidents": [
                     {
                         "folder": str(incident.folder.relative_to(path.parent)),

@@ -73,6 +73,21 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         help="start all workers again after a failure, at most N times (default 0)",
     )
     job.add_argument(
+        "--restart-policy",
+        choices=("smart", "always", "never"),
+        default=default("restart_policy", "smart"),
+        help="smart: restart what a restart can help, by the verdict, and stop the rest (default); "
+        "always: restart after each failure, as torchrun does; never: as with --max-restarts 0",
+    )
+    job.add_argument(
+        "--exclude-after",
+        type=not_negative,
+        default=default("exclude_after", "2"),
+        metavar="N",
+        help="avoid a node after N failures that were its own, where another one can take its "
+        "place; 0: never (default 2; with --restart-policy smart)",
+    )
+    job.add_argument(
         "--rdzv-id", default=default("rdzv_id", ""), metavar="ID", help="the job's name"
     )
     job.add_argument("--role", default=default("role", "default"), help="name of the workers' role")
@@ -218,9 +233,10 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
     )
     watch.add_argument(
         "--on-stall",
-        choices=("report", "stop"),
+        choices=("report", "stop", "restart"),
         default=default("on_stall", "report"),
-        help="report: print the verdict and let the job go on (default); stop: end the job",
+        help="report: print the verdict, and the job continues (default); stop: end the job; "
+        "restart: end the ranks, and restart them as after a failure",
     )
     watch.add_argument(
         "--run-dir",

@@ -43,8 +43,10 @@ class Options:
     role: str
     logs: LogPlan
     max_restarts: int
+    restart_policy: str  # "smart", "always" or "never"
+    exclude_after: int  # failures of a node's own after which worlds avoid it; 0: never
     stall_timeout_s: float
-    on_stall: str  # "report" or "stop"
+    on_stall: str  # "report", "stop" or "restart"
     run_dir: Path | None
     rdzv_id: str
     shutdown_timeout_s: float
@@ -99,6 +101,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
             fold=args.fold_lines,
         ),
         max_restarts=args.max_restarts,
+        restart_policy=args.restart_policy,
+        exclude_after=args.exclude_after,
         stall_timeout_s=args.stall_timeout,
         on_stall=args.on_stall,
         run_dir=args.run_dir,

@@ -8,7 +8,9 @@ import time
 import pytest
 
 from echelon.launcher.control import messages as m
+from echelon.launcher.coordinator import restarting
 from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.coordinator.policy import policy
 from tests.launcher.coordinator.jobs import Job
 
 
@@ -93,3 +95,51 @@ def test_a_launcher_that_stood_still_does_not_take_that_for_its_ranks_stall(tmp_
     (collect, _) = job.commands(m.Collect)
     job.coordinator.close()
     assert "has an operation pending for 20 s" in collect.reason
+
+
+def _kill(job: Job, attempt: int, node: str, rank: int, ranks: dict[str, int]) -> None:
+    """Let a rank be killed by a signal, and all nodes send what they have and end."""
+    job.take(node, m.WorkerEnded(attempt=attempt, rank=rank, code=-signal.SIGKILL))
+    for name, other in ranks.items():
+        if other != rank:
+            job.take(name, m.WorkerEnded(attempt=attempt, rank=other, code=-signal.SIGTERM))
+    for name in ranks:
+        job.take(name, m.Harvested(incident=attempt, exit_codes=[]))
+    for name in ranks:
+        job.take(name, m.Idle(attempt=attempt, exit_codes=[], stopped=[]))
+    job.coordinator.step()
+
+
+def test_a_spare_takes_the_place_of_a_node_that_failed_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarting, "VERDICT_S", 0.0)
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.0)
+    job = Job(tmp_path, "--nnodes", "2", "--spares", "1", "--max-restarts", "9")
+    job.take("spare", m.Hello(node="spare", host="spare", num_workers=1))
+    try:
+        for attempt in (0, 1):
+            _kill(job, attempt, job.other, 1, {job.host: 0, job.other: 1})
+        job.coordinator.step()
+    finally:
+        job.coordinator.close()
+    started = {node: len(job.commands(m.Start, node)) for node in (job.host, job.other, "spare")}
+    assert started == {job.host: 3, job.other: 2, "spare": 1}
+    assert [one["excluded"] for one in job.report.decisions] == [[], ["other"]]
+    assert "2 failures of other: excluded" in job.terminal.text
+    late = m.Hello(node="late", host="late", num_workers=1)
+    assert job.coordinator._members.join(late), "an excluded node takes no place of a spare"
+
+
+def test_a_pause_before_a_restart_is_kept_and_ends_at_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarting, "VERDICT_S", 0.0)
+    job = Job(tmp_path, "--nnodes", "2", "--max-restarts", "9")
+    try:
+        for attempt in (0, 1):
+            _kill(job, attempt, job.other, 1, {job.host: 0, job.other: 1})
+        assert "restart 2 of 9 in 1 s: rank 1 was killed by SIGKILL" in job.terminal.text
+        assert len(job.commands(m.Start, job.host)) == 2
+        now_s = time.monotonic()
+        assert now_s < job.coordinator._own_deadline_s() <= now_s + 1.0
+        job.take(job.host, m.StopAsked(number=signal.SIGTERM))
+    finally:
+        job.coordinator.close()
+    assert (job.report.ended_by, job.report.exit_code) == (EndedBy.SIGNAL, 143)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import incidents as incidents_module
+from echelon.launcher.coordinator.restarting import VERDICT_S
 from echelon.launcher.coordinator.waiting import why_roster_waits
 from echelon.launcher.incident import verdicts as verdicts_module
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
@@ -56,14 +58,23 @@ def _harvest(job: Job) -> None:
         job.take(node, m.Harvested(incident=number, exit_codes=[]))
 
 
-def test_a_restart_does_not_wait_for_the_analysis(tmp_path):
-    job = Job(tmp_path, "--nnodes", "2", "--max-restarts", "1")
+@pytest.mark.parametrize("policy", ["always", "smart"])
+def test_a_restart_does_not_wait_for_the_analysis_or_only_briefly(tmp_path, monkeypatch, policy):
+    job = Job(tmp_path, "--nnodes", "2", "--max-restarts", "1", "--restart-policy", policy)
     _fail(job)
     for node in (job.host, job.other):
         job.take(node, m.Idle(attempt=0, exit_codes=[], stopped=[]))
     job.coordinator.step()
+    if policy == "smart":
+        assert [start.restart for start in job.commands(m.Start, job.host)] == [0]
+        now_s = time.monotonic()
+        assert now_s < job.coordinator._own_deadline_s() <= now_s + VERDICT_S
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + VERDICT_S)
+        job.coordinator.step()
+        job.coordinator.step()
     assert [start.restart for start in job.commands(m.Start, job.host)] == [0, 1]
     assert job.report.incidents[0].verdict is None, "it is still being explained"
+    assert [one["action"] for one in job.report.decisions] == ["restart"]
 
 
 def test_a_user_who_stops_the_job_does_not_wait_for_the_analysis(tmp_path, stalls):

@@ -50,6 +50,7 @@ def _start(node: int, folder: Path, endpoint: str) -> subprocess.Popen[bytes]:
         [
             sys.executable, "-m", "echelon", "run", "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "1000000",
+            "--restart-policy", "always",
             "--shutdown-timeout", "0.5", "-r", "3", "--run-dir", str(folder / f"node_{node}"),
             "--rdzv-conf", f"join_timeout=60,lost_after={_LOST_AFTER_S:g}",
             str(rank), str(folder), sys.argv[2], sys.argv[3], *sys.argv[5:],

@@ -174,7 +174,7 @@ def test_a_stop_during_an_incident_does_not_wait_for_it(cluster, tmp_path):
 @pytest.mark.slow
 def test_a_stop_during_a_restart_ends_the_job(cluster, tmp_path):
     job = cluster(_SCRIPT, "0.2", "fail")
-    nodes = _started(job, 2, "--nnodes", "2", "--max-restarts", "100")
+    nodes = _started(job, 2, "--nnodes", "2", "--max-restarts", "100", "--restart-policy=always")
     nodes[0].wait_for("restart 2 of 100")
     for node in nodes:
         node.process.send_signal(signal.SIGTERM)

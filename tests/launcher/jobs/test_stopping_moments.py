@@ -44,7 +44,7 @@ def test_a_stop_at_any_moment(cluster, moment, num_nodes, number, target):
     job = cluster(_SCRIPT, "0.1" if moment == "restart" else "3", *_fails(moment))
     options = ("--nnodes", str(num_nodes), "--rdzv-conf", "join_timeout=20")
     if moment == "restart":
-        options = (*options, "--max-restarts", "100")
+        options = (*options, "--max-restarts", "100", "--restart-policy", "always")
     nodes = [job.start(*options, rank=rank, nproc=1) for rank in range(num_nodes)]
     _wait_for(moment, nodes)
     targets = {"all": nodes, "host": nodes[:1], "last": nodes[-1:]}[target]

@@ -1,0 +1,124 @@
+"""From a failure and the failures before it to a decision: one pure function over the table.
+
+A failure repeats another one if its cause and site are equal and no step was gained in between: an
+error at the same line five thousand steps later is another occurrence, which a restart got past.
+An error that repeats at another step than before is not sure to be deterministic, and gets one
+attempt more. Failures of other kinds in between do not reset the count; steps gained do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from echelon.launcher.coordinator.policy.failure import Failure
+from echelon.launcher.coordinator.policy.table import Pause, Row, row_for
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+MAX_REMEMBERED = 64  # failures; older ones say little about the next attempt
+
+
+class Action(Enum):
+    """What follows a failed attempt."""
+
+    CONTINUE = "continue"  # with the nodes that remain; no restart is counted
+    RESTART = "restart"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What follows, and why.
+
+    Attributes:
+        reason: one clause.
+        pause_s: before the next attempt.
+        exclude: names of nodes that the next worlds avoid.
+    """
+
+    action: Action
+    reason: str
+    pause_s: float = 0.0
+    exclude: tuple[str, ...] = ()
+
+
+def decide(
+    failure: Failure, history: Sequence[Failure], *, exclude_after: int, can_replace: bool
+) -> Decision:
+    """Decide what follows a failure.
+
+    Args:
+        history: the job's earlier failures, oldest first.
+        exclude_after: failures of a node's own after which worlds avoid it; 0: never.
+        can_replace: the job has enough other nodes.
+    """
+    row = row_for(failure)
+    same = repeated(failure, history)
+    limit = row.repeats
+    if limit and len({one.last_step for one in (*same, failure)}) > 1:
+        limit += 1
+    if limit is not None and len(same) >= limit:
+        return Decision(action=Action.STOP, reason=_why_stop(row, failure, same))
+    reason, exclude = _about_nodes(failure, history, exclude_after, can_replace)
+    return Decision(
+        action=Action.RESTART,
+        reason=reason,
+        pause_s=_pause_s(row, failure, history),
+        exclude=exclude,
+    )
+
+
+def repeated(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
+    """Return the earlier occurrences of a failure since the last step that was gained."""
+    return [one for one in _since_progress(failure, history) if failure.repeats(one)]
+
+
+def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failure]:
+    """Return the failures from the one on that got the furthest; none if this one got further."""
+    furthest, stuck = -1, 0
+    for place, one in enumerate(history):
+        if one.last_step > furthest:
+            furthest, stuck = one.last_step, place
+    return [] if failure.last_step > furthest >= 0 else list(history[stuck:])
+
+
+def _why_stop(row: Row, failure: Failure, same: Sequence[Failure]) -> str:
+    said = failure.said or failure.cause
+    times = f", {len(same) + 1} times without progress" if same else ""
+    at = f" at step {failure.last_step}" if same and failure.last_step >= 0 else ""
+    return f"{said}{times}{at}: {row.why}"
+
+
+def _pause_s(row: Row, failure: Failure, history: Sequence[Failure]) -> float:
+    num_stuck = len(_since_progress(failure, history))
+    doublings = num_stuck if row.pause is Pause.ALWAYS else num_stuck - 1
+    if doublings < 0:
+        return 0.0
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(doublings, 30)))
+
+
+def _about_nodes(
+    failure: Failure, history: Sequence[Failure], exclude_after: int, can_replace: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the reason for a restart, and the nodes to avoid."""
+    reason = failure.said or failure.cause
+    if not exclude_after or not _blames(failure):
+        return reason, ()
+    blamed = Counter(node for one in (*history, failure) if _blames(one) for node in set(one.nodes))
+    bad = [node for node in failure.nodes if blamed[node] >= exclude_after]
+    if not bad:
+        return reason, ()
+    names = dict(zip(failure.nodes, failure.hosts, strict=False))
+    hosts = ", ".join(dict.fromkeys(names.get(node, node) for node in bad))
+    counted = f"{max(blamed[node] for node in bad)} failures of {hosts}"
+    if not can_replace:
+        return f"{reason}; {counted}, and no other node could take its place", ()
+    return f"{reason}; {counted}: excluded", tuple(bad)
+
+
+def _blames(failure: Failure) -> bool:
+    """Whether a failure counts against its nodes: a healthy one is not to be lost to a guess."""
+    return row_for(failure).blames_node and (failure.is_certain or failure.is_killed)

@@ -1,0 +1,161 @@
+"""The policy's table: cause and evidence -> what follows. `docs/restarts.md` prints it.
+
+The first row that fits a failure holds. `repeats` is how often the same failure may be followed by
+another attempt although no step was gained in between: 0 stops at once, 1 at the second time, None
+leaves it to `--max-restarts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from echelon.launcher.coordinator.policy.failure import DEAD, MEMORY, Failure
+
+_DIFFERS = (
+    "op_mismatch",
+    "shape_mismatch",
+    "dtype_mismatch",
+    "reduce_op_mismatch",
+    "root_mismatch",
+    "split_mismatch",
+    "skipped_collective",
+    "order_desync",
+    "p2p_unmatched",
+)
+
+
+class Evidence(Enum):
+    """What must be known beside the cause."""
+
+    ANY = "any"
+    LIKELY = "the verdict is at least `likely`"
+    OUTSIDE = "the error names the network or a file system"
+    OWN_MEMORY = "the job's own use reached the limit"
+    KILLED = "a signal ended it, or its node is lost"
+
+
+class Pause(Enum):
+    """How long the next attempt is delayed."""
+
+    IF_REPEATED = "after repetitions"  # none before the first repetition
+    ALWAYS = "always"  # what is outside needs time to recover
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What follows some causes.
+
+    Attributes:
+        causes: () for all others.
+        blames_node: failures count against the culprit's node (`--exclude-after`).
+        why: completes "no restart: ..." for people.
+    """
+
+    causes: tuple[str, ...]
+    evidence: Evidence = Evidence.ANY
+    repeats: int | None
+    pause: Pause = Pause.IF_REPEATED
+    blames_node: bool = False
+    why: str
+
+    def fits(self, failure: Failure) -> bool:
+        """Whether it holds for a failure."""
+        if self.causes and failure.cause not in self.causes:
+            return False
+        return {
+            Evidence.ANY: True,
+            Evidence.LIKELY: failure.is_likely,
+            Evidence.OUTSIDE: failure.is_outside,
+            Evidence.OWN_MEMORY: failure.owns_memory is True,
+            Evidence.KILLED: failure.is_killed,
+        }[self.evidence]
+
+
+TABLE = (
+    Row(
+        causes=_DIFFERS,
+        evidence=Evidence.LIKELY,
+        repeats=0,
+        why="the ranks' programs differ, and would again",
+    ),
+    Row(causes=_DIFFERS, repeats=1, why="the ranks' programs differ again"),
+    Row(
+        causes=("exception",),
+        evidence=Evidence.OUTSIDE,
+        repeats=None,
+        pause=Pause.ALWAYS,
+        why="a network or a file system may recover",
+    ),
+    Row(causes=("exception",), repeats=1, why="the same line raised the same error again"),
+    Row(
+        causes=(MEMORY,),
+        evidence=Evidence.OWN_MEMORY,
+        repeats=0,
+        why="the job needs more memory than it may have",
+    ),
+    Row(causes=(MEMORY,), repeats=1, blames_node=True, why="memory ran out again"),
+    Row(
+        causes=(DEAD,),
+        evidence=Evidence.KILLED,
+        repeats=None,
+        blames_node=True,
+        why="something outside the program ended it",
+    ),
+    Row(causes=(DEAD,), repeats=2, why="the program ends itself again and again"),
+    Row(
+        causes=("device_stuck",),
+        repeats=None,
+        blames_node=True,
+        why="a device may work again, or another one",
+    ),
+    Row(
+        causes=("frozen_process",),
+        repeats=None,
+        blames_node=True,
+        why="something outside the program stopped it",
+    ),
+    Row(
+        causes=("host_hang", "gil_hang", "compile_stall"),
+        repeats=2,
+        why="the program hangs at the same place again and again",
+    ),
+    Row(
+        causes=("network",),
+        repeats=None,
+        pause=Pause.ALWAYS,
+        blames_node=True,
+        why="a network may recover",
+    ),
+    Row(
+        causes=("storage_stall", "store_wait", "data_starvation"),
+        repeats=None,
+        pause=Pause.ALWAYS,
+        why="storage may recover",
+    ),
+    Row(causes=(), repeats=None, why="the cause is not known, so each restart counts"),
+)
+
+
+def row_for(failure: Failure) -> Row:
+    """Return the row that holds."""
+    return next(row for row in TABLE if row.fits(failure))
+
+
+def to_markdown() -> str:
+    """Return the table as `docs/restarts.md` shows it."""
+    lines = ["| cause | evidence | follows | pause | counts against the node |", "|" + "---|" * 5]
+    for row in TABLE:
+        causes = ", ".join(f"`{cause}`" for cause in row.causes) or "anything else"
+        blames = "yes" if row.blames_node else "no"
+        lines.append(
+            f"| {causes} | {row.evidence.value} | {_follows(row)} | {row.pause.value} | {blames} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _follows(row: Row) -> str:
+    times = {0: "stop at once", 1: "restart; stop when it repeats"}
+    if row.repeats is None:
+        return "restart, up to `--max-restarts`"
+    return times.get(row.repeats, f"restart; stop at repetition {row.repeats}")

@@ -1,0 +1,142 @@
+"""From the end of an attempt to the next one: wait for the verdict, decide, report, pause.
+
+Under the smart policy a restart waits for its verdict, for a few seconds at most: small jobs are
+explained in one or two, and a job that restarts without it may repeat what cannot be helped. A
+verdict that is later counts for the decisions after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from echelon.launcher.coordinator.decide import EndAttempt
+from echelon.launcher.coordinator.policy.failure import Failure
+from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
+from echelon.launcher.coordinator.policy.policy import Action, Decision
+from echelon.launcher.coordinator.restarts import Restarts
+from echelon.launcher.coordinator.roster import Roster
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.incident.verdicts import Verdicts
+from echelon.launcher.job.report import Incident, Report
+from echelon.launcher.options.options import Options
+
+VERDICT_S = 5.0  # that a restart waits for its verdict, after all ranks have ended
+
+
+class Restarting:
+    """What follows the attempts of one job."""
+
+    def __init__(
+        self,
+        options: Options,
+        roster: Roster,
+        report: Report,
+        verdicts: Verdicts,
+        say: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._roster = roster
+        self._report = report
+        self._verdicts = verdicts
+        self._say = say
+        self._waits_until_s = 0.0  # 0: no verdict is awaited
+        self._late: list[tuple[World, Incident]] = []
+        self.restarts = Restarts(
+            options.max_restarts,
+            is_elastic=options.max_nodes > 1,
+            policy=options.restart_policy,
+            exclude_after=options.exclude_after,
+            after_stalls=options.on_stall == "restart",
+        )
+        self.last_line = ""  # of the last decision
+        self.not_before_s = 0.0  # when the next world may begin
+
+    def awaits_verdict(self, world: World, end: EndAttempt, now_s: float) -> bool:
+        """Whether the decision waits a little longer for the verdict of what ended an attempt."""
+        incident = incident_of(world, self._report.incidents, end.ended_by)
+        is_open = incident is not None and self._verdicts.is_open(incident)
+        changed = self._options.max_nodes > 1 and (world.lost or world.leaving)
+        wants = self.restarts.asks_for_verdict and self.restarts.is_failure(end) and not changed
+        if not (is_open and wants and not world.unkillable):
+            self._waits_until_s = 0.0
+            return False
+        if not self._waits_until_s:
+            self._waits_until_s = now_s + VERDICT_S
+        if now_s < self._waits_until_s:
+            world.clear_deadline_s = self._waits_until_s
+            return True
+        self._waits_until_s = 0.0
+        return False
+
+    def decide(self, world: World, end: EndAttempt) -> bool:
+        """Return whether another attempt follows, and report why."""
+        self._revise()
+        known: list[Failure] = []
+
+        def explain() -> Failure:
+            incident = incident_of(world, self._report.incidents, end.ended_by)
+            if incident is not None and self._verdicts.is_open(incident):
+                self._late.append((world, incident))
+            known.append(failure_of(world, incident))
+            return known[0]
+
+        decision = self.restarts.next(
+            end,
+            lost=bool(world.lost),
+            left=bool(world.leaving),
+            lasted_s=time.monotonic() - world.started_s,
+            num_nodes=len(self._roster.nodes),
+            low=self._options.min_nodes,
+            explain=explain,
+            others=self._roster.count_without,
+        )
+        if decision is None:
+            return False
+        self._report.decisions.append(_to_json(world, decision, known, self.restarts.num_used))
+        self.last_line = self._line(decision)
+        if self.last_line:
+            self._say(self.last_line)
+        self._roster.avoid(decision.exclude)
+        self.not_before_s = time.monotonic() + decision.pause_s
+        return decision.action is not Action.STOP
+
+    def _revise(self) -> None:
+        """Take in verdicts that were late."""
+        late, self._late = self._late, []
+        for world, incident in late:
+            if self._verdicts.is_open(incident):
+                self._late.append((world, incident))
+            elif incident.verdict is not None:
+                self.restarts.revise(world.number, failure_of(world, incident))
+
+    def _line(self, decision: Decision) -> str:
+        if decision.action is Action.CONTINUE:
+            return decision.reason
+        if decision.action is Action.STOP:
+            return f"no restart: {decision.reason}" if self._options.max_restarts else ""
+        restart = f"restart {self.restarts.num_used} of {self._options.max_restarts}"
+        if decision.pause_s:
+            restart += f" in {decision.pause_s:g} s"
+        return f"{restart}: {decision.reason}" if decision.reason else restart
+
+
+def _to_json(
+    world: World, decision: Decision, known: Sequence[Failure], num_used: int
+) -> dict[str, Any]:
+    """Return a decision as report.json holds it."""
+    failure = known[0] if known else None
+    return {
+        "attempt": world.number,
+        "action": decision.action.value,
+        "reason": decision.reason,
+        "restarts_used": num_used,
+        "pause_s": decision.pause_s,
+        "excluded": [world.hosts.get(node, node) for node in decision.exclude],
+        "cause": None if failure is None else failure.cause,
+        "site": None if failure is None else failure.site,
+        "culprit_ranks": [] if failure is None else list(failure.culprit_ranks),
+        "hosts": [] if failure is None else list(failure.hosts),
+        "last_step": None if failure is None or failure.last_step < 0 else failure.last_step,
+    }

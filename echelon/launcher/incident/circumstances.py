@@ -1,0 +1,191 @@
+"""What a restart depends on beside the verdict: what was raised where, at which step, whose memory.
+
+Read from one rank's dump: by the analysis's own process with the verdict, or by the launcher itself
+where the verdict is late.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from echelon.analysis.evidence.stacks import Raised, last_traceback, site_frame
+from echelon.analysis.rules.endings.errors import Meaning, meaning_of
+from echelon.errors import DumpFormatError
+from echelon.recorder.format.schema import Live, Record
+from echelon.recorder.read import read
+
+_CAUSES = {
+    Meaning.OWN: "exception",
+    Meaning.MEMORY: "out_of_memory",
+    Meaning.DEVICE: "device_stuck",
+    Meaning.CONSEQUENCE: "",
+}
+# Errors of a client whose server or path failed: of the standard library, and of common clients.
+_OUTSIDE_TYPES = frozenset(
+    {
+        "ConnectionError",
+        "ConnectionResetError",
+        "ConnectionRefusedError",
+        "ConnectionAbortedError",
+        "BrokenPipeError",
+        "TimeoutError",
+        "gaierror",
+        "URLError",
+        "RemoteDisconnected",
+        "IncompleteRead",
+        "ConnectTimeout",
+        "ReadTimeout",
+        "ReadTimeoutError",
+        "EndpointConnectionError",
+    }
+)
+_OUTSIDE_ERRNOS = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.ETIMEDOUT,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EREMOTEIO,
+        errno.ENOTCONN,
+    }
+)
+_ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
+_SIZE = r"(\d{1,7}(?:\.\d{1,4})?) ([KMGT]iB)"
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_CAPACITY = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
+_OWN_USE = re.compile(rf"this process has {_SIZE} memory in use")
+_TRIED = re.compile(rf"Tried to allocate {_SIZE}")
+_FOREIGN_SHARE = 0.1  # of a device, in use by other processes: more is not the job's own growth
+_NO_LIMIT = 1 << 60  # bytes; version 1 of cgroups shows a number where there is none
+_MAX_LOOKED_AT = 4  # ranks, where no verdict names one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What one rank's dump says of its failure.
+
+    Attributes:
+        cause: by what it raised; "" if it raised nothing, or an error about another rank.
+        site: what was raised where; "" if nothing was.
+        is_outside: that error reports a network or a file system.
+        owns_memory: whether memory ran out by the job's own use; None: not known.
+        last_step: that it began, -1 if it recorded none.
+    """
+
+    rank: int
+    cause: str = ""
+    site: str = ""
+    is_outside: bool = False
+    owns_memory: bool | None = None
+    last_step: int = -1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Circumstances:
+        """Return what `to_json` wrote."""
+        return cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+
+
+def circumstances(incident: Path, ranks: Sequence[int]) -> Circumstances | None:
+    """Read the first rank that failed by itself, else the first one that has a dump.
+
+    Args:
+        ranks: the culprits; or, without a verdict, the ranks in the order of their ends.
+    """
+    first = None
+    for rank in ranks[:_MAX_LOOKED_AT]:
+        try:
+            found = circumstances_of(read(incident / f"rank_{int(rank)}"), rank)
+        except (DumpFormatError, OSError):
+            continue
+        if found.cause:
+            return found
+        first = first or found
+    return first
+
+
+def circumstances_of(record: Record, rank: int) -> Circumstances:
+    """Return what a rank's record says of its failure."""
+    raised = _raised(record)
+    step = int(record.live[Live.STEP]) - 1
+    if raised is None:
+        return Circumstances(rank=rank, owns_memory=_owns_host_memory(record), last_step=step)
+    words = record.last_words
+    bases = words.bases if words is not None else ()
+    files = "\n".join(frame.file for frame in raised.frames)
+    text = f"{raised.message}\n{raised.rest}"
+    meaning = meaning_of(raised.type, text, bases, files)
+    name = raised.type.rpartition(".")[2]
+    frame = raised.frame or (raised.frames[0] if raised.frames else None)
+    return Circumstances(
+        rank=rank,
+        cause=_CAUSES[meaning],
+        site=f"{name} at {frame}" if frame is not None else name,
+        is_outside=_is_outside(name, bases, raised.message),
+        owns_memory=_owns_device_memory(text) if meaning is Meaning.MEMORY else None,
+        last_step=step,
+    )
+
+
+def _raised(record: Record) -> Raised | None:
+    words, host = record.last_words, record.host
+    if words is not None and not words.thread:
+        told = last_traceback(f"{words.traceback}\n")
+        frames = told.frames if told is not None else ()
+        return Raised(words.type, words.message, site_frame(words.site), frames)
+    if not host.exit_code or host.exit_code < 0:
+        return None
+    for text in (host.error_file, host.stderr_tail):
+        raised = last_traceback(text)
+        if raised is not None and raised.type != "SystemExit":
+            return raised
+    return None
+
+
+def _is_outside(name: str, bases: Sequence[str], message: str) -> bool:
+    names = {name, *(base.rpartition(".")[2] for base in bases)}
+    if names & _OUTSIDE_TYPES:
+        return True
+    found = _ERRNO.search(message)
+    return found is not None and int(found[1]) in _OUTSIDE_ERRNOS
+
+
+def _owns_host_memory(record: Record) -> bool | None:
+    """Whether a kill for memory was for the limit of the rank's own cgroup."""
+    host = record.host
+    if not host.oom_kill:
+        return None
+    limit = host.memory_limit_bytes
+    return True if limit and limit < _NO_LIMIT else None
+
+
+def _owns_device_memory(text: str) -> bool | None:
+    """Read torch's account of a device: other processes' use is not the job's own growth."""
+    capacity, own = _CAPACITY.search(text), _OWN_USE.search(text)
+    if capacity is None or own is None:
+        return None
+    total, free = _bytes(capacity[1], capacity[2]), _bytes(capacity[3], capacity[4])
+    used = _bytes(own[1], own[2])
+    tried = _TRIED.search(text)
+    wanted = used + (_bytes(tried[1], tried[2]) if tried is not None else 0.0)
+    foreign = total - free - used
+    return not (foreign > _FOREIGN_SHARE * total and wanted <= total)
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * _UNITS[unit]

@@ -1,0 +1,79 @@
+"""Launched jobs that fail again and again: which are started again, and what the report says."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import read_json, run_echelon
+
+pytestmark = pytest.mark.ranks
+
+_JOB = """
+import os, signal, sys, time
+import numpy as np
+import echelon.dist as dist
+from echelon import recorder
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+world = dist.init(timeout_s=60)
+x = np.ones(4, np.float32)
+for step in range(10):
+    recorder.step(step)
+    if step == 5 and world.rank == 1:
+        {fault}
+    world.all_reduce(x)
+dist.shutdown()
+"""
+
+
+def _run(tmp_path: Path, fault: str, *options: str):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(_JOB).format(fault=fault))
+    run_dir = tmp_path / "run"
+    done = run_echelon(
+        "run", "--nproc-per-node", "2", "--max-restarts", "5", "--run-dir", str(run_dir),
+        *options, str(script),
+    )  # fmt: skip
+    return done, read_json(run_dir / "report.json")
+
+
+def test_a_killed_rank_is_started_again_and_an_error_at_the_same_line_twice_is_not(tmp_path):
+    done, report = _run(
+        tmp_path,
+        'attempt or os.kill(os.getpid(), signal.SIGKILL); raise ValueError(f"bad {attempt}")',
+    )
+    assert done.returncode == 1, done.stderr
+    first, second, last = report["decisions"]
+    assert (first["action"], first["cause"], first["last_step"]) == ("restart", "dead_process", 5)
+    assert "restart 1 of 5: rank 1 " in done.stderr
+    assert (second["action"], second["cause"], second["culprit_ranks"]) == (
+        "restart",
+        "exception",
+        [1],
+    )
+    assert (last["action"], last["last_step"]) == ("stop", 5), done.stderr
+    assert last["site"] == "ValueError at train.py:13 in <module>"
+    assert "no restart: rank 1 raised ValueError" in done.stderr
+    assert "2 times without progress at step 5" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_call_different_collectives_are_not_started_again(tmp_path):
+    done, report = _run(tmp_path, "world.all_reduce(np.ones(5, np.float32))")
+    assert done.returncode == 1, done.stderr
+    (only,) = report["decisions"]
+    assert (only["action"], only["cause"]) == ("stop", "shape_mismatch"), done.stderr
+    assert report["attempts"] == 1
+
+
+@pytest.mark.slow
+def test_a_stall_is_restarted_where_that_is_asked_for(tmp_path):
+    options = ("--stall-timeout", "2", "--on-stall", "restart")
+    done, report = _run(tmp_path, "attempt or time.sleep(600)", *options)
+    assert done.returncode == 0, done.stderr
+    (only,) = report["decisions"]
+    assert (only["action"], only["cause"], only["culprit_ranks"]) == ("restart", "host_hang", [1])
+    assert report["incidents"][0]["kind"] == "stall"
