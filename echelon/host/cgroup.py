@@ -1,5 +1,9 @@
 """What limits a process from outside: its cgroup's limits (versions 1 and 2), and pressure.
 
+A group is limited by those above it as well: of a pod, a Slurm job, a systemd slice. The limit that
+is nearest to being reached counts, with the usage of the same group. In a container that does not
+see the groups above its own, its own group is the top of the mounted tree.
+
 `usable_cores` is the one answer to "how many cores": the affinity mask, or the quotas of this
 process's cgroup and of those above it where they are less.
 """
@@ -35,22 +39,27 @@ class Limits:
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
+    num_processes: int | None = None  # threads count too
+    max_processes: int | None = None
     oom_kills: int | None = None
     frozen: bool | None = None
 
 
 def limits(pid: int, denied: list[str]) -> Limits:
-    """Look at the cgroup of a process. Denied files are named in `denied`."""
-    found: dict[str, int] = {}
-    for controllers, folder in _folders(pid, denied):
-        for field, file, row, unit in _SOURCES[not controllers]:
-            text = read_text(f"{folder}/{file}", "cgroup", denied)
-            value = _row(text, row) if row else _number(text.strip())
-            if value is not None:
-                found.setdefault(field, value * unit)
-    frozen = found.pop("frozen", None)
-    known = {field: value for field, value in found.items() if value < _UNLIMITED}
-    return Limits(**known, frozen=None if frozen is None else bool(frozen))
+    """Look at the cgroups of a process. Denied files are named in `denied`."""
+    groups = [_read_group(folder, version, denied) for version, folder in _folders(pid, denied)]
+    memory_bytes, memory_limit = _tightest(groups, "memory_bytes", "memory_limit_bytes")
+    num_processes, max_processes = _tightest(groups, "num_processes", "max_processes")
+    frozen = _nearest(groups, "frozen")
+    return Limits(
+        throttled_ns=max((g["throttled_ns"] for g in groups if "throttled_ns" in g), default=None),
+        memory_bytes=memory_bytes,
+        memory_limit_bytes=memory_limit,
+        num_processes=num_processes,
+        max_processes=max_processes,
+        oom_kills=_nearest(groups, "oom_kills"),
+        frozen=None if frozen is None else bool(frozen),
+    )
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
@@ -64,37 +73,73 @@ def pressure(denied: list[str]) -> dict[str, float]:
     return shares
 
 
-# field, file, row in it ("": the file is the number), unit; for cgroup version 1 and version 2
-_SOURCES: dict[bool, tuple[tuple[str, str, str, int], ...]] = {
-    False: (
+# field, file, row in it ("": the file is the number), unit; by the version of cgroups
+_SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
+    1: (
         ("throttled_ns", "cpu.stat", "throttled_time", 1),
         ("memory_bytes", "memory.usage_in_bytes", "", 1),
         ("memory_limit_bytes", "memory.limit_in_bytes", "", 1),
         ("oom_kills", "memory.oom_control", "oom_kill", 1),
+        ("num_processes", "pids.current", "", 1),
+        ("max_processes", "pids.max", "", 1),
     ),
-    True: (
+    2: (
         ("throttled_ns", "cpu.stat", "throttled_usec", 1000),
         ("memory_bytes", "memory.current", "", 1),
         ("memory_limit_bytes", "memory.max", "", 1),
         ("oom_kills", "memory.events", "oom_kill", 1),
         ("frozen", "cgroup.events", "frozen", 1),
+        ("num_processes", "pids.current", "", 1),
+        ("max_processes", "pids.max", "", 1),
     ),
 }
 
 
-def _folders(pid: int, denied: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (controllers, folder); version 2 has no controllers there."""
+def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
+    """Return what one group says; fields that it does not have are missing."""
+    found: dict[str, int] = {}
+    for field, file, row, unit in _SOURCES[version]:
+        text = read_text(f"{folder}/{file}", "cgroup", denied)
+        value = _row(text, row) if row else _number(text.strip())
+        if value is not None and value < _UNLIMITED:
+            found[field] = value * unit
+    return found
+
+
+def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
+    """Return a field of the process's own group, or of the first above that has it."""
+    return next((group[field] for group in groups if field in group), None)
+
+
+def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int | None, int | None]:
+    """Return usage and limit of the group that is nearest to its limit."""
+    limited = [(group[used], group[limit]) for group in groups if used in group and limit in group]
+    if not limited:
+        return _nearest(groups, used), None
+    return max(limited, key=lambda one: one[0] / max(one[1], 1))
+
+
+def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield (version, folder) of a process's groups and of those above them, the nearest first."""
     for line in read_text(f"/proc/{pid}/cgroup", "cgroup", denied).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
-            group = path.rstrip("/")
-            while group:  # a group without controllers is limited by those above it
-                yield "", _CGROUPS + group
-                group = group.rpartition("/")[0]
-            yield "", _CGROUPS
-        for controller in {"cpu", "memory"} & set(controllers.split(",")):
-            yield controller, f"{_CGROUPS}/{controller}{path.rstrip('/')}"
+            for group in _upwards(path):
+                yield 2, _CGROUPS + group
+        for controller in ("cpu", "memory", "pids"):
+            if controller in controllers.split(","):
+                for group in _upwards(path):
+                    yield 1, f"{_CGROUPS}/{controller}{group}"
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """Yield a group's path and those above it, up to "", the top."""
+    group = path.rstrip("/")
+    while group:
+        yield group
+        group = group.rpartition("/")[0]
+    yield ""
 
 
 def _row(text: str, name: str) -> int | None:

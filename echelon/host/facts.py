@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 # How a rank's stacks were read: from its memory, which nothing in it notices; by a thread of its
 # own; or by a signal, which may end a system call that it waits in.
 OUTSIDE, ITSELF, SIGNAL = "outside", "itself", "signal"
+TRACING = "ptrace"  # among `not_permitted`: its stacks and memory may not be read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

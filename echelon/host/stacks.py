@@ -8,6 +8,7 @@ right to trace the process, which containers often lack.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from echelon.host.facts import TRACING
+
 TIMEOUT_S = 3.0
+_REFUSED = re.compile(rb"(?i)permission denied|not permitted")
 HOLDS_LOCK = "[holds the interpreter's lock]"  # after a thread's number
 
 
@@ -30,8 +34,12 @@ def _program() -> str | None:
     return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 
 
-def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S) -> str:
-    """Return the Python stacks of all threads in faulthandler's form, "" if they cannot be had."""
+def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S, denied: list[str] | None = None) -> str:
+    """Return the Python stacks of all threads in faulthandler's form, "" if they cannot be read.
+
+    Args:
+        denied: gets `TRACING` if py-spy may not trace the process.
+    """
     program = _program()
     if program is None:
         return ""
@@ -43,7 +51,11 @@ def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S) -> str:
             check=False,
             stdin=subprocess.DEVNULL,
         )
-        threads = json.loads(done.stdout) if done.returncode == 0 else []
+        if done.returncode != 0:
+            if denied is not None and _REFUSED.search(done.stderr):
+                denied.append(TRACING)
+            return ""
+        threads = json.loads(done.stdout)
         return "\n".join(line for thread in threads for line in _lines(thread))
     except (OSError, subprocess.SubprocessError, ValueError, TypeError, KeyError):
         return ""

@@ -57,6 +57,26 @@ def test_the_rank_that_is_in_no_collective_is_named(its, words):
     assert any("stack" in line for line in verdict.would_settle)
 
 
+def test_stacks_that_may_not_be_read_are_missing_with_what_permits_them():
+    made = Job(2)
+    for rank in made.ranks:
+        rank.all_reduce()
+    made[0].all_reduce(inside=True)
+    made[1].host.update(stacks="", not_permitted=("ptrace", "fd"))
+    verdict = made.report().verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("host_hang", (1,))
+    (missing,) = verdict.would_settle
+    assert missing.startswith("rank 1's main thread's stack: no permission to trace it"), missing
+    assert "SYS_PTRACE" in missing
+    assert "ptrace_scope" in missing
+    assert "rank 1's fd: not permitted to read" in verdict.evidence
+
+    made = job(_INSIDE, (_main("read"), *_OUTSIDE), not_permitted=("ptrace",))
+    (missing,) = made.report().verdict.would_settle
+    assert "SYS_PTRACE" in missing
+    assert "py-spy" not in missing
+
+
 def test_a_busy_rank_is_named_too():
     made = job(_INSIDE, (HostThread(name="python"), *_OUTSIDE))
     made[1].host.update(process_state="R", cpu_share=0.99)

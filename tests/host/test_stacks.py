@@ -79,6 +79,21 @@ def test_a_failing_one_brings_nothing(py_spy, code):
     assert spy_stacks(17, timeout_s=0.5) == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "denied"),
+    [
+        ("Permission Denied: Try running again with elevated permissions", ["ptrace"]),
+        ("Operation not permitted (os error 1)", ["ptrace"]),
+        ("Error: Failed to find python version from target process", []),
+    ],
+)
+def test_a_refusal_is_told_from_another_failure(py_spy, said, denied):
+    py_spy(f"sys.exit({said!r})")
+    found: list[str] = []
+    assert spy_stacks(17, denied=found) == ""
+    assert found == denied
+
+
 def test_without_one_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

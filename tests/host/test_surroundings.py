@@ -118,6 +118,59 @@ def test_the_cgroup_of_an_older_kernel_is_read(tmp_path, monkeypatch):
     assert found.oom_kills == 2
 
 
+def _groups(tmp_path, monkeypatch, table: str, files: dict[str, str]) -> None:
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr(cgroup, "_CGROUPS", str(tmp_path))
+    real = cgroup.read_text
+    monkeypatch.setattr(
+        cgroup,
+        "read_text",
+        lambda path, *rest: table if path.endswith("/cgroup") else real(path, *rest),
+    )
+
+
+def test_the_limit_of_a_group_above_counts_with_the_usage_there(tmp_path, monkeypatch):
+    """A pod's or a Slurm job's limit: the rank's own group has none, or a looser one."""
+    files = {
+        "job/memory.current": "8000\n",
+        "job/memory.max": "8192\n",
+        "job/cpu.stat": "nr_throttled 3\nthrottled_usec 5\n",
+        "job/step/memory.current": "100\n",
+        "job/step/memory.max": "4096\n",
+        "job/step/cpu.stat": "nr_throttled 0\nthrottled_usec 0\n",
+        "job/step/pids.current": "7\n",
+        "job/step/pids.max": "max\n",
+        "job/step/memory.events": "oom_kill 1\n",
+        "job/memory.events": "oom_kill 4\n",
+    }
+    _groups(tmp_path, monkeypatch, "0::/job/step\n", files)
+    assert cgroup.limits(1, []) == cgroup.Limits(
+        throttled_ns=5000,
+        memory_bytes=8000,
+        memory_limit_bytes=8192,
+        num_processes=7,
+        oom_kills=1,
+    )
+
+
+def test_a_container_of_an_older_kernel_sees_its_own_group_at_the_top(tmp_path, monkeypatch):
+    """Docker names the host's path in /proc/PID/cgroup and mounts the group itself."""
+    files = {
+        "memory/memory.usage_in_bytes": "4096",
+        "memory/memory.limit_in_bytes": "8192",
+        "memory/memory.oom_control": "oom_kill_disable 0\noom_kill 2\n",
+        "pids/pids.current": "63",
+        "pids/pids.max": "64",
+    }
+    table = "4:memory:/docker/0123\n3:pids:/docker/0123\n"
+    _groups(tmp_path, monkeypatch, table, files)
+    found = cgroup.limits(1, [])
+    assert (found.memory_bytes, found.memory_limit_bytes, found.oom_kills) == (4096, 8192, 2)
+    assert (found.num_processes, found.max_processes) == (63, 64)
+
+
 def test_what_was_seen_comes_back_from_a_dump(pair, tmp_path):
     around = process.Surroundings(os.getpid())
     facts = around.add_to(HostFacts(alive=True))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from echelon.analysis.activity import Doing, read_activity
 from echelon.errors import DumpFormatError
+from echelon.host.facts import TRACING
 from echelon.host.stacks import can_spy
 from echelon.launcher.attach.motion import Wakes, wakes, went_on
 from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
@@ -205,7 +206,7 @@ def _notes(ranks: Sequence[FoundRank], records: Sequence[Record]) -> tuple[str, 
         )
     if any(one.is_guessed for one in ranks) and len(ranks) > 1:
         notes.append("ranks are numbered by their place: no environment names them")
-    denied = {name for record in records for name in record.host.not_permitted}
+    denied = {name for record in records for name in record.host.not_permitted} - {TRACING}
     if denied:
         notes.append(f"not permitted to read of some ranks: {', '.join(sorted(denied))}")
     return tuple(notes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import getpass
 import ipaddress
 import itertools
 import json
@@ -21,10 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from echelon import __version__
@@ -34,6 +31,8 @@ from echelon.host.stacks import can_spy
 from echelon.launcher.control.conf import read_conf
 from echelon.launcher.control.endpoint import Rendezvous, is_local, rendezvous, split
 from echelon.launcher.control.tls import TlsFiles, tls_files
+from echelon.launcher.doctor import container
+from echelon.launcher.doctor.check import Check
 from echelon.launcher.options.arguments import Defaults, Parser, add_node_options
 from echelon.launcher.options.options import dashes
 from echelon.recorder.write.place import file_system, is_remote
@@ -46,15 +45,6 @@ _FIRST_USER = 1000  # logind spares the system's own users
 _CONNECT_S = 3.0
 _BACKENDS_S = 60.0
 _NODES_S = 60.0  # for the others to start their doctors
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding: `ok` False means that something will not work as it should."""
-
-    name: str
-    text: str
-    ok: bool = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -125,7 +115,8 @@ def _met(
 def _checks(endpoint: str | None) -> Iterator[Check]:
     simple: tuple[Callable[[], Check], ...] = (
         python, cores, host_name, loopback_port, shared_memory, run_directory, clock, pidfd, memfd,
-        proc, stacks,
+        proc, stacks, container.tracing, container.pid_namespace_check, container.limits_check,
+        container.user, container.temporary_folder,
     )  # fmt: skip
     for check in simple:
         yield check()
@@ -190,14 +181,20 @@ def shared_memory() -> Check:
             "shared memory",
             f"{_SHM} is not a tmpfs: rings are kept on disk, and writing them may block",
         )
-    free = shutil.disk_usage(_SHM).free
-    note = "" if free >= _SMALL_SHM_BYTES else ": small (containers: --shm-size=1g)"
-    if removes_at_logout(os.getuid(), getpass.getuser()):
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError as err:
+        return Check("shared memory", f"{_SHM}: {err.strerror}", ok=False)
+    note = ""
+    if usage.free < _SMALL_SHM_BYTES:
+        note = ": small for data loaders' workers, which end in SIGBUS there (docker --shm-size=1g)"
+    if removes_at_logout(os.getuid(), container.user_name()):
         note += (
             "; systemd removes your files there at logout, the rings of a detached job among them: "
             "loginctl enable-linger"
         )
-    return Check("shared memory", f"{free / 1e9:.1f} GB free in /dev/shm{note}")
+    text = f"{usage.free / 1e9:.2f} of {usage.total / 1e9:.2f} GB free in /dev/shm"
+    return Check("shared memory", text + note)
 
 
 def removes_at_logout(uid: int, user: str) -> bool:
@@ -220,11 +217,15 @@ def removes_at_logout(uid: int, user: str) -> bool:
 
 def run_directory() -> Check:
     """Where runs/ would lie, and how much room there is."""
-    kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
+    try:
+        kind, free = file_system(Path.cwd()), shutil.disk_usage(Path.cwd()).free
+    except OSError as err:
+        return Check("run directory", f"the working directory: {err.strerror}", ok=False)
     note = ", a network: rings stay on this node" if is_remote(kind) else ""
     writable = os.access(Path.cwd(), os.W_OK)
     text = f"{Path.cwd()}: {kind or 'unknown'}{note}, {free / 1e9:.1f} GB free"
-    return Check("run directory", text if writable else f"{Path.cwd()} is not writable", writable)
+    unwritable = f"{Path.cwd()} is not writable: give a folder that is (--run-dir)"
+    return Check("run directory", text if writable else unwritable, writable)
 
 
 def clock() -> Check:
@@ -248,8 +249,7 @@ def memfd() -> Check:
     try:
         os.close(os.memfd_create("echelon-doctor"))
     except (OSError, AttributeError) as err:
-        where = tempfile.gettempdir()
-        return Check("memfd", f"not permitted ({err}); unlinked files in {where} are used instead")
+        return Check("memfd", f"not permitted ({err}); unlinked files in {_SHM} are used instead")
     return Check("memfd", "works")
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from echelon.host import process
-from echelon.host.facts import OUTSIDE, SIGNAL
+from echelon.host.facts import OUTSIDE, SIGNAL, TRACING
 from echelon.host.native_stacks import native_stacks
 from echelon.host.stacks import spy_stacks
 from echelon.recorder.format.schema import Identity
@@ -24,6 +24,7 @@ class Stacks:
 
     def __init__(self, folder: Path, pid: int, identity: Identity, *, native: bool) -> None:
         self.native = ""
+        self.not_permitted: tuple[str, ...] = ()  # (TRACING,) if the process may not be traced
         self._wants_native = native
         self._path = folder / "stacks"
         self._pid = pid
@@ -65,9 +66,11 @@ class Stacks:
 
     def spy(self) -> None:
         """Read them from outside, where that is possible. May run on another thread."""
-        self._spied = spy_stacks(self._pid)
+        denied: list[str] = []
+        self._spied = spy_stacks(self._pid, denied=denied)
         if self._wants_native:
-            self.native = native_stacks(self._pid, [])[:_STACKS_BYTES]
+            self.native = native_stacks(self._pid, denied)[:_STACKS_BYTES]
+        self.not_permitted = (TRACING,) if denied else ()
 
     def text(self) -> str:
         """Return what was read from outside, else what was answered."""

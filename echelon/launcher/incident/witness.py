@@ -153,7 +153,7 @@ class Witness:
             stderr_tail=tail or worker.start_error,
             error_file=read_error_file(worker.folder / "error.json"),
             snapshot_mono_ns=time.monotonic_ns(),
-            not_permitted=after.not_permitted,
+            not_permitted=after.not_permitted + self._not_traced(),
         )
         if self._surroundings is None:
             return facts
@@ -162,6 +162,12 @@ class Witness:
             seen = threads(self._pid, denied)
             facts = replace(facts, threads=seen, not_permitted=tuple(denied))
         return self._surroundings.add_to(facts)
+
+    def _not_traced(self) -> tuple[str, ...]:
+        """Return (TRACING,) if no stack was read because the process may not be traced."""
+        if self._stacks is None or self._stacks.text():
+            return ()
+        return self._stacks.not_permitted
 
     def _was_killed_for_memory(self) -> bool | None:
         """A SIGKILL that was not ours, while the cgroup counted a kill for memory."""

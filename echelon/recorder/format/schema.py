@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.host.facts import SIGNAL as SIGNAL
+from echelon.host.facts import TRACING as TRACING
 from echelon.host.facts import HostChild as HostChild
 from echelon.host.facts import HostFacts as HostFacts
 from echelon.host.facts import HostThread as HostThread

@@ -41,11 +41,13 @@ from echelon.analysis.rules.one_rank.signals import (
     denied_line,
     innermost_span,
     interrupted_lines,
+    missing_stack,
     native_line,
     process_lines,
     users_line,
 )
 from echelon.analysis.rules.one_rank.starved import read_starvation
+from echelon.recorder.format.schema import TRACING
 
 
 def read_rank(picture: Picture, rank: int) -> Reading:
@@ -123,7 +125,9 @@ def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
 def _unrecorded(picture: Picture, facts: RankEvidence, lines: list[str]) -> Reading:
     """No ring, no stack: what is left is what the kernel shows of its threads."""
     rank = facts.rank
-    stack = f"rank {rank}'s stack (py-spy reads it, where it is installed and may)"
+    stack = missing_stack(facts, f"rank {rank}'s stack")
+    if TRACING not in facts.host.not_permitted:
+        stack += " (py-spy reads it, where it is installed and may)"
     if rank in keeps_waiting(picture) or (picture.wait_for([rank]) and is_seen_outside(facts)):
         return Reading(
             cause=Cause.HOST_HANG,
@@ -162,5 +166,5 @@ def _unsettled(picture: Picture, facts: RankEvidence, frame: Frame | None) -> tu
             f"rank {rank}'s process state and heartbeat (frozen_process, gil_hang)",
         )
     if frame is None:
-        return (f"rank {rank}'s main thread's stack",)
+        return (missing_stack(facts, f"rank {rank}'s main thread's stack"),)
     return ()

@@ -10,7 +10,7 @@ from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import last_row
 from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
 from echelon.analysis.finding import seconds
-from echelon.recorder.format.schema import SIGNAL, Live
+from echelon.recorder.format.schema import SIGNAL, TRACING, Live
 
 PRESSURE = 0.3  # of the time that tasks waited for a resource: from here on it is worth a line
 _NUM_FRAMES = 5
@@ -140,7 +140,21 @@ def machine_lines(facts: RankEvidence) -> list[str]:
 
 def denied_line(facts: RankEvidence) -> tuple[str, ...]:
     """Say what the launcher was not permitted to read of a rank."""
-    denied = facts.host.not_permitted
+    denied = [name for name in facts.host.not_permitted if name != TRACING]  # see missing_stack
     if not denied:
         return ()
     return (f"rank {facts.rank}'s {', '.join(denied)}: not permitted to read",)
+
+
+def missing_stack(facts: RankEvidence, whose: str) -> str:
+    """Name a stack that would settle a verdict; where it was refused, say what permits it.
+
+    Args:
+        whose: such as "rank 3's main thread's stack".
+    """
+    if TRACING not in facts.host.not_permitted:
+        return whose
+    return (
+        f"{whose}: no permission to trace it (container: --cap-add SYS_PTRACE; other users' "
+        "processes: run as theirs; else sysctl kernel.yama.ptrace_scope=0)"
+    )
