@@ -41,6 +41,8 @@ LAYOUTS = {
     "tp 4": Layout(tp=4),
     "pp 4, 1f1b": Layout(pp=4, schedule="1f1b", microbatches=8),
     "pp 2 x shard 2, 1f1b": Layout(pp=2, shard=2, schedule="1f1b", microbatches=4),
+    "shard 2 x tp 2": Layout(shard=2, tp=2),
+    "shard 4, 2 micro-batches": Layout(shard=4, microbatches=2),
 }
 
 
@@ -57,7 +59,7 @@ def main() -> None:
         serve(args.serve, args.steps, args.batch, args.out)
         return
     model = Model(**SIZES, is_gated=True, learns_positions=False)
-    job = Job(ranks=4, ranks_per_node=4, batch=args.batch, context=SIZES["context"])
+    job = Job(ranks=4, ranks_per_node=4, batch=args.batch, context=SIZES["context"], on_host=True)
     machine = assumed(is_half=False)
     if args.links:
         machine = read_machine(args.links, machine)

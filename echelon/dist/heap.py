@@ -1,11 +1,13 @@
-"""The C library's heap: kept from step to step instead of given back and faulted in again.
+"""The C library's heap: kept from step to step, not released and faulted in again.
 
 A training step on the CPU takes and frees the same few hundred megabytes of activations and
-gradients at every step. By default glibc maps large blocks one by one and gives the top of the heap
-back to the system as soon as it is free; every page is then faulted in and zeroed anew, which for
+gradients at every step. By default glibc maps large blocks one by one and returns the top of the
+heap to the system as soon as it is free; every page is then faulted in and zeroed again, which for
 85M parameters cost a sixth of the step's processor time (measured beside FSDP2, see
 docs/benchmarks/sharding.md). So sharding and pipelines on the host ask glibc to keep what it has.
-The peak stays the same: nothing is kept that was not in use at once.
+Blocks of different sizes leave gaps in a heap: the resident peak is up to a third above what
+tensors take (docs/planner.md, "How far off it was"). A program that needs memory more than time
+sets MALLOC_MMAP_THRESHOLD_=131072 in its environment.
 """
 
 from __future__ import annotations

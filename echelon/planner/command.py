@@ -34,6 +34,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, help="sequences per step of all ranks together (one per rank)")
     add("--context", type=int, help="tokens of a sequence (the model's, at most 4096)")
     add("--precision", choices=("fp32", "bf16"), default="bf16", help="to compute in (bf16)")
+    add("--device", choices=("accelerator", "cpu"), default="accelerator",
+        help="whose memory ranks take (accelerator)")  # fmt: skip
     add("--loss-chunks", type=int, default=1, metavar="N", help="parts of the loss (1)")
     add("--links", metavar="FILE", help="what echelon.planner.measure wrote")
     add("--peak-tflops", type=float, metavar="T", help="of one rank, in this precision")
@@ -75,6 +77,7 @@ def _job(args: argparse.Namespace, context: int) -> Job:
         context=min(context, 4096) if args.context is None else args.context,
         compute_bytes=2 if args.precision == "bf16" else 4,
         loss_chunks=args.loss_chunks,
+        on_host=args.device == "cpu",
     )
 
 

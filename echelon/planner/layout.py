@@ -23,6 +23,7 @@ class Job:
         context: tokens of a sequence.
         compute_bytes: of a number that is computed with: 2 (bf16) or 4.
         loss_chunks: parts in which logits are made and dropped; 1: all at once.
+        on_host: the ranks compute in host memory, whose heap takes more than its tensors.
     """
 
     ranks: int
@@ -31,6 +32,7 @@ class Job:
     context: int
     compute_bytes: int = 4
     loss_chunks: int = 1
+    on_host: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers.

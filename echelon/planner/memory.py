@@ -5,6 +5,12 @@ Weights, gradients and AdamW's state are 4 + 4 + 8 bytes per parameter (ZeRO, Ra
 of docs/sharding.md, "The budget". Activations are counted tensor by tensor as autograd keeps them
 for this repository's blocks, with attention that keeps no scores (Korthikanti et al. 2022, table 2,
 without dropout).
+
+[Note: the heap] In host memory a rank takes more than its tensors. `echelon.dist.heap` lets glibc
+keep freed blocks, which saves page faults, and blocks of many sizes leave gaps between them. With
+every block mapped by itself (MALLOC_MMAP_THRESHOLD_=131072) the resident peak was what the other
+parts add up to and 10 to 20 MiB. What the heap adds was fitted to 13 measured jobs
+(docs/planner.md).
 """
 
 from __future__ import annotations
@@ -20,6 +26,10 @@ from echelon.planner.work import forward_costs
 _STATE_BYTES = 4  # of weights, of gradients, of each of AdamW's two moments
 _UNITS_GATHERED = 4
 _BUFFERS_REDUCED = 3
+# [Note: the heap]
+_HEAP_SHARE = 0.3  # of what each step takes and frees
+_HEAP_BYTES = 25 << 20  # buffers of messages, code that the first step loads
+HEAP_ERROR = 0.1  # of the total: how far the fit was from what was measured, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +37,13 @@ class Memory:
     """Bytes of the rank that takes the most.
 
     Attributes:
-        weights, gradients, optimizer: the rank's own.
+        weights, optimizer: the rank's own.
+        gradients: what the rank has of its own when its memory is at its peak. With one micro-batch
+            each takes the room of activations that backward has freed.
         units: of `fully_shard`: parameters gathered, gradients whole before they are reduced.
         activations: kept for backward, of all micro-batches under way.
         logits: and what the loss makes of them.
+        heap: gaps between tensors, and small buffers, in host memory.
     """
 
     weights: float
@@ -39,6 +52,7 @@ class Memory:
     units: float
     activations: float
     logits: float
+    heap: float = 0.0
 
     @property
     def total(self) -> float:
@@ -77,13 +91,21 @@ def _of_rank(
     kept = peak * num_blocks / len(own) * per_block
     if layout.recompute:
         kept = peak * num_blocks / len(own) * model.width * job.compute_bytes * tokens + per_block
+    kept += tokens * model.width * job.compute_bytes * 2 if has_last else 0
+    logits = logits_bytes(model, job) * tokens if has_last else 0.0
+    gradients, moving = _STATE_BYTES * parameters / layout.shard, kept + logits
+    if layout.microbatches == 1:
+        gradients = max(0.0, gradients - moving)
+    else:
+        moving += _STATE_BYTES * parameters  # of all micro-batches, summed before they are reduced
     return Memory(
         weights=_STATE_BYTES * parameters / layout.shard,
-        gradients=_STATE_BYTES * parameters / layout.shard,
+        gradients=gradients,
         optimizer=2 * _STATE_BYTES * parameters / layout.shard,
         units=_units(layout, job, unit, root, num_blocks),
-        activations=kept + (tokens * model.width * job.compute_bytes * 2 if has_last else 0),
-        logits=logits_bytes(model, job) * tokens if has_last else 0.0,
+        activations=kept,
+        logits=logits,
+        heap=_HEAP_BYTES + _HEAP_SHARE * moving if job.on_host else 0.0,
     )
 
 

@@ -21,7 +21,7 @@ from echelon.planner.step_time import StepTime, step_time
 NUM_DRAWS = 200
 _OWN_ERROR = 0.12  # of a layout's time, one standard deviation
 _TIE = 0.2  # a layout that is faster than the first in as many draws is a tie with it
-_RESERVE = 0.1  # of the memory, for allocators
+RESERVE = 0.1  # of the memory, for allocators
 _MAX_COMPARED = 40
 _SEED = 1
 
@@ -78,7 +78,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
             f"no layout of {job.ranks} ranks divides a batch of {job.batch} and the model's "
             f"{model.layers} layers and {model.kv_heads} kv_heads evenly"
         )
-    room = memory_bytes * (1 - _RESERVE)
+    room = memory_bytes * (1 - RESERVE)
     fitting = [pair for pair in every if pair[1].total <= room]
     beyond = [pair for pair in every if pair[1].total > room]
     best = _best_of_each_mesh(model, job, machine, fitting)

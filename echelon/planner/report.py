@@ -8,9 +8,9 @@ from typing import Any
 
 from echelon.planner.layout import Job
 from echelon.planner.machine import Machine
-from echelon.planner.memory import Memory
+from echelon.planner.memory import HEAP_ERROR, Memory
 from echelon.planner.model import Model
-from echelon.planner.planner import NUM_DRAWS, Candidate, Outcome
+from echelon.planner.planner import NUM_DRAWS, RESERVE, Candidate, Outcome
 
 _GIB = 1 << 30
 
@@ -50,6 +50,7 @@ def _lines(
     yield from _parts("step", asdict(first.time), 1.0, "s")
     yield ""
     yield _how_sure(outcome.candidates)
+    yield _how_sure_of_memory(job)
 
 
 def _table(job: Job, candidates: tuple[Candidate, ...]) -> Iterator[str]:
@@ -86,6 +87,14 @@ def _how_sure(candidates: tuple[Candidate, ...]) -> str:
     return (
         f"how sure: not. {first.layout.name} is the fastest in {share};\n"
         f"{len(ties)} more, marked =, cannot be told from it: measure them"
+    )
+
+
+def _how_sure_of_memory(job: Job) -> str:
+    if job.on_host:
+        return f"memory: within {HEAP_ERROR:.0%} of the jobs measured (15.7M parameters, on a CPU)"
+    return (
+        f"memory: of tensors; what the allocator loses was not measured, {RESERVE:.0%} is left free"
     )
 
 

@@ -170,6 +170,17 @@ def test_the_command_says_what_fits_and_how_sure_it_is(capsys):
     assert "assumed" in text
 
 
+def test_the_command_says_how_sure_it_is_of_memory(capsys):
+    assert main([*COMMAND, "--batch", "16"]) == 0
+    on_device = capsys.readouterr().out
+    assert "memory: of tensors; what the allocator loses was not measured" in on_device
+    assert ", heap" not in on_device
+    assert main([*COMMAND, "--batch", "16", "--device", "cpu"]) == 0
+    on_host = capsys.readouterr().out
+    assert "memory: within 10% of the jobs measured" in on_host
+    assert ", heap" in on_host
+
+
 def test_the_commands_json_has_every_figure(capsys):
     assert main([*COMMAND, "--batch", "16", "--json", "--peak-tflops", "100"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -192,7 +203,7 @@ def test_where_nothing_fits_the_smallest_is_shown(capsys):
     [
         ["--ranks", "0"], ["--memory", "0"], ["--memory", "nan"], ["--batch", "-1"],
         ["--ranks-per-node", "3"], ["--links", "/nowhere"], ["--peak-tflops", "0"],
-        ["--model", "nothing"], ["--context", "99999"],
+        ["--model", "nothing"], ["--device", "tpu"], ["--context", "99999"],
     ],
 )  # fmt: skip
 def test_bad_usage_is_exit_code_2(more, capsys):
