@@ -1,16 +1,17 @@
-"""The black box of a rank: `span`, `step` and `watch` for users, the ring and dumps beneath.
+"""The black box of a rank: `span`, `step`, `watch` and `last_step` for users, the ring, dumps.
 
 `export_torch` is imported when it is first used: recording must not wait for it.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from echelon.recorder.checkpoints import last_step
 from echelon.recorder.marks import span, step, watch
 
 if TYPE_CHECKING:
     from echelon.recorder.read.torch_export import export_torch
 
-__all__ = ["span", "step", "watch", "export_torch"]
+__all__ = ["span", "step", "watch", "last_step", "export_torch"]
 
 
 def __getattr__(name: str) -> Any:

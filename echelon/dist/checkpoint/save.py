@@ -24,7 +24,8 @@ from echelon.dist.checkpoint.ranks.pending import PendingSave
 from echelon.dist.checkpoint.state.collect import Contents, collect
 from echelon.dist.checkpoint.state.held import Held
 from echelon.errors import CheckpointError
-from echelon.recorder import span
+from echelon.recorder import last_step, span
+from echelon.recorder.checkpoints import note_checkpoint
 
 _LOOK_S = 0.05
 _SHARED_S = 10.0  # after this, a folder that another rank made is not on a shared file system
@@ -108,6 +109,7 @@ def begin(
     with span("checkpoint", f"save {root}"):
         job = _prepare(root, state, peers, keep=keep, timeout_s=limit_s)
         job.then = then
+        job.step = last_step()
         if async_op:
             job.snapshot()
             return pending.start(str(root), job.run_apart, limit_s)
@@ -164,6 +166,7 @@ class _Job:
     keep: int
     timeout_s: float
     then: Callable[[], None] | None = None
+    step: int | None = None  # at which it was begun
 
     def snapshot(self) -> None:
         """Copy what this rank writes, so that training may go on and change it."""
@@ -227,6 +230,7 @@ class _Job:
 
     def _commit(self) -> None:
         self.unfinished.commit(self.peers.size, self.keep)
+        note_checkpoint(self.unfinished.final.parent, self.step)
         if self.then is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 self.then()

@@ -282,6 +282,8 @@ class Start:
     master_port: int
     stall_timeout_ms: int  # the host's settings hold on all nodes
     torch_backend: str
+    resume: str = ""  # the job's newest committed checkpoint
+    history: str = ""  # JSON: how the attempts before this one ended
     sights_ms: int = 0  # how often to report ranks that show nothing unusual; 0: at each look
 
 

@@ -34,6 +34,7 @@ from echelon.launcher.coordinator.starting import starts_of, world_of
 from echelon.launcher.coordinator.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import NOT_CONCLUDED, Report
+from echelon.launcher.job.resume import POLL_S, Search
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
@@ -102,6 +103,8 @@ class Coordinator:
         self._numbers = directory.next_attempt()
         self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
         self._restarts = self._restarting.restarts
+        self._search = Search(directory.path, options.checkpoint_dir, terminal.say)
+        self._search.begin(time.monotonic())
         self._started_s = time.monotonic()
         self._stop_signal = 0
         self._look_s = min(_LOOK_S, options.stall_timeout_s / 5)
@@ -131,6 +134,8 @@ class Coordinator:
             waits = self._succession is not None and self._succession.waits_for
             if time.monotonic() < self._restarting.not_before_s:
                 return self._restarting.not_before_s
+            if not self._search.is_over(time.monotonic()):
+                return time.monotonic() + POLL_S
             return float("inf") if waits else self._roster.deadline_s()
         due = min(self._next_look_s, self._incidents.deadline_s())
         if world.clearing is not None:
@@ -417,7 +422,7 @@ class Coordinator:
         self._todo = waiting
 
     def _gather(self, now_s: float) -> None:
-        if now_s < self._restarting.not_before_s:
+        if now_s < self._restarting.not_before_s or not self._search.is_over(now_s):
             return
         nodes = self._roster.world(now_s)
         if nodes is not None:
@@ -444,6 +449,7 @@ class Coordinator:
         starts = starts_of(
             self._world, nodes, firsts, self._options, self._meeting,
             job_id=self._report.job_id, restart=self._report.attempts,
+            resume=self._resume_path(), history=self._restarting.history(),
         )  # fmt: skip
         for node, start in zip(nodes, starts, strict=True):
             self._send(node.name, start)
@@ -454,6 +460,10 @@ class Coordinator:
                 hosts={r: n.host for n in nodes for r in self._world.nodes[n.name]},
             )
         )
+
+    def _resume_path(self) -> str:
+        found = self._search.found
+        return "" if found is None else found.path
 
     def _world_of(self, nodes: Sequence[Node], number: int) -> tuple[World, list[int]]:
         world, firsts = world_of(nodes, number, self._options, self._lived_ns())
@@ -507,6 +517,7 @@ class Coordinator:
             return
         self._world = None
         self._meeting.renew()
+        self._search.begin(now_s)
         self._roster.open(max(now_s, self._restarting.not_before_s))
         here, low = len(self._roster.nodes), self._options.min_nodes
         if here < low:

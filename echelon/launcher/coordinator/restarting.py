@@ -7,6 +7,7 @@ verdict that is later counts for the decisions after it.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from echelon.launcher.coordinator.decide import EndAttempt
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
-from echelon.launcher.coordinator.policy.policy import Action, Decision
+from echelon.launcher.coordinator.policy.policy import MAX_REMEMBERED, Action, Decision
 from echelon.launcher.coordinator.restarts import Restarts
 from echelon.launcher.coordinator.roster import Roster
 from echelon.launcher.coordinator.world import World
@@ -101,6 +102,10 @@ class Restarting:
         self._roster.avoid(decision.exclude)
         self.not_before_s = time.monotonic() + decision.pause_s
         return decision.action is not Action.STOP
+
+    def history(self) -> str:
+        """Return how the attempts so far ended, as JSON for the workers of the next one."""
+        return json.dumps({"format": 1, "attempts": self._report.decisions[-MAX_REMEMBERED:]})
 
     def _revise(self) -> None:
         """Take in verdicts that were late."""

@@ -39,12 +39,16 @@ def starts_of(
     *,
     job_id: str,
     restart: int,
+    resume: str = "",
+    history: str = "",
 ) -> list[m.Start]:
     """Return what to send to each node of a world, in their order.
 
     Args:
         firsts: each node's first rank.
         restart: how many worlds have ended.
+        resume: the job's newest committed checkpoint, "" if there is none.
+        history: JSON, how the attempts before this one ended.
     """
     return [
         m.Start(
@@ -61,6 +65,8 @@ def starts_of(
             master_port=meeting.port,
             stall_timeout_ms=int(options.stall_timeout_s * 1000),
             torch_backend=options.torch_backend,
+            resume=resume,
+            history=history,
             sights_ms=int(1000 * beat_s(len(nodes), options.conf.lost_after_s)),
         )
         for index, (node, first) in enumerate(zip(nodes, firsts, strict=True))

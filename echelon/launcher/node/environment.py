@@ -14,6 +14,8 @@ A worker inherits the launcher's own environment. What is set here:
 | ECHELON_JOB_ID | the job's name |
 | ECHELON_JOB_FILE | RUN/job.json (0600): endpoint and secret |
 | ECHELON_RECORDER_SIZE | operations that the black box keeps |
+| ECHELON_RESUME | the job's newest committed checkpoint, if there is one |
+| ECHELON_ATTEMPTS | JSON file: how the attempts before this one ended |
 | ECHELON_TORCH_BACKEND | with --torch-backend: see `echelon_torch_autoload` |
 | TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
 | ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
@@ -50,6 +52,7 @@ class Attempt:
     terminal_columns: int | None
     virtual_local_rank: bool = False
     torch_backend: str = ""
+    resume: str = ""  # the newest committed checkpoint
 
     @property
     def ranks(self) -> range:
@@ -87,8 +90,11 @@ def worker_environment(
         ECHELON_ATTEMPT=str(attempt.number),
         ECHELON_JOB_ID=attempt.job_id,
         ECHELON_JOB_FILE=str(attempt.job_file),
+        ECHELON_ATTEMPTS=str(rank_dir / "attempts.json"),
         ECHELON_RECORDER_SIZE=str(attempt.recorder_size),
     )
+    if attempt.resume:
+        env["ECHELON_RESUME"] = attempt.resume
     if attempt.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = visible_to(rank - attempt.first_rank, base)

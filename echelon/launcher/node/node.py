@@ -155,6 +155,8 @@ class NodeAgent:
         self._laps = LapReports(command, self._workers, self._sighting.words)
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
+            with contextlib.suppress(OSError):  # a full disk: the worker finds no history
+                (folder / "attempts.json").write_text(command.history)
             env = environment.worker_environment(os.environ, attempt, rank, folder)
             env.update(self._memory.environment())
             env.update(torch_environment(env, folder))
@@ -481,6 +483,7 @@ class NodeAgent:
             terminal_columns=self._terminal.columns,
             virtual_local_rank=self._options.virtual_local_rank,
             torch_backend=command.torch_backend,
+            resume=command.resume,
         )
 
     def _exit_codes(self) -> list[list[int]]:

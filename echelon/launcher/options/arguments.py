@@ -246,6 +246,14 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
         help="where everything of the job goes (default runs/<time>-<id>)",
     )
     watch.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        default=default("checkpoint_dir", None),
+        metavar="DIR",
+        help="where the job's checkpoints lie: the newest one that is complete goes to "
+        "ECHELON_RESUME (default: the last that rank 0 saved in this run directory)",
+    )
+    watch.add_argument(
         "--recorder-size",
         type=not_negative,
         default=default("recorder_size", str(DEFAULT_NUM_OPERATIONS)),

@@ -48,6 +48,7 @@ class Options:
     stall_timeout_s: float
     on_stall: str  # "report", "stop" or "restart"
     run_dir: Path | None
+    checkpoint_dir: Path | None  # None: what the ranks announce
     rdzv_id: str
     shutdown_timeout_s: float
     signals: tuple[signal.Signals, ...]  # that the launcher takes
@@ -106,6 +107,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         stall_timeout_s=args.stall_timeout,
         on_stall=args.on_stall,
         run_dir=args.run_dir,
+        checkpoint_dir=args.checkpoint_dir,
         rdzv_id=args.rdzv_id,
         shutdown_timeout_s=args.shutdown_timeout,
         signals=args.signals_to_handle,

@@ -175,6 +175,11 @@ class Recorder:
         """Return the number of a new block of coalesced operations."""
         return self._coalesced_numbers()
 
+    @property
+    def step_number(self) -> int:
+        """The training step that began last, -1 before the first one."""
+        return int(self._live[_STEP]) - 1
+
     def step(self, number: int | None = None, *, begins: bool = True) -> None:
         """Note that a training step begins: number `number`, or one more than the last.
 

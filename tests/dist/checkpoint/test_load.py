@@ -403,3 +403,20 @@ def test_a_program_that_ends_lets_its_last_save_complete(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=True, timeout=300)
     assert load(tmp_path / "c", {})["step"] == 5
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_checkpoint_is_announced_to_the_launcher_once_it_is_committed(
+    tmp_path, monkeypatch, async_op
+):
+    told = []
+
+    def note(path, step):
+        told.append((path, step, len(versions(path))))
+
+    monkeypatch.setattr(save_module, "note_checkpoint", note)
+    monkeypatch.setattr(save_module, "last_step", lambda: 57)
+    pending = save(tmp_path / "saved", {"step": 7}, async_op=async_op)
+    if pending is not None:
+        pending.wait()
+    assert told == [(tmp_path / "saved", 57, 1)]

@@ -15,11 +15,19 @@ _JOB = """
 import os, signal, sys, time
 import numpy as np
 import echelon.dist as dist
+from pathlib import Path
 from echelon import recorder
+from echelon.recorder.checkpoints import note_checkpoint
 
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 world = dist.init(timeout_s=60)
 x = np.ones(4, np.float32)
+if world.rank == 0:
+    print("resume", os.environ.get("ECHELON_RESUME"), recorder.last_step(), flush=True)
+    saved = Path("saved").absolute() / f"step_{{attempt}}"
+    (saved / "000001").mkdir(parents=True)
+    (saved / "000001" / "commit").touch()
+    note_checkpoint(saved, None)
 for step in range(10):
     recorder.step(step)
     if step == 5 and world.rank == 1:
@@ -35,7 +43,7 @@ def _run(tmp_path: Path, fault: str, *options: str):
     run_dir = tmp_path / "run"
     done = run_echelon(
         "run", "--nproc-per-node", "2", "--max-restarts", "5", "--run-dir", str(run_dir),
-        *options, str(script),
+        *options, str(script), cwd=tmp_path,
     )  # fmt: skip
     return done, read_json(run_dir / "report.json")
 
@@ -55,7 +63,13 @@ def test_a_killed_rank_is_started_again_and_an_error_at_the_same_line_twice_is_n
         [1],
     )
     assert (last["action"], last["last_step"]) == ("stop", 5), done.stderr
-    assert last["site"] == "ValueError at train.py:13 in <module>"
+    assert last["site"].startswith("ValueError at train.py:")
+    saved = tmp_path / "saved"
+    assert [line for line in done.stdout.splitlines() if "resume" in line] == [
+        "0| resume None None",
+        f"0| resume {saved / 'step_0'} 5",
+        f"0| resume {saved / 'step_1'} 5",
+    ]
     assert "no restart: rank 1 raised ValueError" in done.stderr
     assert "2 times without progress at step 5" in done.stderr
 

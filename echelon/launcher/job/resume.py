@@ -1,0 +1,150 @@
+"""The job's newest committed checkpoint: what ranks announced, or what lies in `--checkpoint-dir`.
+
+    RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
+    DIR/step_<n>/<version>/commit               Keeper's layout
+    DIR/<version>/commit                        one checkpoint, in versions
+
+A version counts once it has its commit mark (docs/checkpoints.md). Files are looked for by a thread
+of its own: a file system that hangs must not stop the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SEARCH_S = 60.0  # a file system that takes longer delays no attempt any further
+POLL_S = 0.02
+_BRIEFLY_S = 0.05
+_VERSION = re.compile(r"\d{6,}")
+_STEP = re.compile(r"step_(\d{1,18})")
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+_COMMIT = "commit"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint; `step` -1: not known."""
+
+    path: str
+    step: int = -1
+
+
+def newest(run: Path, folder: Path | None) -> Checkpoint | None:
+    """Return the job's newest committed checkpoint, None if there is none.
+
+    Args:
+        folder: `--checkpoint-dir`; None: the last that this run directory's ranks announced.
+
+    Raises:
+        OSError: a folder that exists cannot be read.
+    """
+    if folder is not None:
+        return _in_folder(folder.absolute())
+    for told in _announced(run):
+        if _has_version(Path(told.path)):
+            return told
+    return None
+
+
+def announced_in(run: Path, attempt: int) -> Checkpoint | None:
+    """Return the last checkpoint that rank 0 announced in one attempt."""
+    return _read(run / "rank_0" / f"attempt_{attempt}" / "checkpoint.json")
+
+
+def _announced(run: Path) -> list[Checkpoint]:
+    """Return what rank 0 announced, the latest attempt first."""
+    found = {
+        int(match[1]): path
+        for path in (run / "rank_0").glob("attempt_*/checkpoint.json")
+        if (match := _ATTEMPT.fullmatch(path.parent.name))
+    }
+    told = (_read(found[number]) for number in sorted(found, reverse=True))
+    return [one for one in told if one is not None]
+
+
+def _read(path: Path) -> Checkpoint | None:
+    try:
+        told = json.loads(path.read_text())
+        step = told["step"]
+        return Checkpoint(str(told["path"]), step if isinstance(step, int) else -1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _in_folder(folder: Path) -> Checkpoint | None:
+    if not folder.is_dir():
+        return None
+    if _has_version(folder):
+        return Checkpoint(str(folder))
+    steps = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+    }
+    for step in sorted(steps, reverse=True):
+        if _has_version(steps[step]):
+            return Checkpoint(str(steps[step]), step)
+    return None
+
+
+def _has_version(folder: Path) -> bool:
+    """Whether some version in a checkpoint's folder is committed."""
+    if not folder.is_dir():
+        return False
+    return any(
+        _VERSION.fullmatch(path.name) and (path / _COMMIT).is_file() for path in folder.iterdir()
+    )
+
+
+class Search:
+    """The newest checkpoint, looked for anew before each attempt.
+
+    Attributes:
+        found: of the last search that ended.
+    """
+
+    def __init__(self, run: Path, folder: Path | None, say: Callable[[str], None]) -> None:
+        self._run = run
+        self._folder = folder
+        self._say = say
+        self._thread: threading.Thread | None = None
+        self._until_s = 0.0
+        self._error = ""
+        self.found: Checkpoint | None = None
+
+    def begin(self, now_s: float) -> None:
+        """Begin to look."""
+        self._until_s = now_s + SEARCH_S
+        self._error = ""
+        self._thread = threading.Thread(target=self._look, name="echelon-checkpoints", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads: the last answer holds
+            self._thread.start()
+            self._thread.join(_BRIEFLY_S)  # mostly there is little to look at
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether an attempt may begin; the thread may still hang where the disk does."""
+        if self._thread is None:
+            return True
+        if self._thread.is_alive() and now_s < self._until_s:
+            return False
+        if self._thread.is_alive():
+            self._error = f"no answer within {SEARCH_S:g} s"
+        self._thread = None
+        if self._error:
+            held = f"{self.found.path} as before" if self.found is not None else "none"
+            self._say(f"cannot look for checkpoints ({self._error}); ECHELON_RESUME is {held}")
+        return True
+
+    def _look(self) -> None:
+        try:
+            found = newest(self._run, self._folder)
+        except OSError as err:
+            self._error = str(err)
+        else:
+            self.found = found

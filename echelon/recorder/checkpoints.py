@@ -1,0 +1,64 @@
+"""Checkpoints and attempts between a rank and its launcher: two small files.
+
+`RANK_DIR/checkpoint.json` is written when a checkpoint is committed, and tells the launcher where
+the job's newest one is. ECHELON_ATTEMPTS names a file that the launcher wrote before this attempt:
+how the attempts before it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from echelon.recorder.current import current
+
+_FILE = "checkpoint.json"
+_STEP_NAME = re.compile(r"step_(\d{1,18})")
+
+
+def note_checkpoint(path: Path, step: int | None) -> None:
+    """Publish that a checkpoint is committed; nothing happens without a launcher.
+
+    Args:
+        path: the folder that was saved to.
+        step: at which it was saved, None if not known; a folder `step_<n>` says it better.
+    """
+    folder = os.environ.get("ECHELON_RANK_DIR", "")
+    if not folder:
+        return
+    named = _STEP_NAME.fullmatch(path.name)
+    told = {"format": 1, "path": str(path), "step": int(named[1]) if named is not None else step}
+    part = Path(folder) / f".{_FILE}.{os.getpid()}.part"
+    with contextlib.suppress(OSError):  # the checkpoint is safe; the launcher names an older one
+        part.write_text(json.dumps(told))
+        part.replace(part.with_name(_FILE))
+
+
+def last_step() -> int | None:
+    """Return the last step that this rank began; before its first one, that of earlier attempts.
+
+    Returns:
+        None if no step is known: nothing records, or the first attempt has begun none.
+    """
+    recorder = current()
+    own = -1 if recorder is None else recorder.step_number
+    if own >= 0:
+        return own
+    steps = [one.get("last_step") for one in _attempts()]
+    return max((step for step in steps if isinstance(step, int)), default=None)
+
+
+def _attempts() -> list[dict[str, Any]]:
+    """Return how earlier attempts ended, as far as the launcher said it."""
+    name = os.environ.get("ECHELON_ATTEMPTS", "")
+    if not name:
+        return []
+    try:
+        told = json.loads(Path(name).read_text())["attempts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [one for one in told if isinstance(one, dict)]
