@@ -13,11 +13,12 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.control.link import LocalLink, Mailbox
 from echelon.launcher.coordinator.coordinator import Coordinator
 from echelon.launcher.coordinator.meeting import StoreProcess
-from echelon.launcher.coordinator.observers import Observers
+from echelon.launcher.coordinator.observers import JobEnded, Observers
 from echelon.launcher.election.mandate import WITNESS
 from echelon.launcher.goodput.book import Book
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.notices.outside import Outside
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
@@ -64,6 +65,7 @@ class Hosting:
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.link.close)
         self._book = Book(report.job_id, directory.path, options.stall_timeout_s, terminal.say)
+        self._observers = Observers(terminal.say, [self._book])
         self._testimony: Testimony | None = None
         self._store: StoreProcess | None = None
         self._starting: Future[StoreProcess] | None = None
@@ -112,9 +114,13 @@ class Hosting:
         """Make the coordinator, once the store was started."""
         assert self._store is not None
         self.succession = succession
+        options, shown = self._options, str(self._directory.shown)
+        outside = Outside(options.notify, options.metrics, shown, self._book, self.say)
+        self._stack.callback(outside.close)
+        self._observers = Observers(self.say, [self._book, outside])
         self.coordinator = Coordinator(
             self._options, self._directory, self.report, self._store, self.send, self._terminal,
-            succession, Observers(self.say, [self._book]),
+            succession, self._observers,
         )  # fmt: skip
         self._stack.callback(self.coordinator.close)
 
@@ -147,7 +153,13 @@ class Hosting:
             self.report.write(self._directory.report_file)
         except OSError as err:
             self._terminal.say(f"cannot write report.json: {err.strerror or err}")
-        self._book.write()
+        if not self._book.job.ended_by:  # the coordinator did not conclude the job
+            report = self.report
+            self._observers.tell(
+                JobEnded(
+                    ended_by=report.ended_by.value, exit_code=report.exit_code, error=report.error
+                )
+            )
 
     def close(self) -> None:
         """End what it has started."""

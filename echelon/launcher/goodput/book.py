@@ -6,8 +6,10 @@ but the last seconds, and once more at each end. What writing costs bounds how o
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from echelon.launcher.control import messages as m
@@ -44,6 +46,7 @@ class Book:
         self._origin_ns = now_ns()
         self._due_ns = 0
         self._has_failed = False
+        self._lock = threading.Lock()  # for `snapshot`: all else is the launcher's own thread
 
     def now_ns(self) -> int:
         """Return the time since the job's begin."""
@@ -51,6 +54,28 @@ class Book:
 
     def __call__(self, happening: o.Happening) -> None:
         """Take in what happened."""
+        with self._lock:
+            now = self._take(happening)
+        if not isinstance(happening, o.LapsReported | o.RankEnded) or now >= self._due_ns:
+            self.write()
+
+    def snapshot(self) -> Job:
+        """Return the facts as they are now, to be read by another thread."""
+        with self._lock:
+            now = self.job.now_ns if self.job.ended_by else self.now_ns()
+            attempts = [
+                replace(
+                    one,
+                    runs={
+                        rank: replace(run, laps=list(run.laps)) for rank, run in one.runs.items()
+                    },
+                    stalls=[list(stall) for stall in one.stalls],
+                )
+                for one in self.job.attempts
+            ]
+            return replace(self.job, now_ns=now, attempts=attempts)
+
+    def _take(self, happening: o.Happening) -> int:
         self.job.now_ns = now = self.now_ns()
         if isinstance(happening, o.AttemptBegan):
             runs = {rank: RankRun(host=host) for rank, host in happening.hosts.items()}
@@ -61,8 +86,7 @@ class Book:
             self._name_cause(happening)
         elif self.job.attempts and not isinstance(happening, o.Restarting):
             self._note(self.job.attempts[-1], happening, now)
-        if not isinstance(happening, o.LapsReported | o.RankEnded) or now >= self._due_ns:
-            self.write()
+        return now
 
     def write(self) -> None:
         """Write the file; a disk that does not take it costs one line."""

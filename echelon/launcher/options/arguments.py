@@ -13,10 +13,12 @@ from echelon.launcher.options import scheduler
 from echelon.launcher.options.ignored import add_ignored
 from echelon.launcher.options.logplan import parse_filters, parse_ranks, parse_streams
 from echelon.launcher.options.texts import (
+    listen_at,
     min_max,
     not_negative,
     num_workers,
     reader,
+    receiver,
     seconds,
     settings,
     signals,
@@ -50,6 +52,7 @@ def make_parser(environ: Mapping[str, str]) -> Parser:
     _add_placement_options(parser.add_argument_group("placement"), default)
     add_node_options(parser.add_argument_group("many nodes"), default)
     _add_watch_options(parser.add_argument_group("watching"), default)
+    _add_notice_options(parser.add_argument_group("notices"), default)
     _add_log_options(parser.add_argument_group("output"), default)
     _add_program_options(parser.add_argument_group("the program"), default)
     add_ignored(parser.add_argument_group("accepted for torchrun compatibility"), default)
@@ -259,6 +262,27 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
         default=default("recorder_size", str(DEFAULT_NUM_OPERATIONS)),
         metavar="N",
         help="operations that each rank's black box keeps; 0 turns it off (default 4096)",
+    )
+
+
+def _add_notice_options(notices: argparse._ArgumentGroup, default: Defaults) -> None:
+    given = default("notify", None)
+    notices.add_argument(
+        "--notify",
+        type=receiver,
+        action="append",
+        default=[] if given is None else [receiver(given)],
+        metavar="CMD|URL",
+        help="send each verdict, restart and the job's end as JSON: to the stdin of a shell "
+        "command, or as a POST to an http(s) URL; may be given several times (the host's count)",
+    )
+    notices.add_argument(
+        "--metrics",
+        type=listen_at,
+        default=default("metrics", None),
+        metavar="[ADDRESS:]PORT",
+        help="serve Prometheus metrics at /metrics on the hosting node, to this machine only "
+        "unless an address is given",
     )
 
 

@@ -57,6 +57,8 @@ class Options:
     recorder_size: int
     stdin_rank: int  # -1: every worker reads nothing
     torch_backend: str  # that stands in for gloo in torch programs; "": none does
+    notify: tuple[str, ...]  # commands and URLs that get notices
+    metrics: tuple[str, int] | None  # address and port of the endpoint
     notes: tuple[str, ...]  # lines for the user: what was given and changes nothing
 
 
@@ -116,6 +118,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         recorder_size=args.recorder_size,
         stdin_rank=args.stdin_rank,
         torch_backend=args.torch_backend,
+        notify=tuple(args.notify),
+        metrics=args.metrics,
         notes=(*notes_on_ignored(args), *conf.notes, *_without_effect(args, meeting)),
     )
 

@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import Callable
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from echelon.host.accelerators import num_intel, num_nvidia
 from echelon.host.cgroup import usable_cores
 
 _T = TypeVar("_T")
 _MAX_LOCAL_RANKS = 4096
+_MAX_PORT = 65535
 _NOT_CATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
 
 
@@ -123,3 +125,25 @@ def whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def receiver(text: str) -> str:
+    """Read what notices are sent to: a shell command, or a URL with a host."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("neither a command nor a URL")
+    if text.lower().startswith(("http://", "https://")):
+        try:
+            has_host = bool(urlsplit(text).hostname)
+        except ValueError:
+            has_host = False
+        if not has_host or any(char.isspace() for char in text):
+            raise argparse.ArgumentTypeError("a URL without a host, or with a space in it")
+    return text
+
+
+def listen_at(text: str) -> tuple[str, int]:
+    """Read `[ADDRESS:]PORT`; without an address it is the loopback one."""
+    address, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not [ADDRESS:]PORT")
+    return address.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)

@@ -1,0 +1,190 @@
+"""Delivery of notices to commands and URLs: bounded, in order, and never at the job's expense.
+
+One thread per receiver takes notices from a short queue, so a receiver that hangs delays no other
+one and never the job. What cannot be delivered is one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMAND_S = 30.0
+REQUEST_S = 10.0
+PAUSES_S = (1.0, 4.0)  # before the second and the third try of a request
+_MAX_WAITING = 64
+_TOO_MANY = 429
+_SERVER_ERROR = 500
+_LINE_CHARS = 200
+
+
+class DeliveryError(Exception):
+    """A notice was not delivered; `may_retry`: a later try may be."""
+
+    def __init__(self, why: str, *, may_retry: bool = False) -> None:
+        super().__init__(why)
+        self.may_retry = may_retry
+
+
+def is_url(receiver: str) -> bool:
+    """Whether a receiver is a URL, and not a command."""
+    return receiver.lower().startswith(("http://", "https://"))
+
+
+class Delivery:
+    """Sends notices to one receiver.
+
+    Args:
+        receiver: a URL, or a command for /bin/sh that gets the notice on its stdin.
+        say: prints a line. Called from the receiver's own thread.
+        command_s: after which a command is killed, with its process group.
+        request_s: bounds each blocking step of a request.
+        pauses_s: before further tries of a request.
+    """
+
+    def __init__(
+        self,
+        receiver: str,
+        say: Callable[[str], None],
+        *,
+        command_s: float = COMMAND_S,
+        request_s: float = REQUEST_S,
+        pauses_s: tuple[float, ...] = PAUSES_S,
+    ) -> None:
+        self._receiver, self._say = receiver, say
+        self._command_s, self._request_s, self._pauses_s = command_s, request_s, pauses_s
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MAX_WAITING)
+        self._closing = threading.Event()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._serve, name="echelon-notify", daemon=True)
+        self._thread.start()
+
+    def send(self, notice: Mapping[str, Any]) -> None:
+        """Queue a notice; never blocks. Beyond 64 waiting ones it is dropped, with one line."""
+        try:
+            self._waiting.put_nowait(json.dumps(notice).encode() + b"\n")
+        except queue.Full:
+            self._say(f"--notify {self.shown}: too slow; a notice ({notice['event']}) was dropped")
+
+    def close(self, wait_s: float) -> None:
+        """Deliver what waits, for at most this long; then give up, with one line."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            self._closing.set()
+            self._end_command()
+            self._say(f"--notify {self.shown}: not done within {wait_s:g} s; given up")
+
+    @property
+    def shown(self) -> str:
+        """The receiver, without what a URL may hide."""
+        if is_url(self._receiver):
+            parts = urlsplit(self._receiver)
+            return f"{parts.scheme}://{parts.hostname or ''}"
+        return self._receiver.split()[0] if self._receiver.split() else self._receiver
+
+    def _serve(self) -> None:
+        while (data := self._waiting.get()) is not None and not self._closing.is_set():
+            try:
+                self._deliver(data)
+            except DeliveryError as err:
+                if not self._closing.is_set():
+                    line = " ".join(str(err).split())[:_LINE_CHARS]
+                    self._say(f"--notify {self.shown}: {line}")
+
+    def _deliver(self, data: bytes) -> None:
+        if not is_url(self._receiver):
+            self._run(data)
+            return
+        for pause_s in (*self._pauses_s, None):
+            try:
+                self._post(data)
+            except DeliveryError as err:
+                if pause_s is None or not err.may_retry or self._closing.wait(pause_s):
+                    raise
+            else:
+                return
+
+    def _run(self, data: bytes) -> None:
+        """Run the command, in a session of its own.
+
+        Raises:
+            DeliveryError: it cannot be started, failed, or took too long.
+        """
+        try:
+            self._running = running = subprocess.Popen(
+                ["/bin/sh", "-c", self._receiver],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise DeliveryError(f"cannot be started: {err.strerror or err}") from err
+        if self._closing.is_set():  # since before it was started
+            self._end_command()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # a command need not read
+                running.communicate(data, timeout=self._command_s)
+        except subprocess.TimeoutExpired:
+            self._end_command()
+            raise DeliveryError(f"killed: not done within {self._command_s:g} s") from None
+        finally:
+            self._running = None
+        if running.returncode:
+            raise DeliveryError(f"exit code {running.returncode}")
+
+    def _end_command(self) -> None:
+        running = self._running
+        if running is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(running.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.wait(1.0)
+
+    def _post(self, data: bytes) -> None:
+        """Send one request.
+
+        Raises:
+            DeliveryError: it was not accepted.
+        """
+        headers = {"Content-Type": "application/json", "User-Agent": "echelon"}
+        try:
+            url, user = _without_user(self._receiver)
+            if user:
+                headers["Authorization"] = "Basic " + b64encode(user.encode()).decode()
+            request = urllib.request.Request(  # noqa: S310 -- the scheme was checked
+                url, data, headers, method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=self._request_s) as answer:  # noqa: S310
+                answer.read(1)
+        except urllib.error.HTTPError as err:
+            err.close()
+            may_retry = err.code == _TOO_MANY or err.code >= _SERVER_ERROR
+            raise DeliveryError(f"HTTP {err.code}", may_retry=may_retry) from err
+        except urllib.error.URLError as err:
+            raise DeliveryError(f"not reached: {err.reason}", may_retry=True) from err
+        except (OSError, http.client.HTTPException) as err:
+            raise DeliveryError(f"not reached: {type(err).__name__}", may_retry=True) from err
+        except ValueError as err:
+            raise DeliveryError(f"not a URL that can be reached: {err}") from err
+
+
+def _without_user(url: str) -> tuple[str, str]:
+    """Split `http://user:password@host/` into the URL without the user, and "user:password"."""
+    parts = urlsplit(url)
+    user, at, place = parts.netloc.rpartition("@")
+    return parts._replace(netloc=place).geturl(), unquote(user) if at else ""

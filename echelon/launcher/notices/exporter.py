@@ -1,0 +1,79 @@
+"""The hosting node's metrics endpoint: GET /metrics, and nothing else."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+
+from echelon import __version__
+from echelon.launcher.control.endpoint import join
+from echelon.launcher.notices.metrics import CONTENT_TYPE
+
+_IDLE_S = 10.0  # a client that sends nothing is let go
+
+
+class Exporter:
+    """Serves a text at /metrics until it is closed.
+
+    Args:
+        address: to bind; an IPv6 one without brackets.
+        port: 0: any free one.
+        text: makes what is served; called on the server's own threads.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
+        class _Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            daemon_threads = True
+            block_on_close = False  # a client that hangs must not hold up the job's end
+
+            def server_bind(self) -> None:
+                """Bind without asking the name service for this host's name, which may hang."""
+                TCPServer.server_bind(self)
+                self.server_name, self.server_port = address, self.server_address[1]
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """Print nothing: a client that went away is not the job's business."""
+
+        class _Handler(_Metrics):
+            make = staticmethod(text)
+
+        self._server = _Server((address, port), _Handler)
+        self.url = f"http://{join(address, self._server.server_address[1])}/metrics"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="echelon-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Metrics(BaseHTTPRequestHandler):
+    server_version = f"echelon/{__version__}"
+    sys_version = ""
+    timeout = _IDLE_S
+    make: Callable[[], str]
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        body = self.make().encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing: the terminal is the job's."""

@@ -1,0 +1,102 @@
+"""A job's metrics in Prometheus' text format. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from echelon import __version__
+from echelon.launcher.goodput.facts import Attempt, Job, RankRun
+from echelon.launcher.goodput.shares import shares
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_Samples = Iterator[tuple[Mapping[str, object], float]]
+
+
+def as_metrics(job: Job) -> str:
+    """Return all samples of a job as it stands at `job.now_ns`."""
+    account = shares(job)
+    now = job.attempts[-1] if job.attempts else None
+    running = {} if now is None else _running(now)
+    lines: list[str] = []
+
+    def add(name: str, kind: str, text: str, samples: _Samples) -> None:
+        lines.append(f"# HELP echelon_{name} {text}")
+        lines.append(f"# TYPE echelon_{name} {kind}")
+        lines.extend(_sample(f"echelon_{name}", labels, value) for labels, value in samples)
+
+    info = {"job_id": job.job_id, "version": __version__}
+    add("job_info", "gauge", "The job; always 1.", iter([(info, 1)]))
+    add("job_running", "gauge", "1 until the job is over.", iter([({}, not job.ended_by)]))
+    add("job_seconds", "gauge", "Time since the job began.", iter([({}, job.now_ns / 1e9)]))
+    add("ranks", "gauge", "Ranks that run.", iter([({}, len(running))]))
+    add(
+        "restarts_total", "counter", "Attempts that failed and were followed by another, by cause.",
+        (({"cause": cause}, num) for cause, num in sorted(_restarts(job).items())),
+    )  # fmt: skip
+    add(
+        "stalls_total", "counter", "Stalls that were noticed.",
+        iter([({}, sum(len(one.stalls) for one in job.attempts))]),
+    )  # fmt: skip
+    add(
+        "goodput_ratio", "gauge", "Share of all ranks' time in steps that count.",
+        iter([({}, account.goodput)]),
+    )  # fmt: skip
+    add(
+        "rank_seconds", "gauge", "Time of all ranks together, by what it went into.",
+        (({"category": one.value}, ns / 1e9) for one, ns in account.totals.items()),
+    )  # fmt: skip
+    add(
+        "step", "gauge", "The step that a rank is in.",
+        (({"rank": rank}, run.step) for rank, run in running.items() if run.step >= 0),
+    )  # fmt: skip
+    add(
+        "step_seconds", "gauge", "Mean time of a rank's last steps.",
+        (({"rank": rank}, value) for rank, run in running.items()
+         if (value := _step_s(run)) is not None),
+    )  # fmt: skip
+    add(
+        "exposed_communication_ratio", "gauge",
+        "Share of a rank's last steps in which it stood still in communication.",
+        (({"rank": rank}, value) for rank, run in running.items()
+         if (value := _waiting(run)) is not None),
+    )  # fmt: skip
+    add(
+        "lag_seconds", "gauge", "Time since a rank last began or ended anything.",
+        (({"rank": rank}, max(0, job.now_ns - run.progress_ns) / 1e9)
+         for rank, run in running.items() if run.progress_ns is not None),
+    )  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _running(attempt: Attempt) -> dict[int, RankRun]:
+    if attempt.ended_ns is not None:
+        return {}
+    return {rank: run for rank, run in attempt.runs.items() if run.ended_ns is None}
+
+
+def _restarts(job: Job) -> Counter[str]:
+    return Counter(attempt.cause or "unknown" for attempt in job.attempts[:-1])
+
+
+def _step_s(run: RankRun) -> float | None:
+    for lap in reversed(run.laps):
+        if lap.end_step > lap.first_step:
+            return (lap.ended_ns - lap.began_ns) / 1e9 / (lap.end_step - lap.first_step)
+    return None
+
+
+def _waiting(run: RankRun) -> float | None:
+    for lap in reversed(run.laps):
+        if lap.ended_ns > lap.began_ns:
+            return min(1.0, lap.spent.waited_ns / (lap.ended_ns - lap.began_ns))
+    return None
+
+
+def _sample(name: str, labels: Mapping[str, object], value: float) -> str:
+    shown = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in labels.items())
+    return f"{name}{{{shown}}} {float(value)!r}" if shown else f"{name} {float(value)!r}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,0 +1,86 @@
+"""What the hosting node sends and serves about its job: an observer, with threads of its own.
+
+Lines from those threads are printed here, on the launcher's thread: they wait for the next thing
+that happens, at most about a second.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from echelon.launcher.coordinator import observers as o
+from echelon.launcher.goodput.book import Book
+from echelon.launcher.notices.notice import Notices
+
+if TYPE_CHECKING:  # loaded only where they are asked for
+    from echelon.launcher.notices.delivery import Delivery
+    from echelon.launcher.notices.exporter import Exporter
+
+CLOSE_S = 10.0  # for notices that wait at the job's end
+
+
+class Outside:
+    """Notices and metrics of one job.
+
+    Args:
+        notify: commands and URLs.
+        metrics: (address, port), None: no endpoint.
+        run_dir: as the user knows it.
+        say: prints a line; called on the thread of the caller only.
+    """
+
+    def __init__(
+        self,
+        notify: Sequence[str],
+        metrics: tuple[str, int] | None,
+        run_dir: str,
+        book: Book,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._notices = Notices(book.job.job_id, run_dir, socket.gethostname())
+        self._deliveries = [self._deliver(one) for one in notify]
+        self._exporter = None if metrics is None else self._export(*metrics, book)
+
+    def __call__(self, happening: o.Happening) -> None:
+        """Queue a notice, where something is worth one."""
+        notice = self._notices.of(happening) if self._deliveries else None
+        if notice is not None:
+            for delivery in self._deliveries:
+                delivery.send(notice)
+        self._print()
+
+    def close(self) -> None:
+        """Deliver what waits, for at most 10 s, and stop serving."""
+        deadline_s = time.monotonic() + CLOSE_S
+        for delivery in self._deliveries:
+            delivery.close(max(0.1, deadline_s - time.monotonic()))
+        if self._exporter is not None:
+            self._exporter.close()
+        self._print()
+
+    def _deliver(self, receiver: str) -> Delivery:
+        from echelon.launcher.notices.delivery import Delivery
+
+        return Delivery(receiver, self._lines.put)
+
+    def _export(self, address: str, port: int, book: Book) -> Exporter | None:
+        from echelon.launcher.notices.exporter import Exporter
+        from echelon.launcher.notices.metrics import as_metrics
+
+        try:
+            exporter = Exporter(address, port, lambda: as_metrics(book.snapshot()))
+        except OSError as err:
+            self._say(f"no metrics at {address} port {port}: {err.strerror or err}")
+            return None
+        self._say(f"metrics at {exporter.url}")
+        return exporter
+
+    def _print(self) -> None:
+        while not self._lines.empty():
+            self._say(self._lines.get())
