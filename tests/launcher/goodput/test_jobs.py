@@ -12,7 +12,7 @@ import pytest
 from echelon.launcher.goodput.accounting import Category
 from echelon.launcher.goodput.facts import read_job
 from echelon.launcher.goodput.shares import shares
-from tests.launcher.background import Node
+from tests.launcher.background import WAIT_S, Node
 from tests.ranks import run_echelon
 
 pytestmark = pytest.mark.ranks
@@ -68,7 +68,7 @@ def test_a_job_whose_launcher_was_killed_has_an_account(tmp_path):
     )
     node = Node(tmp_path / "run", [str(script)])
     try:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + WAIT_S
         while not _has_begun(tmp_path / "run"):
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
