@@ -72,30 +72,34 @@ class Data(NamedTuple):
     num_bytes: int = 0
 
 
+_NO_DATA = Data(on_host=True)
+
+
 def data_of(layout: Layout, args: Sequence[Any]) -> Data:
     """Read the tensors of a call: one, a list, or a list of lists with one element."""
     value = args[layout.data]
-    if not isinstance(value, (list, tuple)):
-        tensors: Sequence[Any] = (value,)
-    elif value and isinstance(value[0], (list, tuple)):
-        tensors = value[0]
-        total = sum(tensor.numel() for tensor in tensors)
-        return _described(tensors, ((total,),))
-    else:
-        tensors = value
-    if not tensors:
-        return Data(on_host=True)
+    if type(value) is not list and not isinstance(value, (list, tuple)):
+        return _described(value, ((value.numel(),),))
+    if not value:
+        return _NO_DATA
+    first = value[0]
     if layout.operation in _WITHOUT_DATA:
-        return Data(on_host=tensors[0].is_cpu)
-    return _described(tensors, tuple((tensor.numel(),) for tensor in tensors))
+        return Data(on_host=first.is_cpu)
+    if isinstance(first, (list, tuple)):
+        if not first:
+            return _NO_DATA
+        return _described(first[0], ((sum(tensor.numel() for tensor in first),),))
+    if len(value) == 1:
+        return _described(first, ((first.numel(),),))
+    return _described(first, tuple((tensor.numel(),) for tensor in value))
 
 
-def _described(tensors: Sequence[Any], shapes: tuple[tuple[int, ...], ...]) -> Data:
-    first = tensors[0]
-    dtype = _dtypes.get(first.dtype)
+def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
+    kind = first.dtype
+    dtype = _dtypes.get(kind)
     if dtype is None:
-        dtype = _dtypes[first.dtype] = str(first.dtype).removeprefix("torch.")
-    num_elements = sum(shape[0] for shape in shapes)
+        dtype = _dtypes[kind] = str(kind).removeprefix("torch.")
+    num_elements = shapes[0][0] if len(shapes) == 1 else sum(shape[0] for shape in shapes)
     return Data(first.is_cpu, dtype, shapes, num_elements * first.element_size())
 
 
@@ -110,7 +114,8 @@ def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
     """Return the name of a call's reduction; "" if it has none."""
     if layout.reduce_op == _ABSENT:
         return ""
-    number = int(args[layout.reduce_op].op())
+    # Asked for by the method that finds it at once: `.op` looks in two places first.
+    number = int(args[layout.reduce_op].__getattr__("op")())
     return _REDUCE_OPS[number] if 0 <= number < len(_REDUCE_OPS) else ""
 
 

@@ -18,7 +18,7 @@ import atexit
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import echelon.recorder.current as black_box
 
@@ -27,10 +27,8 @@ _MAX_WORKS = 256
 _FEW = 8  # works end about in the order in which they began
 
 
-class _Started(NamedTuple):
-    work: Any
-    is_message: bool
-    address: int  # of what it writes; 0: not known
+# Its work; whether it is a message; and the address of what it writes, 0 if that is not known.
+_Started = tuple[Any, bool, int]
 
 
 class Pending:
@@ -42,62 +40,66 @@ class Pending:
     """
 
     def __init__(self, wait: Callable[[Any], object]) -> None:
-        self._works: dict[int, _Started] = {}
+        self.works: dict[int, _Started] = {}
         self._closing = threading.Event()
         self._wait = wait
 
-    def add(self, record: int, work: Any, *, is_message: bool, address: int) -> None:
+    def add(self, record: int, work: Any, is_message: bool, address: int) -> None:
         """Note a work that was just started, and where it writes its result."""
-        self._works[record] = _Started(work, is_message, address)
-        if len(self._works) > _MAX_WORKS:
-            self._end([next(iter(self._works))])
+        self.works[record] = work, is_message, address
+        if len(self.works) > _MAX_WORKS:
+            self._end(next(iter(self.works)))
 
     def finish(self, work: Any) -> None:
         """Record that waiting for a work has returned."""
-        self._end([record for record, one in list(self._works.items()) if one.work is work])
-        self.sweep_oldest()
+        for record, (one, _, _) in list(self.works.items()):
+            if one is work:
+                self._end(record)
+        if self.works:
+            self.sweep_oldest()
 
     def finish_at(self, address: int) -> None:
         """Record that waiting for the memory at an address has returned."""
-        works = list(self._works.items())
-        self._end([record for record, one in works if address and one.address == address])
-        self.sweep_oldest()
+        for record, (_, _, at) in list(self.works.items()):
+            if address and at == address:
+                self._end(record)
+        if self.works:
+            self.sweep_oldest()
 
-    def _end(self, records: list[int]) -> None:
+    def _end(self, record: int) -> None:
         recorder = black_box.if_opened()
-        for record in records:
-            if self._works.pop(record, None) is not None and recorder is not None:
-                recorder.completed(record)
+        if self.works.pop(record, None) is not None and recorder is not None:
+            recorder.completed(record)
 
     def fail(self, work: Any, error: BaseException) -> None:
         """Record that waiting for a work has raised an error."""
         recorder = black_box.if_opened()
-        for record, one in list(self._works.items()):
-            if one.work is not work or self._works.pop(record, None) is None:
+        for record, (one, _, _) in list(self.works.items()):
+            if one is not work or self.works.pop(record, None) is None:
                 continue
             if recorder is not None:
                 recorder.failed(record, error)
 
     def sweep(self) -> None:
         """Record the works that are complete by now. Thread-safe; blocks on nothing."""
-        self._sweep(list(self._works.items()))
+        self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
         """Do what `sweep` does for the few works that began first: cheap enough for every call."""
-        if self._works:
-            self._sweep(list(itertools.islice(self._works.items(), _FEW)))
+        if self.works:
+            self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 
     def _sweep(self, works: list[tuple[int, _Started]]) -> None:
         recorder = black_box.if_opened()
-        for record, one in works:
-            if recorder is not None and not one.work.is_completed():
+        for record, (work, is_message, _) in works:
+            if recorder is not None and not work.is_completed():
                 continue
             # Of two threads that see it complete, one takes it out.
-            if self._works.pop(record, None) is None or recorder is None:
+            if self.works.pop(record, None) is None or recorder is None:
                 continue
-            if not one.is_message:  # a message cannot be waited for twice
+            if not is_message:  # a message cannot be waited for twice
                 try:
-                    self._wait(one.work)
+                    self._wait(work)
                 except Exception as err:  # noqa: BLE001 -- the program gets it where it waits
                     recorder.failed(record, err)
                     continue

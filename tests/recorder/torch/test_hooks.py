@@ -284,7 +284,7 @@ def _never_waiting(rank: int, world_size: int, folder: str) -> int:
         dist.all_reduce(torch.ones(1), async_op=True)
     dist.destroy_process_group()
     start = importlib.import_module("echelon.recorder.torch.start")
-    return len(start._operations.pending._works)
+    return len(start._operations.pending.works)
 
 
 def test_works_that_never_say_that_they_are_complete_are_not_kept_for_good(tmp_path):
