@@ -36,6 +36,7 @@ from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import NOT_CONCLUDED, Report
 from echelon.launcher.job.resume import POLL_S, Search
 from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.job.stopped import where_it_stopped
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
@@ -103,6 +104,7 @@ class Coordinator:
         self._numbers = directory.next_attempt()
         self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
         self._restarts = self._restarting.restarts
+        self._run = directory.path
         self._search = Search(directory.path, options.checkpoint_dir, terminal.say)
         self._search.begin(time.monotonic())
         self._started_s = time.monotonic()
@@ -550,6 +552,11 @@ class Coordinator:
             which = "the rank" if report.world_size == 1 else f"all {report.world_size} ranks"
             self._say(f"{which} finished successfully in {elapsed_s:.1f} s")
         ended_by, code = conclude(world, end, report, self._stop_signal)
+        if ended_by is EndedBy.SIGNAL:
+            stopped = where_it_stopped(self._run, world.number)
+            report.stopped = stopped.to_json()
+            if stopped.line():
+                self._say(stopped.line())
         self._finish(ended_by, code)
 
     def _finish(self, ended_by: EndedBy, code: int) -> None:

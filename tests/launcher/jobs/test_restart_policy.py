@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.launcher.background import Node
 from tests.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
@@ -72,6 +74,49 @@ def test_a_killed_rank_is_started_again_and_an_error_at_the_same_line_twice_is_n
     ]
     assert "no restart: rank 1 raised ValueError" in done.stderr
     assert "2 times without progress at step 5" in done.stderr
+
+
+_PREEMPTED = """
+import sys, time
+from pathlib import Path
+import echelon.dist as dist
+from echelon import recorder
+from echelon.recorder.checkpoints import note_checkpoint
+
+world = dist.init(timeout_s=60)
+step = 0
+while True:
+    recorder.step(step)
+    if dist.should_stop():
+        break
+    if step == 3:
+        print("ready", flush=True)
+    time.sleep(0.01)
+    step += 1
+print("stopped", step, flush=True)
+if world.rank == 0 and sys.argv[1] == "save":
+    note_checkpoint(Path("saved").absolute(), recorder.last_step())
+dist.shutdown()
+"""
+
+
+def test_a_preempted_job_says_at_which_step_it_was_saved(tmp_path):
+    """The scheduler signals the launcher; all ranks stop at one step, and save within the grace."""
+    script = tmp_path / "train.py"
+    script.write_text(_PREEMPTED)
+    node = Node(tmp_path / "run", ["--nproc-per-node", "2", str(script), "save"])
+    try:
+        node.wait_for("ready", 2)
+        node.process.send_signal(signal.SIGTERM)
+        assert node.end() == 143, node.lines
+    finally:
+        node.close()
+    steps = {int(line.rpartition(" ")[2]) for line in node.lines if "| stopped" in line}
+    (step,) = steps
+    report = read_json(tmp_path / "run" / "report.json")
+    assert (report["ended_by"], report["decisions"], report["incidents"]) == ("signal", [], [])
+    assert report["stopped"]["last_step"] == report["stopped"]["saved_at_step"] == step
+    assert any(f"saved at step {step} in " in line for line in node.lines), node.lines
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""Where a job that was asked to stop stands: the step in rank 0's black box, and what it saved.
+
+Preemption, an eviction and Ctrl-C look alike to the launcher: a signal. What counts afterwards is
+whether a job that is queued again continues where this one stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import DumpFormatError
+from echelon.launcher.job.resume import Checkpoint, announced_in
+from echelon.recorder.format.schema import Live
+from echelon.recorder.read import read_ring
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stopped:
+    """Where rank 0 stopped.
+
+    Attributes:
+        last_step: that it began, -1 if it recorded none.
+        saved: the last checkpoint of this attempt; None if it committed none.
+    """
+
+    last_step: int = -1
+    saved: Checkpoint | None = None
+
+    @property
+    def saved_at_step(self) -> int | None:
+        """The step of that checkpoint, None if there is none or it has no step."""
+        return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
+
+    def line(self) -> str:
+        """Return what the launcher prints, "" if nothing is known."""
+        at, step = self.saved_at_step, self.last_step
+        if self.saved is None:
+            return f"stopped at step {step}; nothing was saved in this attempt" if step >= 0 else ""
+        if at is None:
+            return f"saved in {self.saved.path}"
+        if at >= step:
+            return f"saved at step {at} in {self.saved.path}: a requeued job continues there"
+        return f"stopped at step {step}; the newest checkpoint is of step {at}: {self.saved.path}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what report.json holds."""
+        return {
+            "last_step": self.last_step if self.last_step >= 0 else None,
+            "saved_at_step": self.saved_at_step,
+            "checkpoint": None if self.saved is None else self.saved.path,
+        }
+
+
+def where_it_stopped(run: Path, attempt: int) -> Stopped:
+    """Read what rank 0 left of an attempt that has ended."""
+    step = -1
+    with contextlib.suppress(DumpFormatError, OSError):
+        record = read_ring(run / "rank_0" / f"attempt_{attempt}" / "ring")
+        step = int(record.live[Live.STEP]) - 1
+    return Stopped(last_step=step, saved=announced_in(run, attempt))
