@@ -84,7 +84,7 @@ class Work:
                 waited for again.
             CollectiveError: what the operation itself ended with.
         """
-        if not self.is_settled and not self._state.wait(self.pending, timeout_s):
+        if not self.is_settled and not self._state.wait(self.operation, self.pending, timeout_s):
             assert timeout_s is not None
             members, one = self._state.members, self.operation
             raise CollectiveTimeoutError(

@@ -64,7 +64,7 @@ class World:
             self.ended[rank] = error
             self.said.set()
 
-        return SimpleNamespace(num_collectives=count, hear=hear)
+        return SimpleNamespace(num_collectives=count, hear=hear, waits=list)
 
     def close(self) -> None:
         for one in self.ranks.values():

@@ -15,13 +15,14 @@ import pytest
 
 import echelon.dist as dist
 from echelon.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-from tests.moments import lived_s
+from tests.moments import lived_s, once_inside
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 ENGINES = [("shm", "native"), ("shm", "python"), ("gloo", "native"), ("shm+gloo", "native")]
 OURS = ENGINES[1:]
+ACROSS = [("gloo", "native"), ("shm+gloo", "native"), ("shm+gloo", "python")]
 
 
 def run(fn, world_size, backend, engine, *args, **options):
@@ -514,6 +515,58 @@ def _fault_in_messages(rank: int, world_size: int, backend: str, fault: str) -> 
 def test_a_rank_that_dies_or_freezes_among_messages_is_named(backend, engine, fault):
     codes = {1: -signal.SIGKILL} if fault == "kill" else None
     run(_fault_in_messages, 4, backend, engine, fault, exit_codes=codes, timeout_s=60)
+
+
+def _wait_in_turn(rank: int, world_size: int, backend: str, way: str) -> None:
+    """Rank 0 waits for rank 1, which waits for the last rank; no message nor call comes from it."""
+    world = dist.init(backend, timeout_s=30)
+    last, store = world_size - 1, _store()
+    world.barrier()
+    if rank == 0:
+        store.wait(["waits"], timeout=20)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            world.recv(np.zeros(1), 1, timeout_s=1.0)
+        assert caught.value.ranks == (last,), str(caught.value)
+        assert f"rank 1 waits in turn for rank {last}" in str(caught.value)
+        assert "recv #0 from rank 1 in group 'world' (4 ranks)" in str(caught.value)
+        store.set("seen", "1")
+    elif rank == last:
+        store.wait(["seen"], timeout=20)
+    else:
+        takes = way == "recv" and rank == 1
+        if rank == 1:
+            once_inside(way, lambda: store.set("waits", "1"))
+        with pytest.raises(CollectiveError) as caught:
+            world.recv(np.zeros(1), last) if takes else world.all_reduce(np.zeros(1))
+        assert caught.value.ranks == (last,), str(caught.value)
+    dist.shutdown()
+
+
+@pytest.mark.parametrize(("backend", "engine"), ACROSS)
+@pytest.mark.parametrize("way", ["recv", "all_reduce"])
+def test_a_rank_that_waits_in_turn_is_not_blamed_for_a_late_message(backend, engine, way):
+    run(_wait_in_turn, 4, backend, engine, way)
+
+
+def _be_late_inside(rank: int, world_size: int, backend: str, call: str) -> None:
+    world = dist.init(backend, timeout_s=30)
+    store = _store()
+    world.barrier()
+    if rank == 2:
+        x, is_message = np.zeros(1), call == "recv"
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            world.recv(x, 3, timeout_s=1.0) if is_message else world.all_reduce(x, timeout_s=1.0)
+        assert 3 in caught.value.ranks, str(caught.value)
+        assert caught.value.ranks == (3,) or not is_message, str(caught.value)
+        store.set("seen", "1")
+    store.wait(["seen"], timeout=20)
+    dist.shutdown()
+
+
+@pytest.mark.parametrize(("backend", "engine"), ACROSS)
+@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+def test_a_late_rank_of_the_second_host_is_named_by_its_own_number(backend, engine, call):
+    run(_be_late_inside, 4, backend, engine, call)
 
 
 def _abort_in_flood(rank: int, world_size: int, backend: str) -> None:

@@ -13,6 +13,7 @@ Failure: an engine raises what it saw, and `GroupState` decides what it means.
 |---|---|
 | an error of `errors.mismatch` | the engine compared calls, and they differ |
 | an error of `errors.build` | the engine itself knows which ranks are late or gone |
+| `EndedElsewhere` | the same, of another operation: the rank that lost it may know more |
 | `ConnectionBroken` | a connection broke; the group finds out which rank is gone |
 | `Refused` | all ranks refuse the operation alike; the group remains usable |
 | whatever `watch.check()` raised | the group ended, or the operation's deadline passed |
@@ -45,6 +46,18 @@ class ConnectionBroken(Exception):  # noqa: N818 -- not an error that a user see
     def __init__(self, text: str, peer: int | None = None) -> None:
         super().__init__(text)
         self.peer = peer
+
+
+class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
+    """Another rank's operation timed out, and that ended this one.
+
+    Attributes:
+        error: what is to be reported where that rank says nothing better.
+    """
+
+    def __init__(self, error: CollectiveError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError

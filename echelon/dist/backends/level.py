@@ -1,8 +1,9 @@
-"""Level: a sub-group on which an engine of two levels takes its steps."""
+"""Level: a sub-group on which an engine of two levels takes its steps, and how it is watched."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from echelon.dist.backends.host_engine import HostEngine
 from echelon.dist.backends.interface import Engine, Members, Watch
@@ -10,11 +11,36 @@ from echelon.dist.operation.arrays import Flat
 from echelon.dist.operation.operation import Operation, encode_call
 
 
-class Level:
-    """A sub-group on one level, with its own numbers for what it is asked to do."""
+class LevelWatch:
+    """What bounds an operation of the whole group, for an engine that numbers a part of it."""
 
-    def __init__(self, members: Members, engine: Engine) -> None:
+    __slots__ = ("_places", "_watch", "deadline_s")
+
+    def __init__(self, watch: Watch, places: Sequence[int]) -> None:
+        """`places`: by rank of the part, its rank in the whole group."""
+        self._watch = watch
+        self._places = places
+        self.deadline_s = watch.deadline_s
+
+    def check(self, needed: Callable[[], Sequence[int]] | None = None) -> None:
+        """Raise what ends the operation; see `interface.Watch.check`."""
+        if needed is None:
+            self._watch.check(None)
+        else:
+            self._watch.check(lambda: [self._places[rank] for rank in needed()])
+
+
+class Level:
+    """A sub-group on one level, with its own numbers for what it is asked to do.
+
+    Args:
+        members: of the sub-group.
+        places: by rank of the sub-group, its rank in the whole group.
+    """
+
+    def __init__(self, members: Members, engine: Engine, places: Sequence[int]) -> None:
         self.members = members
+        self.places = places
         self.engine = engine
         self._carry_out = engine.carry_out if isinstance(engine, HostEngine) else engine.execute
         self._sequence = 0
@@ -48,4 +74,4 @@ class Level:
             call=encode_call(kind, reduce_op, dtype, root, shape),
         )
         self._sequence += 1
-        self._carry_out(operation, watch)
+        self._carry_out(operation, LevelWatch(watch, self.places))

@@ -43,8 +43,8 @@ from echelon.dist.arithmetic.widening import (
 )
 from echelon.dist.backends.gloo import backend as gloo
 from echelon.dist.backends.host_engine import HostEngine
-from echelon.dist.backends.interface import Engine, Members, Pending, Watch
-from echelon.dist.backends.level import Level
+from echelon.dist.backends.interface import EndedElsewhere, Engine, Members, Pending, Watch
+from echelon.dist.backends.level import Level, LevelWatch
 from echelon.dist.backends.shm import backend as shm
 from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
@@ -114,15 +114,17 @@ class TwoLevelEngine(HostEngine):
         }
 
     def _level_inside(self, path: str, store: PrefixStore) -> Level:
-        members = self._some(self._hosts[self._mine])
+        near = self._hosts[self._mine]
+        members = self._some(near)
         left_s = max(0.001, self._deadline_s - time.monotonic())
-        return Level(members, shm.create(members, PrefixStore(path, store), left_s))
+        return Level(members, shm.create(members, PrefixStore(path, store), left_s), near)
 
     def _level_across(self, path: str, store: PrefixStore) -> tuple[gloo.GlooEngine, Level]:
-        members = self._some([ranks[self._place] for ranks in self._hosts])
+        alike = [ranks[self._place] for ranks in self._hosts]
+        members = self._some(alike)
         left_s = max(0.001, self._deadline_s - time.monotonic())
         engine = gloo.GlooEngine(members, PrefixStore(path, store), left_s, is_step=True)
-        return engine, Level(members, engine)
+        return engine, Level(members, engine, alike)
 
     def _some(self, ranks: list[int]) -> Members:
         return dataclasses.replace(
@@ -134,7 +136,7 @@ class TwoLevelEngine(HostEngine):
     def execute(self, operation: Operation, watch: Watch) -> None:
         """Carry out one operation; block until it is done on this rank."""
         if operation.is_message:
-            engine, operation = self._route(operation)
+            engine, operation, watch = self._route(operation, watch)
             engine.execute(operation, watch)
         else:
             super().execute(operation, watch)
@@ -144,7 +146,7 @@ class TwoLevelEngine(HostEngine):
         if operation.is_message:
             if self._spans_levels(operation):
                 return self._submit_to_both(operation, watch)
-            engine, operation = self._route(operation)
+            engine, operation, watch = self._route(operation, watch)
             return engine.submit(operation, watch)
         return super().submit(operation, watch)
 
@@ -190,6 +192,8 @@ class TwoLevelEngine(HostEngine):
                 self._run[operation.kind](operation, watch, agree)
         except CollectiveError as err:
             raise self._retold(operation, err) from None
+        except EndedElsewhere as err:
+            raise EndedElsewhere(self._retold(operation, err.error)) from None
 
     def _is_flat(self, operation: Operation) -> bool:
         ordered = self._members.options.reduction == "rank_ordered" and operation.reduce_op
@@ -387,15 +391,19 @@ class TwoLevelEngine(HostEngine):
         """Start a receive on both levels; the one between hosts watches its deadline."""
         engine: Any = self._inside.engine
         longer = dataclasses.replace(operation, timeout_s=operation.timeout_s + _LATER_S)
-        inside = engine.submit_shared(longer, watch)
+        inside = engine.submit_shared(longer, self._watch_inside(watch))
         across = self._flat.submit_beside(operation, watch, inside)
         return EitherPending(inside, across, self._hosts[self._mine])
 
-    def _route(self, operation: Operation) -> tuple[Engine, Operation]:
+    def _route(self, operation: Operation, watch: Watch) -> tuple[Engine, Operation, Watch]:
         """Return the level that carries a message, and the message as it is called there."""
         near = self._hosts[self._mine]
         if operation.peer == ANY_SOURCE and len(near) == self._size:
-            return self._inside.engine, operation
+            return self._inside.engine, operation, self._watch_inside(watch)
         if operation.peer not in near:
-            return self._flat, operation
-        return self._inside.engine, dataclasses.replace(operation, peer=near.index(operation.peer))
+            return self._flat, operation, watch
+        inside = dataclasses.replace(operation, peer=near.index(operation.peer))
+        return self._inside.engine, inside, self._watch_inside(watch)
+
+    def _watch_inside(self, watch: Watch) -> LevelWatch:
+        return LevelWatch(watch, self._inside.places)

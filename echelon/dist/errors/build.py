@@ -35,6 +35,7 @@ def timed_out(
     late: Sequence[int],
     *,
     silent: Sequence[int] = (),
+    between: Sequence[int] = (),
     after_s: float | None = None,
 ) -> CollectiveTimeoutError:
     """Build the error of an operation in which the group ranks `late` did not arrive in time.
@@ -42,11 +43,15 @@ def timed_out(
     Args:
         late: group ranks that had not arrived; empty if that is not known.
         silent: those of them that did not answer the liveness check either.
+        between: group ranks that had not arrived either, since they wait for `late` themselves.
         after_s: the time that passed; None: the operation's timeout.
     """
     ranks = [members.ranks[r] for r in late]
     passed_s = operation.timeout_s if after_s is None else after_s
-    if ranks:
+    if between:
+        waiting = named([members.ranks[r] for r in between])
+        said = f"{waiting} {'wait' if len(between) > 1 else 'waits'} in turn for {named(ranks)}"
+    elif ranks:
         said = f"{members.size - len(ranks)} of {members.size} ranks had arrived"
         said += f" (missing: {', '.join(map(str, ranks))})"
     else:

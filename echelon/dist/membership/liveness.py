@@ -6,7 +6,8 @@ Evidence, strongest first:
 2. a verdict that another rank published: the first one counts, and all ranks report it;
 3. the mark of a rank that closed the group in order;
 4. a rank that does not answer the liveness check. Every rank's process answers on a thread of its
-   own, with the number of collectives it has called: a rank that computes is late, never dead.
+   own, with the number of collectives it has called: a rank that computes is late, never dead. It
+   says what it waits for, too, so that a rank that waits in turn is not blamed for another.
 
 Neither a connection nor a lease of the store is evidence: a stopped rank keeps its connection, a
 living one may lose it, and a lease shows what was true up to its length ago (the store's default is
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.dist.backends.interface import ConnectionBroken, Members
 from echelon.dist.errors import build
+from echelon.dist.membership.answer import Answer, answer_of, origins, read
 from echelon.dist.membership.board import QUICK_S, Board, path_of, quick
 from echelon.dist.membership.host import processes_here
 from echelon.dist.membership.peers import Peers
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 1.5
 _OTHERS_ASK_S = 0.4  # before a question of another rank is asked again
+_VERDICT_S = 2.75  # in which a rank that asks the others has its verdict
 _HEARSAY_S = 0.25  # a verdict may be on its way when a connection breaks or a process ends
 _CLASSES: dict[str, type[CollectiveError]] = {
     "timeout": CollectiveTimeoutError,
@@ -136,17 +139,38 @@ class Liveness:
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return why a rank that the engine saw leave did so, if it published that."""
+        if self._is_of_a_part(operation, error):
+            return self.find(operation, None, [operation.peer])
         if not isinstance(error, PeerLostError):
             return error
         places = {rank: place for place, rank in enumerate(self._members.ranks)}
         blamed = [places[rank] for rank in error.ranks if rank in places]
         if blamed and self._peers.dead(blamed) == blamed:
             return error
+        return self._heard_or(operation, error, _HEARSAY_S)
+
+    def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Return the verdict of the rank whose failure ended an operation here; else `error`."""
+        wait_s = _HEARSAY_S if self._board is None else _VERDICT_S
+        return self._heard_or(operation, error, wait_s)
+
+    def _heard_or(
+        self, operation: Operation, error: CollectiveError, wait_s: float
+    ) -> CollectiveError:
         try:
             with contextlib.closing(quick(self._store)) as store:
-                return self._verdict(operation, store, _HEARSAY_S) or error
+                return self._verdict(operation, store, wait_s) or error
         except StoreError:
             return error
+
+    def _is_of_a_part(self, operation: Operation, error: CollectiveError) -> bool:
+        """Whether a message timed out in an engine that knows a part of the group only."""
+        return (
+            isinstance(error, CollectiveTimeoutError)
+            and self._board is not None
+            and operation.peer in self._others
+            and not str(error).startswith(build.place(self._members, operation))
+        )
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
@@ -212,7 +236,7 @@ class Liveness:
         gone = list(dead) or (self._peers.dead(self._others) if needed is None else [])
         if gone:
             return build.peer_lost(members, operation, gone)
-        entered, silent = self._ask(operation, store)
+        answers, silent = self._ask(operation, store)
         known = self._verdict(operation, store, 0.001)
         if known is not None:
             return known
@@ -222,19 +246,25 @@ class Liveness:
         if gone:
             return build.peer_lost(members, operation, gone, silent=silent)
         if broken is None:
-            late = self._late(operation, entered, silent) if needed is None else list(needed)
+            late = self._late(operation, answers, silent) if needed is None else list(needed)
             late = self._without_arrived(operation, late, store)
+            between: list[int] = []
+            if operation.is_message and self._state is not None:
+                answers[members.rank] = read(answer_of(self._state))
+                late, between = origins(members.rank, late, answers, silent)
             mute = [rank for rank in silent if rank in late]
-            return build.timed_out(members, operation, late, silent=mute)
+            return build.timed_out(members, operation, late, silent=mute, between=between)
         if silent:
             return build.peer_lost(members, operation, silent)
         seen = [] if broken.peer is None else [broken.peer]
         return build.connection_broken(members, operation, broken, seen)
 
-    def _late(self, operation: Operation, entered: dict[int, int], silent: list[int]) -> list[int]:
+    def _late(
+        self, operation: Operation, answers: dict[int, Answer], silent: list[int]
+    ) -> list[int]:
         if operation.is_message:
             return [operation.peer] if operation.peer in self._others else []
-        late = [rank for rank, number in entered.items() if number <= operation.sequence]
+        late = [rank for rank, one in answers.items() if one.num_called <= operation.sequence]
         return sorted({*late, *silent})
 
     def _without_arrived(self, operation: Operation, late: list[int], store: Store) -> list[int]:
@@ -243,8 +273,8 @@ class Liveness:
             return late
         return [rank for rank in late if not store.check([f"{self._arrivals}/{rank}"])]
 
-    def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, int], list[int]]:
-        """Return how many collectives each other rank has called, and which did not answer."""
+    def _ask(self, operation: Operation, store: Store) -> tuple[dict[int, Answer], list[int]]:
+        """Return what each other rank has called and waits for, and which did not answer."""
         if self._board is None:
             return {}, []
         question = f"{operation.kind}-{operation.peer}-{operation.sequence}"
@@ -258,7 +288,7 @@ class Liveness:
         if not heard:
             return {}, silent
         values = store.multi_get([self._answer_key(question, rank) for rank in heard])
-        return {rank: int(value) for rank, value in zip(heard, values, strict=True)}, silent
+        return {rank: read(value) for rank, value in zip(heard, values, strict=True)}, silent
 
     def _silent(self, question: str, store: Store, wait_s: float) -> list[int]:
         """Return the other ranks that have not answered within a time."""
@@ -285,7 +315,7 @@ class Liveness:
         if "ask" in notice:
             with contextlib.closing(quick(self._store)) as store:
                 key = self._answer_key(notice["ask"], self._members.rank)
-                store.set_confirmed(key, str(state.num_collectives))
+                store.set_confirmed(key, answer_of(state))
         elif notice["by"] != self._members.ranks[self._members.rank]:
             operation = Operation(notice["operation"], notice["sequence"])
             state.hear(self._reported(operation, notice))

@@ -44,7 +44,7 @@ CALL_BYTES = _CALL.size
 HEAD_BYTES = 8 + CALL_BYTES  # number and call
 
 
-@dataclass(slots=True)  # not frozen: that makes each one three times as expensive
+@dataclass(slots=True, eq=False)  # not frozen: that makes each one three times as expensive
 class Operation:
     """An operation of one group.
 

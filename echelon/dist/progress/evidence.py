@@ -47,6 +47,12 @@ class Evidence(Protocol):
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return a better explanation of what the engine raised, if other ranks published one."""
 
+    def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Return the verdict of the rank whose failure ended an operation here; else `error`.
+
+        Blocks for as long as that rank may take to determine who is at fault, at most 3 s.
+        """
+
     def arriving(self) -> AbstractContextManager[object]:
         """Let the other members know, inside, that this rank is in a monitored barrier."""
 
@@ -90,6 +96,10 @@ class NoEvidence:
         return build.timed_out(self._members, operation, needed or [])
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
+        """Return the error."""
+        return error
+
+    def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:  # noqa: ARG002
         """Return the error."""
         return error
 

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import echelon.recorder.current as black_box
-from echelon.dist.backends.interface import ConnectionBroken, Engine, Members, Pending, Refused
+from echelon.dist.backends.interface import (
+    ConnectionBroken,
+    EndedElsewhere,
+    Engine,
+    Members,
+    Pending,
+    Refused,
+)
 from echelon.dist.errors import build
 from echelon.dist.operation.operation import COLLECTIVES, Operation
 from echelon.dist.progress.evidence import Evidence, NoEvidence
@@ -101,7 +108,9 @@ class GroupState:
         self._ends: dict[str, _End] = {}  # empty, or the one end: see the note above
         self.collectives = Turn()  # held by a collective from its number to its end
         self.messages = Turn()  # held by a message while it gets its number
-        self._inside: list[int] = []  # idents of the threads that are inside the engine
+        # The threads that are inside the engine, by ident, and in which operation.
+        self._inside: list[tuple[int, Operation]] = []
+        self._explained: list[Operation] = []  # failed; which rank is at fault is being determined
         self._running = -1  # number of the collective that a thread carries out; -1: none
         self._releasing = threading.Lock()
         self._is_released = False
@@ -153,7 +162,7 @@ class GroupState:
             CollectiveError: it failed; the group has ended.
         """
         before_s, began_s = spent.collectives_s, time.monotonic()
-        me = threading.get_ident()
+        me = (threading.get_ident(), operation)
         self._inside.append(me)
         outer = self._running  # a signal handler's collective interrupts another one
         if operation.peer == -1:
@@ -175,7 +184,7 @@ class GroupState:
             CollectiveError: it failed at once; the group has ended.
         """
         watch = OperationWatch(self, operation)
-        me = threading.get_ident()
+        me = (threading.get_ident(), operation)
         self._inside.append(me)
         try:
             pending = self.engine.submit(operation, watch)
@@ -189,12 +198,12 @@ class GroupState:
         watcher().add(self)
         return work
 
-    def wait(self, pending: Pending, timeout_s: float | None) -> bool:
+    def wait(self, operation: Operation, pending: Pending, timeout_s: float | None) -> bool:
         """Wait for a submitted operation; see `Pending.wait`."""
         if pending.done:
             return pending.wait(0.0)
         before_s, began_s = spent.collectives_s, time.monotonic()
-        me = threading.get_ident()
+        me = (threading.get_ident(), operation)
         self._inside.append(me)
         try:
             return pending.wait(timeout_s)
@@ -202,7 +211,7 @@ class GroupState:
             self._leave(me)
             spent.collectives_s = before_s + time.monotonic() - began_s
 
-    def _leave(self, thread: int) -> None:
+    def _leave(self, thread: tuple[int, Operation]) -> None:
         """Note that a thread left the engine; the last one releases it if the group is closed."""
         self._inside.remove(thread)
         if self.is_closed and not self._inside:
@@ -297,15 +306,29 @@ class GroupState:
             return raised
         if self._ends:
             return self.end_of(operation, raised)
-        if isinstance(raised, CollectiveError):
-            error = self.evidence.explain(operation, raised)
-        elif isinstance(raised, ConnectionBroken):
-            error = self.evidence.find(operation, raised, None)
-        else:
-            error = build.local_failure(self.members, operation, raised)
-            error.__cause__ = raised
+        error = self._determine(operation, raised)
         first = self.fail(error)
         return error if first is error else self.end_of(operation, error)
+
+    def _determine(self, operation: Operation, raised: BaseException) -> CollectiveError:
+        """Return which rank is at fault for what an engine raised; it may take up to 2.5 s."""
+        self._explained.append(operation)
+        try:
+            if isinstance(raised, CollectiveError):
+                return self.evidence.explain(operation, raised)
+            if isinstance(raised, EndedElsewhere):
+                return self.evidence.hear(operation, raised.error)
+            if isinstance(raised, ConnectionBroken):
+                return self.evidence.find(operation, raised, None)
+        finally:
+            self._explained.remove(operation)
+        error = build.local_failure(self.members, operation, raised)
+        error.__cause__ = raised
+        return error
+
+    def waits(self) -> list[Operation]:
+        """Return the operations for which threads of this rank wait; for any thread."""
+        return [operation for _, operation in list(self._inside)] + list(self._explained)
 
     def fail(self, error: CollectiveError) -> CollectiveError | None:
         """End the group with an error, if nothing has ended it; return the error that did."""
@@ -400,7 +423,9 @@ class GroupState:
             self._cut(None)
         self.sweep()
         me = threading.get_ident()
-        while self._inside and me not in self._inside and time.monotonic() < limit_s:
+        while self._inside and time.monotonic() < limit_s:
+            if any(thread == me for thread, _ in self._inside):
+                break
             time.sleep(_LOOK_S)
         if not self._inside:
             self._release(limit_s)

@@ -14,7 +14,7 @@ import zlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-from echelon.dist.backends.interface import Members, Watch
+from echelon.dist.backends.interface import EndedElsewhere, Members, Watch
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
 from echelon.dist.backends.shm.rendezvous import Plan
@@ -181,14 +181,15 @@ class NativeEngine:
         self._peers.close()
         self._memory.close()
 
-    def explain(self, operation: Operation, fault: tuple[int, list[int], int, int]) -> Any:
+    def explain(self, operation: Operation, fault: tuple[int, list[int], int, int, bool]) -> Any:
         """Turn the core's fault into the error of an operation."""
-        reason, ranks, kind, sequence = fault
+        reason, ranks, kind, sequence, is_adopted = fault
         mine = _KINDS[operation.kind] == kind and operation.sequence == sequence
         if reason == Fault.MISMATCH:
             return self._explain_mismatch(operation, ranks, kind, sequence, mine)
         if reason == Fault.TIMED_OUT:
-            return build.timed_out(self._members, operation, ranks)
+            error = build.timed_out(self._members, operation, ranks)
+            return error if mine and not is_adopted else EndedElsewhere(error)
         if reason == Fault.PEER_LOST:
             return build.peer_lost(self._members, operation, ranks)
         if reason == Fault.NO_MEMORY:

@@ -27,7 +27,13 @@ import numpy as np
 
 from echelon.dist.arithmetic.reduce_numpy import reduce_into
 from echelon.dist.backends.host_engine import HostEngine
-from echelon.dist.backends.interface import CHECK_EVERY_S, ConnectionBroken, Members, Watch
+from echelon.dist.backends.interface import (
+    CHECK_EVERY_S,
+    ConnectionBroken,
+    EndedElsewhere,
+    Members,
+    Watch,
+)
 from echelon.dist.backends.shm import futex
 from echelon.dist.backends.shm.faults import Fault
 from echelon.dist.backends.shm.memory import SharedMemory
@@ -353,9 +359,9 @@ class PythonEngine(HostEngine):
             if (fault := self._segment.blamed_by(rank)[0])
         ]
 
-    def _explain(self, operation: Operation, reason: Fault, gone: list[int]) -> CollectiveError:
+    def _explain(self, operation: Operation, reason: Fault, gone: list[int]) -> Exception:
         if reason == Fault.TIMED_OUT:
-            return build.timed_out(self._members, operation, gone)
+            return EndedElsewhere(build.timed_out(self._members, operation, gone))
         if reason == Fault.MISMATCH:
             return message_error(self._members, operation, gone)
         return build.peer_lost(self._members, operation, gone)

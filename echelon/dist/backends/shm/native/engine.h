@@ -129,6 +129,7 @@ struct ec_blame {
     enum ec_kind kind; /* of the operation that failed first ... */
     uint64_t sequence; /* ... and its number, if it is a collective */
     uint64_t ranks[EC_BLAME_WORDS];
+    bool is_adopted; /* another rank found it, perhaps in another operation */
 };
 
 enum ec_state { EC_PENDING, EC_DONE, EC_FAILED };

@@ -12,6 +12,7 @@ static void adopt(struct ec_engine *engine, int rank, enum ec_fault fault, struc
 {
     for (int word = 0; word < EC_BLAME_WORDS; word++)
         blame->ranks[word] |= atomic_load(&engine->controls[rank].blamed[word]);
+    blame->is_adopted = true;
     if (blame->fault == EC_FINE)
         blame->fault = fault == EC_LEFT || fault == EC_ABORTED ? EC_PEER_LOST : fault;
 }

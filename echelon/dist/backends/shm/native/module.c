@@ -327,8 +327,9 @@ static PyObject *blame_tuple(const EngineObject *self, const struct ec_blame *bl
         }
         Py_DECREF(number);
     }
-    return Py_BuildValue("(iNiK)", (int)blame->fault, ranks, (int)blame->kind,
-                         (unsigned long long)blame->sequence);
+    return Py_BuildValue("(iNiKO)", (int)blame->fault, ranks, (int)blame->kind,
+                         (unsigned long long)blame->sequence,
+                         blame->is_adopted ? Py_True : Py_False);
 }
 
 static PyObject *outcome(const EngineObject *self, const struct ec_op *op)
