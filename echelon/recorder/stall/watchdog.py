@@ -9,7 +9,9 @@ and it has passed init once it has met the others at the store. A flight recorde
 writes of itself says that an operation has timed out there.
 
 One stall is reported once. The next one counts only after progress: the number of ended operations,
-spans and steps of some rank must have moved.
+spans and steps of some rank must have moved. Ranks that report do so one after the other: what one
+said was pending before another one's progress was seen has probably ended with it, and counts again
+only in its next report.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 START_FACTOR = 5
+_ON_ITS_WAY_NS = 1_000_000_000  # a report that was made before the progress, and arrives after it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,7 @@ class Sight:
     initialised: bool = False
     progress_mono_ns: int = 0
     pending_mono_ns: int = 0  # when the oldest operation that has not ended was called
+    seen_mono_ns: int = 0  # when it was reported; 0: it was read just now
     num_ended: int = 0  # operations and spans that ended, and steps; else signs of activity
     records: bool = True  # it has a ring
     num_dumps: int = 0  # that torch's own recorder has written
@@ -57,6 +61,7 @@ class StallRule:
         self._started_mono_ns = started_mono_ns
         self._reported: dict[int, int] | None = None
         self._dumps: dict[int, int] = {}
+        self._trusted_from_ns = 0  # what was reported earlier may have ended with the last stall
 
     @property
     def is_stalled(self) -> bool:
@@ -73,6 +78,7 @@ class StallRule:
             if all(ended[rank] <= self._reported.get(rank, -1) for rank in ended):
                 return None
             self._reported = None
+            self._trusted_from_ns = now_mono_ns + _ON_ITS_WAY_NS
         stall = dumped or self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
         if stall is not None:
             self._reported = _over_if_more(sights)
@@ -88,7 +94,12 @@ class StallRule:
         return Stall(f"{name} wrote a dump of torch's flight recorder", now)
 
     def _pending(self, sights: Sequence[Sight], now: int) -> Stall | None:
-        waiting = [sight for sight in sights if sight.pending_mono_ns]
+        waiting = [
+            sight
+            for sight in sights
+            if sight.pending_mono_ns
+            and (not sight.seen_mono_ns or sight.seen_mono_ns >= self._trusted_from_ns)
+        ]
         if not waiting:
             return None
         first = min(waiting, key=lambda sight: sight.pending_mono_ns)

@@ -9,9 +9,10 @@ from echelon.recorder.stall.watchdog import Sight, StallRule
 S = 1_000_000_000
 
 
-def sight(rank=0, *, initialised=True, progress=0.0, pending=0.0, ended=0):
+def sight(rank=0, *, initialised=True, progress=0.0, pending=0.0, ended=0, seen=0.0):
     return Sight(
         rank=rank,
+        seen_mono_ns=int(seen * S),
         initialised=initialised,
         progress_mono_ns=int(progress * S),
         pending_mono_ns=int(pending * S),
@@ -21,6 +22,28 @@ def sight(rank=0, *, initialised=True, progress=0.0, pending=0.0, ended=0):
 
 def rule(timeout_s=10.0, started=100.0):
     return StallRule(timeout_s, int(started * S))
+
+
+def test_a_stall_that_clears_rank_by_rank_is_not_a_second_one():
+    """Rank 1's last report, of before the operation ended, is older than rank 0's progress."""
+    one = rule()
+    waits = [sight(r, progress=100, pending=100, ended=5, seen=109) for r in range(2)]
+    assert one.look(waits, 110 * S) is not None
+    moved = sight(0, progress=112, ended=6, seen=112)
+    for now in (112, 113, 114):
+        assert one.look([moved, waits[1]], now * S) is None, now
+    assert not one.is_stalled
+    still = sight(1, progress=100, pending=100, ended=5, seen=114)
+    found = one.look([moved, still], 114 * S)
+    assert found is not None
+    assert "rank 1 has an operation pending" in found.reason
+
+
+def test_what_is_read_just_now_counts_at_once_after_a_stall():
+    one = rule()
+    assert one.look([sight(r, progress=100, pending=100, ended=5) for r in range(2)], 110 * S)
+    found = one.look([sight(0, progress=112, ended=6), sight(1, pending=100, ended=5)], 112 * S)
+    assert found is not None
 
 
 @pytest.mark.parametrize(
