@@ -13,8 +13,8 @@ JOIN_TIMEOUT_S = 600.0
 LOST_AFTER_S = 15.0
 _MIN_LOST_AFTER_S = 1.0
 BEAT_S = 0.5
-_NODES_PER_BEAT = 320  # and second: about 300 us of the coordinator's processor each
-_BEATS_LOST = 5  # in a row, before a node is
+_NODES_PER_BEAT = 220  # and second: about 300 us of the coordinator's processor each
+_BEATS_LOST = 3  # in a row, before a node is
 _TORCHRUNS = frozenset(
     {
         "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",

@@ -52,6 +52,7 @@ _GRACE_S = 0.5
 _RESUME_S = 1.5  # after a stream broke, between questions whether its node's launcher is gone
 _MAX_WAITING = 256  # messages, of which dumps have up to 1 MiB
 _BEHIND_S = 0.01
+_LOOK_S = 1.0  # a loss is seen at most so late where beats are rarer
 
 
 class ControlServer:
@@ -90,7 +91,8 @@ class ControlServer:
         self._secret = secret
         self._events = events
         self._loop = asyncio.new_event_loop()
-        self._lived = LivedTime(beat_s, self._loop.time())
+        self._look_s = min(beat_s, _LOOK_S)
+        self._lived = LivedTime(self._look_s, self._loop.time())
         self._members: dict[str, _Member] = {}
         self._problems: list[Exception] = []
         self._has_room: asyncio.Task[None] | None = None  # ends once nodes may send again
@@ -184,13 +186,13 @@ class ControlServer:
     async def _tick(self) -> None:
         """Have each member sent something, and lose the silent ones: one timer for all of them."""
         while True:
-            await asyncio.sleep(self._beat_s)
+            await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
             self._lived.tick(now_s)
             for member in self._members.values():
                 if self._is_silent(member):
                     member.fall_silent()
-                elif now_s - member.sent_s >= self._beat_s / 2:
+                elif now_s - member.sent_s >= self._beat_s - self._look_s / 2:
                     member.owes_beat = True
                     member.wake.set()
 
