@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from echelon import recorder
 from echelon.tokens.mixture import Drawn, Mixture, Source
+from echelon.tokens.packing import Packs
 from echelon.tokens.permutation import permute
+from echelon.tokens.windows import Windows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NOT_COUNTED = -100  # the target that torch's cross_entropy leaves out
 _VERSION = 1
 
 
@@ -38,8 +39,8 @@ class Batch:
 
     Attributes:
         tokens: what the model sees: int64 [B, T].
-        targets: the token after each: int64 [B, T]; with `mask_documents`, -100 where that token
-            belongs to another document.
+        targets: the token after each: int64 [B, T]; with `mask_documents` or `pack_documents`, -100
+            where that token belongs to another document, and for padding.
         documents: the document of each token, numbered from 0 within its row: int64 [B, T]. Tokens
             attend to each other where the numbers are equal.
         sources: the number of each row's source: int64 [B].
@@ -51,6 +52,16 @@ class Batch:
     documents: NDArray[np.int64]
     sources: NDArray[np.int64]
     first_sample: int
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """The place of each token in its document, as far as it is in this row: int64 [B, T]."""
+        places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
+        starts = np.zeros_like(self.documents)
+        begins = self.documents[:, 1:] != self.documents[:, :-1]
+        starts[:, 1:] = np.where(begins, places[:, 1:], 0)
+        first: NDArray[np.int64] = np.maximum.accumulate(starts, axis=1)
+        return places - first
 
 
 @dataclass(frozen=True)
@@ -73,9 +84,9 @@ class _Pending:
 class TokenLoader:
     """Iterates over batches without end; each source starts its next epoch in another order.
 
-    Every source is cut into windows of `context` tokens (and the one after). Within an epoch each
-    window is drawn once. Threads read ahead; the time that the caller waits for them is recorded as
-    a `data_wait` span. Used by one thread at a time.
+    Every source is cut into windows of `context` tokens (and the one after), or its documents are
+    packed into as many. Within an epoch each sample is drawn once. Threads read ahead; the time
+    that the caller waits for them is recorded as a `data_wait` span. Used by one thread at a time.
 
     Args:
         sources: where samples come from; their names differ.
@@ -85,12 +96,15 @@ class TokenLoader:
             part may be empty if `batch` is below `world_size`.
         seed: of the order of samples.
         mask_documents: leave the first token of each document out of the targets.
+        pack_documents: samples hold whole documents (`packing.py`), not what lies between two cuts;
+            a document is divided only if it is longer than a sample. Their first tokens are no
+            targets in any case. Each rank reads where all documents end.
         num_workers: threads that read.
         prefetch: batches that are read ahead.
 
     Raises:
         ValueError: an argument is out of range, names are used twice, or a source has fewer than
-            `context` + 1 tokens.
+            `context` + 1 tokens, or to be packed no document of two.
 
     Example:
         web = Source("web", TokenShards("web"), weight=0.8)
@@ -110,6 +124,7 @@ class TokenLoader:
         world_size: int = 1,
         seed: int = 0,
         mask_documents: bool = False,
+        pack_documents: bool = False,
         num_workers: int = 1,
         prefetch: int = 2,
     ) -> None:
@@ -120,18 +135,16 @@ class TokenLoader:
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             raise ValueError(f"two sources have one name: {', '.join(names)}")
-        for source in sources:
-            if len(source.shards) <= context:
-                raise ValueError(
-                    f"source {source.name!r} has {len(source.shards):,} tokens; "
-                    f"context {context} needs {context + 1}"
-                )
         self.sources = tuple(sources)
         self.context = context
         self.seed = seed
         self._batch = batch
         self._mine = slice(batch * rank // world_size, batch * (rank + 1) // world_size)
-        self._masks = mask_documents
+        self._packs = pack_documents
+        self._samples = [
+            _samples_of(source, context, packs=pack_documents, masks=mask_documents)
+            for source in sources
+        ]
         self._prefetch = prefetch
         self._mixture = Mixture([source.weight for source in sources])
         self._position = self._planned = _Position(0, (0,) * len(names), (0,) * len(names))
@@ -148,7 +161,7 @@ class TokenLoader:
     def epochs(self) -> dict[str, float]:
         """How often each source was read, by name."""
         return {
-            source.name: taken / self._num_windows(i)
+            source.name: taken / len(self._samples[i])
             for i, (source, taken) in enumerate(
                 zip(self.sources, self._position.taken, strict=True)
             )
@@ -183,6 +196,7 @@ class TokenLoader:
             "num_samples": self.num_samples,
             "context": self.context,
             "seed": self.seed,
+            "pack_documents": self._packs,
             "sources": {
                 source.name: {
                     "taken": taken,
@@ -248,21 +262,15 @@ class TokenLoader:
 
     def _read(self, drawn: Drawn, first_sample: int) -> Batch:
         num = len(drawn.source)
-        windows = np.empty((num, self.context + 1), np.int64)
-        documents = np.empty((num, self.context + 1), np.int64)
+        tokens, targets, documents = np.empty((3, num, self.context), np.int64)
         places = self._windows(drawn)
         for row, (source, place) in enumerate(zip(drawn.source, places, strict=True)):
-            shards = self.sources[source].shards
-            first = int(place) * self.context
-            windows[row] = shards.read(first, self.context + 1)
-            documents[row] = shards.documents(first, self.context + 1)
-        targets = windows[:, 1:].copy()
-        if self._masks:
-            targets[documents[:, 1:] != documents[:, :-1]] = NOT_COUNTED
+            found = self._samples[source].read(int(place))
+            tokens[row], targets[row], documents[row] = found.tokens, found.targets, found.documents
         return Batch(
-            tokens=windows[:, :-1],
+            tokens=tokens,
             targets=targets,
-            documents=documents[:, :-1],
+            documents=documents,
             sources=drawn.source,
             first_sample=first_sample,
         )
@@ -270,16 +278,13 @@ class TokenLoader:
     def _windows(self, drawn: Drawn) -> NDArray[np.int64]:
         """Return which window of its source each sample is: int64 [num]."""
         windows = np.empty(len(drawn.source), np.int64)
-        sizes = np.array([self._num_windows(i) for i in range(len(self.sources))], np.int64)
+        sizes = np.array([len(samples) for samples in self._samples], np.int64)
         epochs, places = np.divmod(drawn.number, sizes[drawn.source])
         for source, epoch in set(zip(drawn.source.tolist(), epochs.tolist(), strict=True)):
             rows = (drawn.source == source) & (epochs == epoch)
             name = zlib.crc32(self.sources[source].name.encode())
             windows[rows] = permute(places[rows], int(sizes[source]), (self.seed, name, epoch))
         return windows
-
-    def _num_windows(self, source: int) -> int:
-        return (len(self.sources[source].shards) - 1) // self.context
 
     def _drop_pending(self) -> None:
         for pending in self._pending:
@@ -295,6 +300,11 @@ class TokenLoader:
                     f"the position was taken with {name} {state[name]}, here it is "
                     f"{getattr(self, name)}: the samples would differ"
                 )
+        if state.get("pack_documents", False) != self._packs:
+            raise ValueError(
+                f"the position was taken with pack_documents {not self._packs}, here it is "
+                f"{self._packs}: the samples would differ"
+            )
         here = {source.name: source.shards for source in self.sources}
         for name, row in state["sources"].items():
             if name not in here:
@@ -304,6 +314,15 @@ class TokenLoader:
                     f"source {name!r} has other tokens than when the position was taken: "
                     f"{here[name].folder} was prepared again"
                 )
+
+
+def _samples_of(source: Source, context: int, *, packs: bool, masks: bool) -> Windows | Packs:
+    try:
+        if packs:
+            return Packs(source.shards, context)
+        return Windows(source.shards, context, masks=masks)
+    except ValueError as err:
+        raise ValueError(f"source {source.name!r} has {err}") from None
 
 
 def _require_at_least(minimum: int, **values: int) -> None:

@@ -74,6 +74,21 @@ class TokenShards:
         numbers[ends - first] = 1  # distinct: no document is empty
         return np.cumsum(numbers)
 
+    def ends(self) -> NDArray[np.int64]:
+        """Return where each document ends, over all shards: int64 [num_documents], ascending.
+
+        Raises:
+            TokenShardsError: a file of documents is damaged.
+        """
+        ends = np.concatenate([np.empty(0, np.int64), *self._ends])
+        if len(ends) and (ends[0] < 1 or ends[-1] > len(self) or (np.diff(ends) < 1).any()):
+            raise TokenShardsError(
+                f"{self.folder}: documents do not end one after the other within {len(self)} "
+                "tokens: a file is damaged",
+                path=self.folder,
+            )
+        return ends
+
     def verify(self) -> None:
         """Read every byte and compare it with the index.
 

@@ -1,0 +1,113 @@
+"""Packs: whole documents laid into rows of `context` tokens by first fit.
+
+A document of n tokens has n - 1 pairs of a token and the one that follows. One that is too long for
+a row is cut into pieces; no pair is lost or stands twice, and none joins two documents. What a row
+has left is padding: a document of its own, without targets.
+
+Rejected: first fit among all open rows, which takes longer with every document. Rows beyond the
+last `_NUM_OPEN` are closed, so a row's documents also lie near each other in the files.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.tokens.shards import TokenShards
+from echelon.tokens.windows import NOT_COUNTED, Row
+
+_NUM_OPEN = 512
+
+
+class Packs:
+    """Samples of whole documents. Takes about 4 s and 20 MB per million documents to make.
+
+    Args:
+        shards: the tokens.
+        context: T, the tokens of a sample.
+
+    Raises:
+        ValueError: no document has two tokens.
+    """
+
+    def __init__(self, shards: TokenShards, context: int) -> None:
+        self.shards = shards
+        self.context = context
+        firsts, sizes = _pieces(shards, context)
+        if not len(sizes):
+            raise ValueError("no document of two tokens, one to read and one to predict")
+        rows = first_fit(sizes, context)
+        order = np.argsort(rows, kind="stable")
+        self._firsts, self._sizes = firsts[order], sizes[order]
+        self._ends = np.cumsum(np.bincount(rows))  # of each row's pieces
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def padding(self) -> float:
+        """The share of all rows that is padding: 0 to 1."""
+        return 1.0 - float(self._sizes.sum()) / (len(self) * self.context)
+
+    def read(self, number: int) -> Row:
+        """Return a sample.
+
+        Raises:
+            TokenShardsError: a file is damaged or was removed.
+        """
+        begin = int(self._ends[number - 1]) if number else 0
+        end = int(self._ends[number])
+        filler = self.shards.index.end_of_document or 0
+        tokens = np.full(self.context, filler, np.int64)
+        targets = np.full(self.context, NOT_COUNTED, np.int64)
+        documents = np.full(self.context, end - begin, np.int64)
+        at = 0
+        for document, piece in enumerate(range(begin, end)):
+            size = int(self._sizes[piece])
+            found = self.shards.read(int(self._firsts[piece]), size + 1)
+            here = slice(at, at + size)
+            tokens[here], targets[here], documents[here] = found[:-1], found[1:], document
+            at += size
+        return Row(tokens=tokens, targets=targets, documents=documents)
+
+
+def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """Return the row of each piece: the first of the open rows that has room for it.
+
+    Args:
+        sizes: of the pieces, each 1 to `room`: int64 [num_pieces].
+        room: of a row.
+
+    Returns:
+        int64 [num_pieces]: rows from 0 on; each has a piece.
+    """
+    rows = np.empty(len(sizes), np.int64)
+    left = np.full(_NUM_OPEN, room, np.int64)  # the last of them is always empty
+    first_open = num_rows = 0
+    is_full = sizes == room
+    for piece in np.flatnonzero(~is_full).tolist():
+        size = sizes[piece]
+        found = int(np.argmax(left >= size))
+        rows[piece] = first_open + found
+        left[found] -= size
+        num_rows = max(num_rows, first_open + found + 1)
+        if found == _NUM_OPEN - 1:
+            left[:-1] = left[1:].copy()
+            left[-1] = room
+            first_open += 1
+    # Behind the others: among them they would close rows that have room.
+    rows[is_full] = num_rows + np.arange(int(is_full.sum()))
+    return rows
+
+
+def _pieces(shards: TokenShards, context: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each piece's first token and number of pairs; a document without a pair has none."""
+    ends = shards.ends()
+    if len(shards) and (not len(ends) or ends[-1] < len(shards)):
+        ends = np.append(ends, len(shards))  # the last document was not ended
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
+    pairs = ends - starts - 1
+    counts = -(-pairs // context)
+    owners = np.repeat(np.arange(len(ends)), counts)
+    within = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * context
+    return starts[owners] + within, np.minimum(context, pairs[owners] - within)

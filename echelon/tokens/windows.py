@@ -1,0 +1,58 @@
+"""Windows: token shards cut every `context` tokens, wherever documents end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.tokens.shards import TokenShards
+
+NOT_COUNTED = -100  # the target that torch's cross_entropy leaves out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sample: T tokens, the targets and the document of each, all int64 [T]."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+class Windows:
+    """Samples of `context` tokens and the one after, one behind the other; the rest is left out.
+
+    Args:
+        shards: the tokens.
+        context: T, the tokens of a sample.
+        masks: leave the first token of each document out of the targets.
+
+    Raises:
+        ValueError: there are fewer than `context` + 1 tokens.
+    """
+
+    def __init__(self, shards: TokenShards, context: int, *, masks: bool = False) -> None:
+        if len(shards) <= context:
+            raise ValueError(f"{len(shards):,} tokens; context {context} needs {context + 1}")
+        self.shards = shards
+        self.context = context
+        self._masks = masks
+
+    def __len__(self) -> int:
+        return (len(self.shards) - 1) // self.context
+
+    def read(self, number: int) -> Row:
+        """Return a sample.
+
+        Raises:
+            TokenShardsError: a file is damaged or was removed.
+        """
+        first, num_tokens = number * self.context, self.context + 1
+        tokens = self.shards.read(first, num_tokens)
+        documents = self.shards.documents(first, num_tokens)
+        targets = tokens[1:].copy()
+        if self._masks:
+            targets[documents[1:] != documents[:-1]] = NOT_COUNTED
+        return Row(tokens=tokens[:-1], targets=targets, documents=documents[:-1])
