@@ -20,27 +20,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gpt.flags import build_parser, read_settings
-from gpt.job import Job, prepare, unfit
+from gpt.job import AUTO, Job, prepare, unfit
 from gpt.model.sample import generate
 from gpt.output.peak import find_peak
 from gpt.output.progress import Scale, with_unit
 from gpt.output.report import Report
 from gpt.text.bigram import bigram_loss
 from gpt.text.data import tokens_in_pieces, validation_windows
-from gpt.training.checkpoints import AUTO, Timetable, choose_together, path_at
-from gpt.training.loop import Trainer, Wishes
+from gpt.training.loop import Trainer
 from gpt.training.machine import choose_device, describe, limit_threads, load_optimizers
-from gpt.training.pipeline import PipelineTrainer
 
 import echelon.dist as dist
 from echelon import recorder
+from echelon.dist.checkpoint import Keeper, SaveSchedule, peek
+from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.errors import CheckpointError, TokenShardsError
-from echelon.train.settings import to_dict, to_toml
+from echelon.train.models.hugging_face import save_pretrained
+from echelon.train.settings import to_toml
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
@@ -69,8 +71,8 @@ def build_report(job: Job, trainer: Trainer) -> Report:
     return Report(scale, first_step=trainer.step, log=log, world=world, device=trainer.device)
 
 
-def introduce(job: Job, trainer: Trainer, report: Report, resumed: Path | None) -> None:
-    """Report what is trained on what."""
+def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] | None) -> None:
+    """Report what is trained on what, and what else was set in a run that goes on."""
     config, corpus, unit = job.config, job.corpus, job.corpus.vocabulary.unit
     half = {torch.float16: "fp16 over fp32", torch.bfloat16: "bf16 over fp32"}
     report.say(
@@ -83,44 +85,84 @@ def introduce(job: Job, trainer: Trainer, report: Report, resumed: Path | None) 
         f"{with_unit(corpus.num_held_out, unit)}s more held out"
     )
     shared = "shards" if job.training.shard else "replicas"
+    if job.training.tp > 1:
+        shared += f" of layers in {job.training.tp} parts"
     if job.training.pipeline > 1:
         shared = f"{job.training.pipeline} stages of {shared}"
     compiled = ", compiled blocks" if job.training.compile else ""
     world = trainer.world
     where = describe(trainer.device)
     report.say(f"world: {world.size} ranks, {shared}, {world.backend}, {where}{compiled}")
-    if resumed is not None:
-        report.say(f"resumed {resumed} after step {trainer.step}")
-        if world.rank == 0:
-            for change in job.changes_since(resumed):
-                report.say(f"changed: {change}")
+    if saved is not None:
+        checkpoint = job.settings.checkpoint
+        path = checkpoint.path if checkpoint.resume == AUTO else checkpoint.resume
+        report.say(f"resumed {path} after step {trainer.step}")
+        for change in job.changes_since(saved):
+            report.say(f"changed: {change}")
 
 
 def train(job: Job, trainer: Trainer, report: Report) -> float | None:
-    """Train to the last step and return the validation loss; None if SIGTERM ended it before."""
-    settings = job.settings
+    """Train to the last step and return the validation loss; None if SIGTERM ended it before.
+
+    Raises:
+        CheckpointError: the last checkpoint could not be saved, or another job has the folder.
+    """
+    settings, num_steps = job.settings, job.settings.training.steps
     windows = validation_windows(
         job.corpus.validation,
         num_windows=settings.report.eval_windows,
         context=job.config.context,
     )
-    timetable = Timetable(settings.checkpoint)
-    saves = settings.checkpoint.path is not None  # else SIGTERM ends the ranks at once
-    while trainer.step < settings.training.steps:
-        loss = trainer.train_step(Wishes(save=timetable.is_time()))
-        report.step(trainer, loss)
-        is_last = trainer.step == settings.training.steps
+    saves = Saves(job, trainer, report) if settings.checkpoint.path is not None else None
+    while trainer.step < num_steps:
+        report.step(trainer, trainer.train_step())
+        is_last, loss = trainer.step == num_steps, None
         if not is_last and trainer.step % settings.report.eval_every == 0:
-            validate(trainer, windows, report)
-        is_stopped = saves and dist.should_stop()
-        if is_last or is_stopped or trainer.wishes.save or timetable.is_due(trainer.step):
-            with report.pause():
-                save(job, trainer, is_last=is_last or is_stopped)
-            timetable.saved()
-        if is_stopped and not is_last:
+            loss = validate(trainer, windows, report)
+        # without a folder for checkpoints SIGTERM ends the ranks at once
+        is_stopped = saves is not None and not is_last and dist.should_stop()
+        if saves is not None and not is_last:
+            saves.save(loss, is_last=is_stopped)
+        if is_stopped:
             report.say(f"stopped after step {trainer.step}: {dist.stop_reason()}")
             return None
-    return validate(trainer, windows, report, is_told=False)
+    loss = validate(trainer, windows, report, is_told=False)
+    if saves is not None:
+        saves.save(loss, is_last=True)
+    return loss
+
+
+class Saves:
+    """Saves a run's checkpoints when they are due; all but the last one while training goes on."""
+
+    def __init__(self, job: Job, trainer: Trainer, report: Report) -> None:
+        settings = job.settings.checkpoint
+        self.job, self.trainer, self.report = job, trainer, report
+        self.keeper = Keeper(
+            settings.path,
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            best="lowest" if settings.best else None,
+        )
+        self.schedule = None
+        if settings.every or settings.every_s:
+            self.schedule = SaveSchedule(every_steps=settings.every, every_s=settings.every_s)
+
+    def save(self, loss: float | None, *, is_last: bool) -> None:
+        """Save a checkpoint if one is due, with its validation loss. Collective.
+
+        Raises:
+            CheckpointError: the last one is not saved, or another job has the folder.
+        """
+        step = self.trainer.step
+        is_due = self.schedule is not None and self.schedule.due(step)
+        if not (is_due or is_last):
+            return
+        with self.report.pause():
+            state = {**self.job.extras, **self.trainer.state()}
+            is_saved = self.keeper.save(step, state, async_op=not is_last, score=loss)
+        if is_last and not is_saved:
+            raise CheckpointError(f"{self.keeper.folder}: step {step} is not saved")
 
 
 def validate(trainer: Trainer, windows: object, report: Report, *, is_told: bool = True) -> float:
@@ -131,20 +173,6 @@ def validate(trainer: Trainer, windows: object, report: Report, *, is_told: bool
     if is_told:
         report.say(f"step {trainer.step}: validation loss {loss:.4f}")
     return loss
-
-
-def save(job: Job, trainer: Trainer, *, is_last: bool) -> None:
-    """Save a checkpoint, if one is wanted; all but the last one while training goes on."""
-    checkpoint = job.settings.checkpoint
-    if checkpoint.path is None:
-        return
-    trainer.save(
-        path_at(checkpoint.path, trainer.step),
-        job.identity,
-        in_background=not is_last,
-        keep=checkpoint.keep,
-        settings=to_dict(job.settings),
-    )
 
 
 def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: float) -> None:
@@ -163,34 +191,69 @@ def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: 
     report.say(f"sample:\n{sample}")
 
 
-def choose_checkpoint(job: Job, world: ProcessGroup) -> Path | None:
-    """Return the checkpoint that the run goes on from, if there is one. Collective.
+def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
+    """Go on from the checkpoint that the run was told of, if there is one; return it. Collective.
 
     Raises:
-        CheckpointError: it is damaged, or not of this run.
-        ValueError: it is one of other data.
+        CheckpointError: it is damaged, or of another run.
+        ValueError: it is one of other data, or does not fit.
     """
     checkpoint = job.settings.checkpoint
-    if checkpoint.resume != AUTO:  # one that was named is checked before the ranks meet
-        return Path(checkpoint.resume) if checkpoint.resume else None
-    found = choose_together(checkpoint.path, world)
-    if found is not None:
-        job.require_same_run(found)
-    return found
+    path = checkpoint.path if checkpoint.resume == AUTO else checkpoint.resume
+    if path is None or checkpoint.resume is None:
+        return None
+    found = [False, ""]  # rank 0's view: another job may be saving or removing at this moment
+    if trainer.world.rank == 0:
+        try:
+            job.require_same_run(path, peek(path))
+            found[0] = True
+        except (CheckpointError, ValueError) as error:
+            is_beginning = checkpoint.resume == AUTO and not is_any(path)
+            found[1] = "" if is_beginning else str(error)
+    is_found, problem = trainer.world.broadcast_object(found, root=0)
+    if problem:
+        raise CheckpointError(problem, path=path)
+    if not is_found:
+        return None
+    state = trainer.resume(path)  # the folder, so that an older one is taken if the newest is torn
+    job.require_same_run(path, state)
+    return state
 
 
-def run(job: Job, world: ProcessGroup, resumed: Path | None) -> int:
+def is_any(path: str) -> bool:
+    """Tell whether there is a checkpoint, be it damaged: then a run does not begin again."""
+    try:
+        peek(path)
+    except DamagedError:
+        return True
+    except CheckpointError:
+        return False
+    return True
+
+
+def begin(job: Job, world: ProcessGroup) -> tuple[Trainer, dict[str, Any] | None]:
+    """Make this rank's trainer; return it and the checkpoint that it goes on from. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or is of another run.
+        ValueError: the settings, the ranks, the data and the checkpoint do not fit each other.
+    """
+    reason = unfit(job.training, world.size)
+    if reason:
+        raise ValueError(reason)
+    job.require_same_data(world)
+    trainer = Trainer.build(job.config, job.training, job.corpus, world=world)
+    return trainer, resume(job, trainer)
+
+
+def run(job: Job, trainer: Trainer, saved: dict[str, Any] | None) -> int:
     """Train on this rank, report if this is rank 0, and return the exit code.
 
-    Args:
-        resumed: the checkpoint to go on from.
+    Raises:
+        CheckpointError: the last checkpoint cannot be saved, or another job has the folder.
     """
-    kind = PipelineTrainer if job.training.pipeline > 1 else Trainer
-    trainer = kind.build(job.config, job.training, job.corpus, world=world)
-    if resumed is not None:
-        trainer.resume(resumed)
     report = build_report(job, trainer)
-    introduce(job, trainer, report, resumed)
+    introduce(job, trainer, report, saved)
     if job.training.compile:
         with report.pause(), recorder.span("compile"):
             seconds = trainer.warm_up()
@@ -201,9 +264,12 @@ def run(job: Job, world: ProcessGroup, resumed: Path | None) -> int:
         dist.shutdown()
         report.close()
         return STOPPED
-    model = trainer.parallel.whole()
+    model = trainer.whole()
+    if job.settings.checkpoint.export_hf:
+        save_pretrained(model, job.settings.checkpoint.export_hf)
+        report.say(f"written for transformers: {job.settings.checkpoint.export_hf}")
     dist.shutdown()
-    if world.rank == 0:
+    if trainer.world.rank == 0:
         conclude(job, model, report, validation_loss)
     report.close()
     return 0
@@ -212,6 +278,7 @@ def run(job: Job, world: ProcessGroup, resumed: Path | None) -> int:
 def main() -> None:
     """Read the command line, join the other ranks and train."""
     sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     parser = build_parser(__doc__.partition("\n")[0])
     try:
         job = prepare(read_settings(parser))
@@ -221,18 +288,13 @@ def main() -> None:
     load_optimizers()
     try:
         choose_device(job.training.device)  # before the ranks meet: NCCL binds to it
-        world = dist.init(job.settings.machine.backend)
-    except ValueError as error:
-        parser.error(str(error))
-    reason = unfit(job.training, world.size)
-    if reason:
-        parser.error(reason)
-    try:
-        job.require_same_data(world)
-        resumed = choose_checkpoint(job, world)
+        trainer, saved = begin(job, dist.init(job.settings.machine.backend))
     except (ValueError, CheckpointError) as error:
         parser.error(str(error))
-    code = run(job, world, resumed)
+    try:
+        code = run(job, trainer, saved)
+    except CheckpointError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     if code:
         sys.exit(code)
 

@@ -58,6 +58,12 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="of a text: 256: bytes; fewer: characters; more: words",
     )
+    group.add_argument(
+        "--init-from",
+        dest="model.init_from",
+        metavar="FOLDER",
+        help="of a Hugging Face model, GPT-2 or a Llama: its sizes and weights",
+    )
 
 
 def add_training(group: argparse._ArgumentGroup) -> None:
@@ -86,6 +92,19 @@ def add_training(group: argparse._ArgumentGroup) -> None:
         choices=("cosine", "wsd", "constant"),
         help="of the learning rate; wsd: warm-up, stable, decay (default: cosine)",
     )
+    group.add_argument(
+        "--ema",
+        dest="training.ema",
+        type=positive_number,
+        metavar="DECAY",
+        help="validate and export an average of the weights",
+    )
+    group.add_argument(
+        "--chunked-loss",
+        dest="training.chunked_loss",
+        action="store_true",
+        help="never hold the logits of all tokens at once",
+    )
 
 
 def add_machine(group: argparse._ArgumentGroup) -> None:
@@ -93,6 +112,13 @@ def add_machine(group: argparse._ArgumentGroup) -> None:
     at_least_1 = whole_number(1)
     add = group.add_argument
     add("--shard", dest="machine.shard", action="store_true", help="divide the model among ranks")
+    add(
+        "--tp",
+        dest="machine.tp",
+        type=at_least_1,
+        metavar="N",
+        help="divide each layer among N ranks, which divides heads and the number of ranks",
+    )
     add(
         "--pipeline",
         dest="machine.pipeline",
@@ -157,7 +183,7 @@ def add_files(group: argparse._ArgumentGroup) -> None:
         "--checkpoint",
         dest="checkpoint.path",
         metavar="FOLDER",
-        help="where to save, at the end at least; {step} in the name becomes the step",
+        help="where to save, at the end at least: a folder that gets one for each step",
     )
     add("--checkpoint-every", dest="checkpoint.every", type=at_least_1, metavar="STEPS")
     add("--save-every-s", dest="checkpoint.every_s", type=positive_number, metavar="SECONDS")
@@ -173,6 +199,12 @@ def add_files(group: argparse._ArgumentGroup) -> None:
         dest="checkpoint.resume",
         metavar="FOLDER",
         help="checkpoint to go on from; auto: the newest of --checkpoint, if there is one",
+    )
+    add(
+        "--export-hf",
+        dest="checkpoint.export_hf",
+        metavar="FOLDER",
+        help="where to write the trained model, as Hugging Face's transformers reads it",
     )
     add("--log", dest="report.log", metavar="FILE", help="one JSON line per step")
     add("--eval-every", dest="report.eval_every", type=at_least_1, metavar="STEPS")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,20 @@ from echelon.errors import CheckpointError
 from echelon.train.models import ModelConfig
 from echelon.train.models import gpt2 as gpt2_model
 from echelon.train.models import llama as llama_model
+from echelon.train.models.hugging_face import read_config
 from echelon.train.settings import differences, to_dict
 from gpt.model.transformer import GPTConfig
 from gpt.settings import Settings
 from gpt.text.corpus import Corpus, load_corpus
-from gpt.training.checkpoints import AUTO, STEP
-from gpt.training.loop import TrainingSettings, open_source
+from gpt.training.loop import open_source
+from gpt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
 
 ROUNDED_FROM = 1024  # a vocabulary that large is rounded up: matrix products like multiples of 64
 MULTIPLE = 64
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +46,25 @@ class Job:
         """
         return {**asdict(self.config), "seed": self.training.seed}
 
-    def require_same_run(self, path: Path) -> None:
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What a checkpoint holds beside what changes in training."""
+        extras = {"identity": self.identity, "settings": to_dict(self.settings)}
+        if isinstance(self.config, ModelConfig):  # what `echelon.train.models export` asks for
+            extras["model_config"] = self.config.to_dict()
+        return extras
+
+    def require_same_run(self, path: str, saved: dict[str, Any]) -> None:
         """Check that a checkpoint comes from a run that this one can go on with.
+
+        Args:
+            path: of the checkpoint, for the message.
+            saved: its plain values.
 
         Raises:
             CheckpointError: it does not; the message lists every difference.
             ValueError: its position is one in other data.
         """
-        saved = peek(path)
         before = saved.get("identity", {})
         different = [
             f"{name} {before.get(name)} there, {value} here"
@@ -72,11 +85,11 @@ class Job:
         finally:
             source.close()
 
-    def changes_since(self, path: Path) -> list[str]:
-        """Return the settings of training that differ from those in a checkpoint."""
-        saved, now = peek(path).get("settings", {}), to_dict(self.settings)
+    def changes_since(self, saved: dict[str, Any]) -> list[str]:
+        """Return the settings of training that differ from those in a checkpoint's plain values."""
+        there, here = saved.get("settings", {}), to_dict(self.settings)
         sections = ("model", "data", "training", "machine")
-        before, after = ({name: all_.get(name, {}) for name in sections} for all_ in (saved, now))
+        before, after = ({name: all_.get(name, {}) for name in sections} for all_ in (there, here))
         return differences(before, after)
 
     def require_same_data(self, world: ProcessGroup) -> None:
@@ -109,12 +122,14 @@ def prepare(settings: Settings) -> Job:
     corpus = load_corpus(settings.data.sources, vocabulary=settings.model.vocabulary)
     config = make_config(settings, corpus.vocabulary.size)
     training = training_settings(settings)
+    if training.tp > 1 and config.heads % training.tp:
+        raise ValueError(f"--tp {training.tp} does not divide {config.heads} heads")
     if training.pipeline > config.layers:
         raise ValueError(f"--pipeline {training.pipeline}: there are only {config.layers} layers")
     corpus.require_windows_of(config.context + 1)
     job = Job(settings=settings, config=config, training=training, corpus=corpus)
     if settings.checkpoint.resume not in (None, AUTO):
-        job.require_same_run(Path(settings.checkpoint.resume))
+        job.require_same_run(settings.checkpoint.resume, peek(settings.checkpoint.resume))
     return job
 
 
@@ -124,7 +139,7 @@ def require_consistent(settings: Settings) -> None:
     Raises:
         ValueError: settings contradict each other, or a folder to write into does not exist.
     """
-    checkpoint, machine = settings.checkpoint, settings.machine
+    checkpoint, training, machine = settings.checkpoint, settings.training, settings.machine
     for flag, value in (
         ("--checkpoint-every", checkpoint.every),
         ("--save-every-s", checkpoint.every_s),
@@ -132,32 +147,47 @@ def require_consistent(settings: Settings) -> None:
     ):
         if value and not checkpoint.path:
             raise ValueError(f"{flag} needs --checkpoint FOLDER")
-    if checkpoint.path and STEP in str(Path(checkpoint.path).parent):
-        raise ValueError(f"--checkpoint {checkpoint.path}: {STEP} belongs into the last name")
-    for path in filter(None, (checkpoint.path, settings.report.log)):
+    for path in filter(None, (checkpoint.path, checkpoint.export_hf, settings.report.log)):
         require_folder_of(Path(path))
     if machine.microbatches and machine.microbatches > 1 and machine.pipeline == 1:
         raise ValueError("--microbatches needs --pipeline")
-    if machine.pipeline > 1:
-        require_pipelined(settings)
-    if settings.data.mask_documents and settings.model.kind == "gpt":
-        raise ValueError("--mask-documents needs --model gpt2 or llama")
+    if training.ema is not None and training.ema >= 1:
+        raise ValueError(f"--ema {training.ema:g}: a decay is below 1")
+    is_own = settings.model.kind == "gpt" and settings.model.init_from is None
+    for flag, is_asked in (
+        ("--mask-documents", settings.data.mask_documents),
+        ("--tp", machine.tp > 1),
+        ("--export-hf", checkpoint.export_hf),
+    ):
+        if is_asked and is_own:
+            raise ValueError(f"{flag} needs --model gpt2 or llama")
+    require_composed(settings)
 
 
-def require_pipelined(settings: Settings) -> None:
-    """Check that a pipeline can do what is asked for.
+def require_composed(settings: Settings) -> None:
+    """Check that ways to divide the work go together.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: they do not.
     """
-    machine = settings.machine
-    for flag, is_asked in (
-        (f"--model {settings.model.kind}", settings.model.kind != "gpt"),
-        ("--accumulate: its micro-batches do that", settings.training.accumulate > 1),
-        ("--checkpoint-activations", machine.checkpoint_activations != "none"),
+    training, machine = settings.training, settings.machine
+    for one, other, is_asked in (
+        (
+            "--pipeline",
+            "--accumulate: its micro-batches do that",
+            machine.pipeline > 1 and training.accumulate > 1,
+        ),
+        (
+            "--pipeline",
+            "--checkpoint-activations",
+            machine.pipeline > 1 and machine.checkpoint_activations != "none",
+        ),
+        ("--chunked-loss", "--pipeline", training.chunked_loss and machine.pipeline > 1),
+        ("--chunked-loss", "--tp", training.chunked_loss and machine.tp > 1),
+        ("--optimizer muon", "--tp", training.optimizer == "muon" and machine.tp > 1),
     ):
         if is_asked:
-            raise ValueError(f"--pipeline does not go together with {flag}")
+            raise ValueError(f"{one} does not go together with {other}")
 
 
 def require_folder_of(path: Path) -> None:
@@ -180,6 +210,8 @@ def make_config(settings: Settings, known: int = 1) -> GPTConfig | ModelConfig:
         ValueError: no model can have them.
     """
     model = settings.model
+    if model.init_from is not None:
+        return read_sizes(model.init_from, model.context, known)
     rounded = -(-known // MULTIPLE) * MULTIPLE if known > ROUNDED_FROM else known
     vocabulary = model.vocabulary or rounded
     if vocabulary < known:
@@ -198,6 +230,21 @@ def make_config(settings: Settings, known: int = 1) -> GPTConfig | ModelConfig:
     if model.kind == "gpt2":
         return gpt2_model(**sizes)
     return llama_model(**sizes, kv_heads=model.kv_heads or 0, hidden=0)
+
+
+def read_sizes(folder: str, context: int, known: int) -> ModelConfig:
+    """Return the sizes of a Hugging Face model; a shorter context, where its weights allow one.
+
+    Raises:
+        ValueError: the data has other tokens than the model.
+        CheckpointError: there is no model that can be read.
+    """
+    config = read_config(folder)
+    if config.vocabulary < known:
+        raise ValueError(f"{folder} knows {config.vocabulary} tokens, and the data has {known}")
+    if config.positions == "rotary":
+        config = replace(config, context=min(context, config.context))
+    return config
 
 
 def training_settings(settings: Settings) -> TrainingSettings:
@@ -224,6 +271,10 @@ def training_settings(settings: Settings) -> TrainingSettings:
         bf16=machine.mixed_precision == "bf16",
         fp16=machine.mixed_precision == "fp16",
         shard=machine.shard,
+        tp=machine.tp,
+        chunked_loss=training.chunked_loss,
+        ema=training.ema,
+        init_from=settings.model.init_from,
         compile=machine.compile,
         pipeline=machine.pipeline,
         microbatches=microbatches,
@@ -250,20 +301,20 @@ def read_activations(text: str) -> tuple[str, int]:
 
 def unfit(training: TrainingSettings, world_size: int) -> str | None:
     """Return why these settings are not for so many ranks, None if they are."""
-    stages, parts = training.pipeline, training.microbatches
-    if world_size % stages:
-        return f"--pipeline {stages} does not divide {world_size} ranks"
-    data_size = world_size // stages
-    if training.batch < data_size:
-        return f"--batch {training.batch} leaves some of {world_size} ranks without data"
-    if training.batch // data_size < parts:
+    parts = training.num_parts
+    for flag, size in (("--pipeline", training.pipeline), ("--tp", training.tp)):
+        if world_size % size:
+            return f"{flag} {size} does not divide {world_size} ranks"
+    if world_size % (training.pipeline * training.tp):
         return (
-            f"--batch {training.batch} over {data_size} ranks of a stage cannot be split into "
-            f"{parts} micro-batches"
+            f"--pipeline {training.pipeline} x --tp {training.tp} do not divide {world_size} ranks"
         )
-    if training.batch // data_size < training.accumulate:
+    num_shares = world_size // training.pipeline // training.tp
+    if training.batch < num_shares:
+        return f"--batch {training.batch} leaves some of {world_size} ranks without data"
+    if training.batch // num_shares < parts:
+        kind = "micro-batches" if training.pipeline > 1 else "passes"
         return (
-            f"--batch {training.batch} over {world_size} ranks cannot be accumulated from "
-            f"{training.accumulate} passes"
+            f"--batch {training.batch} in {num_shares} shares cannot be split into {parts} {kind}"
         )
     return None

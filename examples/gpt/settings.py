@@ -36,6 +36,7 @@ class Model:
     kv_heads: int | None = maybe()  # of a Llama: heads of keys and values
     context: int = whole(128)
     vocabulary: int | None = maybe()
+    init_from: str | None = None  # a Hugging Face folder: its sizes and its weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class Training:
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup: int = whole(50, least=0)
     clip: float = positive(1.0)
+    chunked_loss: bool = False  # never the logits of all tokens at once
+    ema: float | None = positive(None)  # decay of an average of the weights, below 1
     max_skipped: int = whole(10)  # steps in a row whose gradients were not finite
     seed: int = whole(0, least=0)
 
@@ -68,6 +71,7 @@ class Machine:
     """Where it is trained, and how the ranks divide the work."""
 
     shard: bool = False
+    tp: int = whole(1)
     pipeline: int = whole(1)
     microbatches: int | None = maybe()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
@@ -80,13 +84,16 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When it is saved, and from where it goes on."""
+    """When it is saved, which are kept, and from where it goes on."""
 
-    path: str | None = None  # {step} in the name becomes the step
+    path: str | None = None  # a folder that gets one for each step
     every: int | None = maybe()  # steps
     every_s: float | None = positive(None)
     keep: int = whole(2)
+    keep_every: int | None = maybe()  # also those whose step is a multiple of it
+    best: bool = False  # also the one with the lowest validation loss
     resume: str | None = None  # a checkpoint, or "auto"
+    export_hf: str | None = None  # a folder for the trained model, as transformers reads it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ class LonelyWorld:
 
     rank = 0
     size = 1
+    ranks = (0,)
     backend = "none"
 
     def all_reduce(self, x: Any, op: str = "sum") -> None:

@@ -49,14 +49,11 @@ def test_buckets_close_before_they_outgrow_their_size():
     assert numels == [[4, 4], [100], [4], [5]]
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6])
-def test_clipping_is_torchs(max_norm):
-    parameters, plain = make_parameters((3, 4), (7,)), make_parameters((3, 4), (7,))
+def test_the_norm_is_torchs():
+    parameters = make_parameters((3, 4), (7,))
     buckets = GradientBuckets(parameters, bucket_bytes=4)
     assert len(buckets.flats) == 2
-    for weights in (parameters, plain):
-        sum(weight.pow(3).sum() for weight in weights).backward()
-    buckets.clip(max_norm)
-    torch.nn.utils.clip_grad_norm_(plain, max_norm)
-    for ours, theirs in zip(parameters, plain, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    sum(weight.pow(3).sum() for weight in parameters).backward()
+    assert buckets.norm() == pytest.approx(
+        torch.nn.utils.get_total_norm([p.grad for p in parameters]).item()
+    )

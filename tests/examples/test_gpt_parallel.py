@@ -7,6 +7,7 @@ import torch
 from gpt.training.loop import Trainer, TrainingSettings
 
 import echelon.dist as dist
+from echelon.dist.checkpoint import save
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_fp16_skips_overflowing_steps_and_then_trains_as_float32_does(make, tmp_
     assert losses[0] == pytest.approx(losses[1], abs=0.01)
     assert losses[0] != losses[1]
     assert half.scaler.get_scale() == 2.0**10
-    half.save(tmp_path / "saved", {}, in_background=False)
+    save(tmp_path / "saved", half.state())
     resumed = make(shard=shard, fp16=True)
     resumed.resume(tmp_path / "saved")
     assert resumed.scaler.state_dict() == {"scale": 2.0**10, "num_finite": 4}

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import train_gpt
 from gpt.job import unfit
-from gpt.training.loop import TrainingSettings
+from gpt.training.settings import TrainingSettings
 
 from echelon.tokens.prepare import prepare
 from echelon.tokens.tokenizer import make_tokenizer
@@ -50,7 +50,7 @@ def sharded(text, tmp_path_factory):
 
 
 def every_twelve(folder):
-    files = ("--log", folder / "log", "--checkpoint", folder / "gpt_{step}")
+    files = ("--log", folder / "log", "--checkpoint", folder / "gpt", "--keep=9")
     return ("--steps=20", "--checkpoint-every=12", *files)
 
 
@@ -100,17 +100,17 @@ def test_a_run_ends_with_its_figures_and_a_sample(alone):
 def test_a_resumed_run_goes_on_exactly(alone, text, tmp_path):
     """From its checkpoint after 12 of 20 steps it takes the steps that the first run took."""
     _, alone_folder = alone
-    files = ("--log", tmp_path / "log", "--resume", alone_folder / "gpt_12")
+    files = ("--log", tmp_path / "log", "--resume", alone_folder / "gpt/step_00000012")
     resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
     assert resumed.code == 0, resumed.explain()
-    assert "gpt_12 after step 12" in resumed.out
+    assert "gpt/step_00000012 after step 12" in resumed.out
     steps, losses = losses_of(alone_folder / "log")
     assert losses_of(tmp_path / "log") == (steps[12:], losses[12:])
 
 
 def test_one_process_goes_on_where_two_ranks_of_shards_stopped(sharded, text, tmp_path):
     _, folder = sharded
-    files = ("--log", tmp_path / "log", "--resume", folder / "gpt_12")
+    files = ("--log", tmp_path / "log", "--resume", folder / "gpt/step_00000012")
     resumed = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, *files)
     assert resumed.code == 0, resumed.explain()
     steps, losses = losses_of(folder / "log")
@@ -121,7 +121,7 @@ def test_one_process_goes_on_where_two_ranks_of_shards_stopped(sharded, text, tm
 def test_three_ranks_of_shards_go_on_where_one_process_stopped(alone, text, tmp_path):
     """Three ranks, so that neither the batch of eight nor the weights divide evenly."""
     _, folder = alone
-    files = ("--log", tmp_path / "log", "--resume", folder / "gpt_12")
+    files = ("--log", tmp_path / "log", "--resume", folder / "gpt/step_00000012")
     options = (*SMALL_MODEL, "--steps=20", "--data", text, "--shard", *files)
     resumed = launch(3, tmp_path / "run", "train_gpt.py", *options)
     assert resumed.code == 0, resumed.explain()
@@ -133,12 +133,19 @@ def test_a_grid_of_stages_and_shards_goes_on_and_is_gone_on_from(alone, text, tm
     """One process, then four ranks in two stages of shards, then one process again."""
     _, folder = alone
     common = (*SMALL_MODEL, "--steps=20", "--data", text)
-    grid = ("--pipeline=2", "--shard", "--checkpoint", tmp_path / "{step}", "--checkpoint-every=4")
-    files = ("--resume", folder / "gpt_12", "--log", tmp_path / "grid")
+    grid = (
+        "--pipeline=2",
+        "--shard",
+        "--checkpoint",
+        tmp_path / "grid_gpt",
+        "--keep=9",
+        "--checkpoint-every=4",
+    )
+    files = ("--resume", folder / "gpt/step_00000012", "--log", tmp_path / "grid")
     ended = launch(4, tmp_path / "run", "train_gpt.py", *common, *grid, *files)
     assert ended.code == 0, ended.explain()
     assert "world: 4 ranks, 2 stages of shards, " in ended.out
-    files = ("--resume", tmp_path / "16", "--log", tmp_path / "after")
+    files = ("--resume", tmp_path / "grid_gpt/step_00000016", "--log", tmp_path / "after")
     ended = run(SCRIPT, *common, *files)
     assert ended.code == 0, ended.explain()
     _, losses = losses_of(folder / "log")
@@ -148,7 +155,9 @@ def test_a_grid_of_stages_and_shards_goes_on_and_is_gone_on_from(alone, text, tm
 
 def test_a_finished_run_can_be_looked_at_again(alone, text):
     _, folder = alone
-    ended = run(SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt_20")
+    ended = run(
+        SCRIPT, *SMALL_MODEL, "--steps=20", "--data", text, "--resume", folder / "gpt/step_00000020"
+    )
     assert ended.code == 0, ended.explain()
     assert "after step 20" in ended.out
 
@@ -180,7 +189,12 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--config /no/such.toml", "No such file or directory: '/no/such.toml'"),
         ("--checkpoint-activations some", "is 'some', not full, every=N, selective or none"),
         ("--mask-documents", "--mask-documents needs --model gpt2 or llama"),
-        ("--model llama --pipeline 2", "--pipeline does not go together with --model llama"),
+        ("--tp 2", "--tp needs --model gpt2 or llama"),
+        ("--export-hf x", "--export-hf needs --model gpt2 or llama"),
+        ("--model llama --tp 3 --data {text}", "--tp 3 does not divide 4 heads"),
+        ("--ema 1", "--ema 1: a decay is below 1"),
+        ("--init-from {empty}", "empty/config.json: Not a directory"),
+        ("--chunked-loss --pipeline 2", "--chunked-loss does not go together with --pipeline"),
         ("--vocabulary 100 --data {tokens}", "--vocabulary 100: the data has 257 tokens"),
         ("--resume /no/such/checkpoint", "/no/such/checkpoint: no such checkpoint"),
     ],
@@ -208,7 +222,7 @@ def test_bad_options_get_one_line_and_exit_code_2(
 
 def test_a_checkpoint_of_other_settings_is_refused(alone, text):
     _, folder = alone
-    other = (*SMALL_MODEL, "--seed=1", "--data", text, "--resume", folder / "gpt_20")
+    other = (*SMALL_MODEL, "--seed=1", "--data", text, "--resume", folder / "gpt/step_00000020")
     ended = run(SCRIPT, *other)
     assert ended.code == 2
     assert "belongs to another run: seed 0 there, 1 here" in ended.err
@@ -224,7 +238,7 @@ def test_a_checkpoint_of_other_settings_is_refused(alone, text):
         (
             {"pipeline": 2, "microbatches": 4},
             6,
-            "--batch 8 over 3 ranks of a stage cannot be split into 4 micro-batches",
+            "--batch 8 in 3 shares cannot be split into 4 micro-batches",
         ),
     ],
 )

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor, nn
 
+from echelon.dist.parallel import Plan
+
 INIT_STD = 0.02  # GPT-2's
 ROTARY_BASE = 10_000.0  # RoFormer's, Su et al. 2021
 
@@ -137,11 +139,21 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token: int64 [B, T] -> [B, T, vocabulary]."""
+        return F.linear(self.hidden(tokens), self.token.weight)  # tied: the embedding is the head
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return what the head multiplies: [B, T, C]."""
         rotary = self.rotary[:, : tokens.shape[1]]
         x = self.token(tokens)
         for block in self.blocks:
             x = block(x, rotary)
-        return F.linear(self.final_norm(x), self.token.weight)  # tied: the embedding is the head
+        return self.final_norm(x)
+
+    def plan(self) -> Plan:
+        """Return how `parallelize` divides it: into shards of blocks, and into stages."""
+        from gpt.model.stage import GPTStage  # which is made of this class
+
+        return Plan(blocks=("blocks.*",), stages=GPTStage)
 
     def num_parameters(self) -> int:
         """Count the weights, sharded or not; the shared embedding counts once."""

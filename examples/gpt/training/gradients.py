@@ -7,7 +7,6 @@ views. Nothing is packed, unpacked or allocated in a step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -32,20 +31,10 @@ class GradientBuckets:
         for flat in self.flats:
             flat.zero_()
 
-    def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their joint 2-norm is at most `max_norm`; return the norm.
-
-        Gradients whose norm is not finite stay as they are.
-        """
-        norm = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(flat) for flat in self.flats])
-        )
-        found = norm.item()
-        if math.isfinite(found):
-            scale = min(1.0, max_norm / (found + 1e-6))
-            for flat in self.flats:
-                flat.mul_(scale)
-        return found
+    def norm(self) -> float:
+        """Return the joint 2-norm of the gradients."""
+        norms = torch.stack([torch.linalg.vector_norm(flat) for flat in self.flats])
+        return torch.linalg.vector_norm(norms).item()
 
 
 def fill_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:

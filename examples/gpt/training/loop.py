@@ -3,33 +3,34 @@
 A step is: fetch the batch, forward and backward on this rank's share, average the gradients, clip,
 update, average the loss. Every rank makes the same collective calls in the same order; that is
 the whole contract of data parallelism, and `break_it.py` shows what happens to those who break it:
-it overrides one of these methods and nothing else. Whether ranks are replicas or hold shards is
+it overrides one of these methods and nothing else. Whether ranks are replicas or hold parts is
 decided in `parallel.py`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 -- the name the field uses
 from torch import Tensor
 
 from echelon import recorder
-from echelon.dist.checkpoint import PendingSave, RandomState, load, save
+from echelon.dist.checkpoint import RandomState, load
 from echelon.train.activations import checkpoint_activations
+from echelon.train.ema import ExponentialMovingAverage
+from echelon.train.finite import FiniteGuard
 from echelon.train.models import ModelConfig, Transformer
+from echelon.train.models.hugging_face import load_weights
 from echelon.train.optimizers import Muon
-from echelon.train.schedules import Schedule, make_schedule
 from gpt.model.transformer import GPT, GPTConfig
 from gpt.text.data import NOT_COUNTED, Batch, BatchSource, evaluation_batches, share
-from gpt.training.gradients import FOUR_MIB
+from gpt.training.loss import summed_loss, token_losses
 from gpt.training.machine import choose_device, move
-from gpt.training.parallel import Replicas, Shards
+from gpt.training.parallel import Divided, Replicas
+from gpt.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,61 +38,10 @@ if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
     from gpt.text.corpus import Corpus
     from gpt.text.data import Windows
-    from gpt.training.pipeline import Stages
 
 BETAS = (0.9, 0.95)  # GPT-3's; the default 0.999 is slow to forget in short runs
 WEIGHT_DECAY = 0.1
 EVALUATION_SEQUENCES = 32
-FLOOR = 0.1  # of the peak rate; a rate of 0 would waste the last steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSettings:
-    """How a model is trained; its sizes are in `GPTConfig`."""
-
-    steps: int
-    batch: int  # sequences a step, over all ranks together
-    lr: float
-    warmup: int
-    clip: float
-    seed: int
-    device: str = "auto"  # "cpu", "cuda", or a GPU where there is one
-    bf16: bool = False  # compute in bfloat16; weights and their sums stay float32
-    fp16: bool = False  # compute in float16, with a scaled loss
-    shard: bool = False  # divide the model among the ranks, rather than copy it
-    compile: bool = False  # each block, by torch.compile
-    pipeline: int = 1  # stages, one after the other
-    microbatches: int = 1  # into which a rank's share of the batch is split, in a pipeline
-    optimizer: str = "adamw"  # or "muon": of hidden matrices, AdamW for the rest
-    schedule: str = "cosine"  # of the learning rate: "cosine", "wsd" or "constant"
-    accumulate: int = 1  # forward and backward passes, of a part of the batch each, per step
-    max_skipped: int = 10  # steps in a row whose gradients were not finite, before it is an error
-    activations: str = "none"  # which to compute again: "none", "full" or "selective"
-    activations_every: int = 1  # of every n-th block
-    mask_documents: bool = False  # neither attention nor loss crosses from document to document
-    workers: int = 1  # threads that read ahead
-    bucket_bytes: int = FOUR_MIB
-
-    def make_schedule(self) -> Schedule:
-        """Return the factor of the learning rate as a function of the step."""
-        if self.schedule == "constant":
-            return make_schedule("constant", num_warmup=self.warmup)
-        # a run that is shorter than its warm-up only rises
-        num_steps = max(self.steps, self.warmup)
-        return make_schedule(
-            self.schedule, num_steps=num_steps, num_warmup=self.warmup, floor=FLOOR
-        )
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The 16-bit type to compute in, if any."""
-        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
-
-
-class Wishes(NamedTuple):
-    """What a rank wants all ranks to do after a step; it travels with the loss, at no cost."""
-
-    save: bool = False
 
 
 def build_optimizer(model: torch.nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
@@ -144,17 +94,16 @@ class Trainer:
 
     Attributes:
         step: the number of finished steps.
-        parallel: how the ranks divide the work: replicas, shards or stages.
+        parallel: how the ranks divide the work.
         buckets: the same; its `flats` are the gradients that are averaged over the ranks.
         model: what of the model this rank trains.
         gradient_norm: of the last step, before clipping.
         learning_rate: of the last step.
-        wishes: what any rank wished in the last step.
     """
 
     def __init__(
         self,
-        parallel: Replicas | Shards | Stages,
+        parallel: Replicas | Divided,
         source: BatchSource,
         settings: TrainingSettings,
         *,
@@ -170,10 +119,14 @@ class Trainer:
         self.step = 0
         self.gradient_norm = 0.0  # of the last step, before clipping
         self.learning_rate = 0.0
-        self.num_skipped = 0  # steps in a row, up to now
-        self.wishes = Wishes()
         self.schedule = settings.make_schedule()
         self.optimizer = build_optimizer(self.model, settings.optimizer, settings.lr)
+        self.average = (
+            None if settings.ema is None else ExponentialMovingAverage(self.model, settings.ema)
+        )
+        self.guard = FiniteGuard(
+            self.model, max_in_a_row=settings.max_skipped, over=world, norm=parallel.norm
+        )
         self.scaler = parallel.scaler
         self.fair_share = 1.0  # of the tokens of a step, by which a term of the loss is divided
 
@@ -191,44 +144,40 @@ class Trainer:
         *,
         world: ProcessGroup,
     ) -> Trainer:
-        """Make this rank's model and its share of the data, and start from rank 0's weights."""
+        """Make this rank's part of the model, from rank 0's weights, and its share of the data."""
         device = choose_device(settings.device)
-        source = open_source(corpus, config, settings, rank=world.rank, world_size=world.size)
         model = cls.make_model(config, settings, device)
-        parallel: Replicas | Shards
-        if settings.shard:
-            parallel = Shards(model, world, settings.half)
-        else:
-            parallel = Replicas(model, world, settings.bucket_bytes, settings.half)
+        parallel = (Divided if settings.is_divided else Replicas)(model, world, settings)
+        rank, size = parallel.data
+        source = open_source(corpus, config, settings, rank=rank, world_size=size)
         return cls(parallel, source, settings, world=world, device=device)
 
     @staticmethod
     def make_model(
         config: GPTConfig | ModelConfig, settings: TrainingSettings, device: torch.device
     ) -> GPT | Transformer:
-        """Make the model that the seed gives."""
+        """Make the model that the seed or the folder gives."""
         torch.manual_seed(settings.seed)
         kind = Transformer if isinstance(config, ModelConfig) else GPT
-        model = kind(config).to(device)
+        model = kind(config)
+        if settings.init_from is not None:
+            load_weights(settings.init_from, model)
+        model.to(device)
         checkpoint_activations(model.blocks, settings.activations, every=settings.activations_every)
         if settings.compile:
             for block in model.blocks:  # equal blocks share one compilation
                 block.compile()
         return model
 
-    def train_step(self, wishes: Wishes | None = None) -> float:
-        """Train on one batch and return the loss, averaged over the global batch.
-
-        Args:
-            wishes: this rank's; all ranks find those of all in `wishes`.
-        """
+    def train_step(self) -> float:
+        """Train on one batch and return the loss, averaged over the global batch."""
         recorder.step(self.step)
         batch = self.next_batch()
         self.parallel.zero()
         loss = self.backward(batch)
         self.average_gradients()
         self.update()
-        mean_loss = self.average_loss(loss, wishes or Wishes())
+        mean_loss = self.average_loss(loss)
         self.step += 1
         return mean_loss
 
@@ -258,15 +207,27 @@ class Trainer:
 
     def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward, part by part; return this rank's term of the loss."""
+        self.fair_share = self.count_fair_share(batch)
+        if isinstance(self.parallel, Divided):
+            return self.parallel.step(batch, self.fair_share)
         total = torch.zeros((), device=self.device)
-        self.fair_share = self.count_targets(batch) / self.source.world_size
-        num_parts = self.settings.accumulate
-        for number, part in enumerate(split(batch, num_parts), 1):
-            with self.parallel.gradient_sync(is_last=number == num_parts):
-                loss = self.compute_loss(part)
-                self.scaler.scale(loss).backward()
+        for part in split(batch, self.settings.num_parts):
+            loss = self.compute_loss(part)
+            self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
+
+    def count_fair_share(self, batch: Batch) -> float:
+        """Return by what a term of the loss is divided: a rank's tokens to train on, on average.
+
+        Collective with masked documents, whose first tokens are no targets: each rank knows its own
+        number alone.
+        """
+        if not self.settings.mask_documents:
+            return self.settings.batch * batch.targets.shape[1] / self.source.world_size
+        count = (batch.targets != NOT_COUNTED).sum(dtype=torch.float64)
+        self.world.all_reduce(count, op="avg")
+        return max(1.0 / self.source.world_size, count.item())  # no token: 0 / 1, not NaN
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
@@ -276,27 +237,18 @@ class Trainer:
         """
         return self.summed_loss(batch) / self.fair_share
 
-    def count_targets(self, batch: Batch) -> float:
-        """Return how many tokens all ranks train on in this step.
-
-        Collective with masked documents, whose first tokens are no targets: each rank knows its own
-        number alone.
-        """
-        if not self.settings.mask_documents:
-            return self.settings.batch * batch.targets.shape[1]
-        count = (batch.targets != NOT_COUNTED).sum(dtype=torch.float64)
-        self.world.all_reduce(count, op="sum")
-        return max(1.0, count.item())  # no token: the loss is 0, not NaN
-
     def summed_loss(self, batch: Batch) -> Tensor:
-        """Return the cross entropy summed over all tokens, in nats."""
-        half = self.settings.half
-        autocast = half is not None and not self.settings.shard  # shards are cast when gathered
-        with torch.autocast(self.device.type, half or torch.bfloat16, enabled=autocast):
-            documents = (batch.documents,) if self.settings.mask_documents else ()
+        """Return the cross entropy summed over all tokens, in nats. Divided: no gradients."""
+        if isinstance(self.parallel, Divided):
+            return self.parallel.evaluate(batch)
+        half, settings = self.settings.half, self.settings
+        documents = (batch.documents,) if settings.mask_documents else ()
+        with torch.autocast(self.device.type, half or torch.bfloat16, enabled=half is not None):
+            if settings.chunked_loss:
+                features = self.model.hidden(batch.tokens, *documents)
+                return summed_loss(self.model, features, batch.targets)
             logits = self.model(batch.tokens, *documents)
-        targets = batch.targets.flatten()
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
+        return token_losses(logits, batch.targets)
 
     def average_gradients(self) -> None:
         """Average over the ranks, in place, what backward has not averaged itself."""
@@ -314,55 +266,40 @@ class Trainer:
         same on all. In float16 the scaler sees to it, as overflows are part of its search.
 
         Raises:
-            FloatingPointError: too many steps in a row were skipped.
+            NonFiniteGradientError: too many steps in a row were skipped.
         """
-        settings = self.settings
-        self.learning_rate = settings.lr * self.schedule(self.step)
+        self.learning_rate = self.settings.lr * self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        is_finite = self.scaler.unscale_(self.optimizer)
-        if is_finite:
-            self.gradient_norm = self.parallel.clip(settings.clip)
-        if is_finite and not math.isfinite(self.gradient_norm):
-            self.skip()
-            return
-        self.num_skipped = 0
-        self.scaler.step(self.optimizer)
+        if self.scaler.unscale_(self.optimizer):
+            self.gradient_norm = self.guard.clip_grad_norm_(self.settings.clip)
+            if self.guard.step(self.optimizer) and self.average is not None:
+                self.average.update()
         self.scaler.update()
 
-    def skip(self) -> None:
-        """Count a step that changes nothing.
+    def average_loss(self, loss: Tensor) -> float:
+        """Average the terms of the loss over the ranks: the mean over the global batch."""
+        mean = loss.detach().float()
+        self.world.all_reduce(mean, op="avg")
+        return mean.item()
 
-        Raises:
-            FloatingPointError: too many in a row.
-        """
-        self.num_skipped += 1
-        self.scaler.update()
-        if self.num_skipped >= self.settings.max_skipped:
-            raise FloatingPointError(
-                f"step {self.step}: the gradient norm is {self.gradient_norm}, and was not finite "
-                f"in the {self.num_skipped - 1} steps before: lower the learning rate"
-            )
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put the averaged weights in the place of the trained ones while the context lasts."""
+        return nullcontext() if self.average is None else self.average.applied()
 
-    def average_loss(self, loss: Tensor, wishes: Wishes) -> float:
-        """Average the terms of the loss, the mean over the global batch, and share wishes."""
-        wished = torch.tensor(wishes, dtype=torch.float32, device=self.device)
-        both = torch.cat((loss.detach().reshape(1).float(), wished))
-        self.world.all_reduce(both, op="avg")
-        mean_loss, *shared = both.tolist()
-        self.wishes = Wishes(*(share > 0 for share in shared))
-        return mean_loss
-
-    @torch.no_grad()
     def validate(self, windows: Windows) -> float:
         """Return the mean loss over all targets; each rank works through its share."""
+        with torch.no_grad(), self.averaged():
+            return self._validate(windows)
+
+    def _validate(self, windows: Windows) -> float:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         batches = evaluation_batches(
             windows,
             rank=self.source.rank,
             world_size=self.source.world_size,
             num_sequences=EVALUATION_SEQUENCES,
-            at_least=self.settings.microbatches,
+            at_least=self.settings.num_parts,
             mask_documents=self.settings.mask_documents,
         )
         for batch in batches:
@@ -370,38 +307,33 @@ class Trainer:
         self.world.all_reduce(total, op="sum")
         return total.item() / windows.num_targets(self.settings.mask_documents)
 
+    def whole(self) -> GPT | Transformer:
+        """Return the whole model that the run is judged by. Collective."""
+        with self.averaged():
+            return self.parallel.whole()
+
     def state(self) -> dict[str, Any]:
-        """Return all that changes in training."""
+        """Return all that changes in training, for a checkpoint."""
+        average = {} if self.average is None else {"average": self.average}
         return {
             "model": self.model,
             "optimizer": self.optimizer,
+            **average,
             "random": RandomState(),
             "step": self.step,
-        }
-
-    def save(
-        self,
-        path: Path,
-        identity: dict[str, Any],
-        *,
-        in_background: bool,
-        keep: int = 2,
-        settings: dict[str, Any] | None = None,
-    ) -> PendingSave | None:
-        """Save a checkpoint. Collective; in the background, training goes on at once."""
-        plain = {
-            "identity": identity,
-            "settings": settings or {},
             "scaler": self.scaler.state_dict(),
             "data": self.source.state_dict(),
         }
-        if isinstance(config := self.model.config, ModelConfig):
-            plain["model_config"] = config.to_dict()  # what `echelon.train.models export` asks for
-        return save(path, {**plain, **self.state()}, async_op=in_background, keep=keep)
 
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, whatever number of ranks saved it. Collective."""
+    def resume(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever number of ranks saved it; return its state. Collective.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            ValueError: it does not fit.
+        """
         state = load(path, self.state())
         self.step = state["step"]
         self.source.load_state_dict(state["data"])
         self.scaler.load_state_dict(state["scaler"])
+        return state

@@ -1,121 +1,139 @@
-"""How the ranks divide the work of training: as replicas of the model, or with the model sharded.
+"""How the ranks divide the work: as replicas of the model, or with the model divided among them.
 
-Both average the gradients over the ranks, clip them by the norm of all, and know the whole model.
+Both average the gradients over the ranks, know the norm of all, and know the whole model.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from echelon.dist.fsdp import (
-    GradScaler,
-    MixedPrecisionPolicy,
-    clip_grad_norm_,
-    full_state_dict,
-    fully_shard,
-    gradient_sync,
-)
+from echelon.dist.fsdp import GradScaler, MixedPrecisionPolicy
+from echelon.dist.mesh import DeviceMesh
+from echelon.dist.parallel import parallelize
 from echelon.train.models import Transformer
 from gpt.model.transformer import GPT
 from gpt.training.gradients import GradientBuckets
+from gpt.training.loss import summed_loss, token_losses
 
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
-
-
-def make_scaler(half: torch.dtype | None, over: ProcessGroup) -> GradScaler:
-    """Return the scaler of the loss: float16 needs one, other types do not."""
-    return GradScaler(over=over, enabled=half is torch.float16)
-
-
-def make_policy(half: torch.dtype | None) -> MixedPrecisionPolicy | None:
-    """Return how shards compute in a 16-bit type: gradients are summed in float32."""
-    if half is None:
-        return None
-    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    from gpt.text.data import Batch
+    from gpt.training.settings import TrainingSettings
 
 
 class Replicas:
     """Every rank has the whole model; gradients are averaged in flat buckets.
 
     Attributes:
-        flats: the gradients, as the buffers that are averaged over the ranks.
-        scaler: of the loss.
+        flats: the gradients, as the buffers that are yet to be averaged over the ranks.
+        data: (rank, size) by which the batch is divided.
+        scaler: of the loss: float16 needs one, other types do not.
     """
 
     def __init__(
-        self,
-        model: GPT | Transformer,
-        world: ProcessGroup,
-        bucket_bytes: int,
-        half: torch.dtype | None = None,
+        self, model: GPT | Transformer, world: ProcessGroup, settings: TrainingSettings
     ) -> None:
         self.model = model
-        self.scaler = make_scaler(half, world)
+        self.data = (world.rank, world.size)
+        self.scaler = GradScaler(over=world, enabled=settings.half is torch.float16)
         for parameter in model.parameters():  # all start from rank 0's weights
             world.broadcast(parameter.detach(), root=0)
-        self.buckets = GradientBuckets(model.parameters(), bucket_bytes=bucket_bytes)
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """The gradients, as buffers that are yet to be averaged."""
-        return self.buckets.flats
+        self.buckets = GradientBuckets(model.parameters(), bucket_bytes=settings.bucket_bytes)
+        self.flats = self.buckets.flats
 
     def zero(self) -> None:
         """Forget the gradients."""
         self.buckets.zero()
 
-    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context for one of a step's passes: gradients add up in the buffers."""
-        return nullcontext()
-
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradients so that their joint norm is at most `max_norm`; return the norm."""
-        return self.buckets.clip(max_norm)
+    def norm(self) -> float:
+        """Return the joint 2-norm of the gradients."""
+        return self.buckets.norm()
 
     def whole(self) -> GPT | Transformer:
-        """Return the whole model."""
-        return self.model
+        """Return a copy of the whole model, in the host's memory."""
+        model = type(self.model)(self.model.config)
+        model.load_state_dict(self.model.state_dict())
+        return model
 
 
-class Shards:
-    """Every rank has a part of each block; backward itself averages the gradients."""
+class Divided:
+    """Stages, shards and slices of layers on a mesh of ranks, in any combination.
+
+    Attributes:
+        model: what of it this rank trains.
+        data: (rank, size) by which the batch is divided.
+        scaler: of the loss; all ranks decide together.
+    """
 
     flats: list[Tensor] = []  # noqa: RUF012 -- none is left to average
 
     def __init__(
-        self, model: GPT | Transformer, world: ProcessGroup, half: torch.dtype | None = None
+        self, model: GPT | Transformer, world: ProcessGroup, settings: TrainingSettings
     ) -> None:
-        self.model = model
-        self.scaler = make_scaler(half, world)
-        precision = make_policy(half)
-        for block in model.blocks:
-            fully_shard(block, group=world, mp_policy=precision)
-        fully_shard(model, group=world, mp_policy=precision)
+        half, stages, slices = settings.half, settings.pipeline, settings.tp
+        self.config, self.kind, self.settings = model.config, type(model), settings
+        self.divisor = 1.0
+        if settings.chunked_loss:
+            model.forward = self.chunked_loss(model)  # where its weights are together
+        across = "shard" if settings.shard else "replicate"
+        mesh = DeviceMesh((stages, world.size // stages // slices, slices), ("pp", across, "tp"))
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        self.parallel = parallelize(
+            model,
+            mesh,
+            loss_fn=None if settings.chunked_loss else self.loss,
+            num_microbatches=settings.num_parts,
+            mp_policy=precision if half is not None else None,
+        )
+        self.model, self.data = self.parallel.model, self.parallel.data
+        self.scaler = GradScaler(over=world, enabled=half is torch.float16)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return a micro-batch's loss."""
+        return token_losses(logits, targets) / self.divisor
+
+    def chunked_loss(self, model: GPT | Transformer) -> Any:
+        """Return what a micro-batch's loss is computed by, without the logits of all tokens."""
+        hidden = model.hidden
+
+        def forward(tokens: Tensor, targets: Tensor, *documents: Tensor) -> Tensor:
+            features = hidden(tokens, *documents)
+            return summed_loss(model, features, targets) / self.divisor
+
+        return forward
+
+    def step(self, batch: Batch, fair_share: float) -> Tensor:
+        """Run forward and backward; return the term of the loss whose mean over ranks it is."""
+        self.divisor = fair_share / self.settings.num_parts  # as parts are averaged
+        term = self.parallel.step(*self._inputs(batch), loss_scale=self.scaler.get_scale())
+        return term * self.parallel.mesh.size
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return this rank's term of the loss summed over all tokens."""
+        self.divisor = 1.0 / self.settings.num_parts
+        return self.parallel.evaluate(*self._inputs(batch)) * self.data[1]
+
+    def _inputs(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        documents = (batch.documents,) if self.settings.mask_documents else ()
+        if self.settings.chunked_loss:
+            return (batch.tokens, batch.targets, *documents), None
+        return (batch.tokens, *documents), batch.targets
 
     def zero(self) -> None:
         """Forget the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def gradient_sync(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context for one of a step's passes: the last one averages the gradients."""
-        return gradient_sync(self.model, enabled=is_last)
-
-    def clip(self, max_norm: float) -> float:
-        """Scale the gradients so that their joint norm is at most `max_norm`; return the norm.
-
-        Collective.
-        """
-        return clip_grad_norm_(self.model, max_norm)
+    def norm(self) -> float:
+        """Return the joint 2-norm of the gradients. Collective."""
+        return self.parallel.clip_grad_norm_(math.inf)
 
     def whole(self) -> GPT | Transformer:
-        """Return a whole model, in the host's memory. Collective."""
-        state = full_state_dict(self.model)
-        model = type(self.model)(self.model.config)
-        model.load_state_dict(state)
+        """Return the whole model, in the host's memory. Collective."""
+        model = self.kind(self.config)
+        model.load_state_dict(self.parallel.full_state_dict())
         return model

@@ -1,0 +1,40 @@
+"""A stage of the example's own model, for pipelines; those of other models have theirs."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F  # noqa: N812 -- the name the field uses
+from torch import Tensor, nn
+
+from gpt.model.transformer import GPT
+from gpt.text.data import share
+
+
+class GPTStage(nn.Module):
+    """Some consecutive blocks, with the embedding before the first and the head after the last.
+
+    It keeps the whole model's names, so that a checkpoint is the same whatever the layout was. The
+    embedding is the head, too: the first stage and the last share it.
+    """
+
+    def __init__(self, model: GPT, index: int, num_stages: int) -> None:
+        super().__init__()
+        mine = share(len(model.blocks), index, num_stages)
+        self.config = model.config
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        if self.is_first or self.is_last:
+            self.token = model.token
+        self.blocks = nn.ModuleDict(
+            {str(number): model.blocks[number] for number in range(mine.start, mine.stop)}
+        )
+        if self.is_last:
+            self.final_norm = model.final_norm
+        self.register_buffer("rotary", model.rotary, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Do this stage's part: int64 [B, T] in at the first, logits [B, T, V] out at the last."""
+        rotary = self.rotary[:, : x.shape[1]]
+        if self.is_first:
+            x = self.token(x)
+        for block in self.blocks.values():
+            x = block(x, rotary)
+        return F.linear(self.final_norm(x), self.token.weight) if self.is_last else x
