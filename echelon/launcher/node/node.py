@@ -32,6 +32,7 @@ from echelon.launcher.node import environment
 from echelon.launcher.node.binding import bind, describe
 from echelon.launcher.node.containment import Containment
 from echelon.launcher.node.examination import Examination, keep_alone
+from echelon.launcher.node.hook import FIRST_INDEX, Hook
 from echelon.launcher.node.patience import UNKILLABLE_S, Due, Grace
 from echelon.launcher.node.ringmemory import RingMemory
 from echelon.launcher.node.sighting import Sighting
@@ -82,6 +83,8 @@ class NodeAgent:
         self._denied: list[int] = []
         self._containment = Containment()
         self._workers: list[Worker] = []
+        self._hook: Hook | None = None
+        self._not_started = range(0)  # ranks of an attempt that ended before they had begun
         self._start: m.Start | None = None
         self._num_ended = 0
         self._swept: int | None = None
@@ -124,6 +127,8 @@ class NodeAgent:
         due = [self._terminal.deadline_s or float("inf")]
         if self._examination is not None:
             due.append(self._examination.due_s)
+        if self._hook is not None:
+            due.append(self._hook.due_s)
         if self.has_workers:
             due.append(self._grace.deadline_s())
         return min(due)
@@ -131,6 +136,8 @@ class NodeAgent:
     def tick(self) -> None:
         """Do what is due: show output held back, go on collecting, kill workers out of time."""
         self._terminal.tick()
+        if self._hook is not None and self._hook.tick(time.monotonic()):
+            self._end_hook(-signal.SIGKILL)
         if self._examination is not None and time.monotonic() >= self._examination.due_s:
             self._examine_on()
         if self._grace.is_running and self.has_workers:
@@ -145,12 +152,47 @@ class NodeAgent:
         self._num_ended = 0
         self._grace = Grace()
         self._oom_kills_before = oom_kills(os.getpid())
+        self._workers = []
+        self._not_started = range(0)
+        if not self._begin_hook(command):
+            self._start_workers(command)
+
+    def _begin_hook(self, command: m.Start) -> bool:
+        """Run the user's command first, if this is a restart and there is one."""
+        text, limit_s = self._options.before_restart, self._options.before_restart_timeout_s
+        if not (text and command.restart):
+            return False
+        try:
+            self._hook = Hook(text, command, limit_s, self._guard, self._selector, self._say)
+        except LaunchError as err:
+            self._say(f"--before-restart: {err}; the workers start all the same")
+        return self._hook is not None
+
+    def _end_hook(self, code: int | None, error: str = "") -> None:
+        """The user's command has ended: start the workers."""
+        hook, self._hook = self._hook, None
+        assert hook is not None
+        hook.note_end(code, error)
+        self._start_workers(hook.start)
+
+    def _give_up_start(self) -> None:
+        """Start no workers: the attempt ends before they have begun."""
+        hook, self._hook = self._hook, None
+        if hook is None:
+            return
+        hook.kill()
+        hook.close()
+        start = hook.start
+        self._not_started = range(start.first_rank, start.first_rank + start.num_workers)
+        for rank in self._not_started:
+            self._tell(m.WorkerEnded(attempt=start.attempt, rank=rank, code=-signal.SIGTERM))
+
+    def _start_workers(self, command: m.Start) -> None:
         attempt = self._attempt(command)
         if command.num_nodes > 1:
             ranks = attempt.ranks
             here = f"rank {ranks[0]} runs" if len(ranks) == 1 else _ranks(ranks) + " run"
             self._say(f"starting {command.world_size} ranks; {here} on this node")
-        self._workers = []
         self._sighting = Sighting(command, self._workers, self._num_printed)
         self._laps = LapReports(command, self._workers, self._sighting.words)
         for local_rank, rank in enumerate(attempt.ranks):
@@ -185,6 +227,7 @@ class NodeAgent:
 
         Stacks are read first, unless it is urgent. Only the first time of an attempt counts.
         """
+        self._give_up_start()
         if self._grace.is_running:
             return
         if self._examination is not None:
@@ -199,6 +242,7 @@ class NodeAgent:
 
     def kill(self) -> None:
         """Kill all workers that still run."""
+        self._give_up_start()
         self._stop_after_examination = None
         self._grace.note_killed(time.monotonic())
         self._end_workers(signal.SIGKILL)
@@ -343,12 +387,15 @@ class NodeAgent:
                 worker.torch.clear_up()
         if self._start is not None:
             stopped = [worker.rank for worker in self._workers if worker.stopped_by_agent]
+            stopped += self._not_started
             self._tell(
                 m.Idle(attempt=self._start.attempt, exit_codes=self._exit_codes(), stopped=stopped)
             )
 
     def close(self) -> None:
         """Close pipes, files and mappings."""
+        if self._hook is not None:
+            self._hook.close()
         for stream in list(self._streams.values()):
             self._drop(stream)
         self._close_rings()
@@ -396,7 +443,9 @@ class NodeAgent:
 
     def _take_news(self) -> None:
         for news in self._guard.events():
-            if isinstance(news, Started):
+            if not isinstance(news, Swept) and news.index >= FIRST_INDEX:
+                self._take_news_of_hook(news)
+            elif isinstance(news, Started):
                 self._workers[news.index].pid = news.pid
             elif isinstance(news, Failed):
                 worker = self._workers[news.index]
@@ -408,6 +457,14 @@ class NodeAgent:
             elif isinstance(news, Swept):
                 self._swept = news.count
                 self._denied[:] = news.denied
+
+    def _take_news_of_hook(self, news: Started | Failed | Exited) -> None:
+        if self._hook is None or news.index != self._hook.index:
+            return  # of one that was given up
+        if isinstance(news, Failed):
+            self._end_hook(None, news.error)
+        elif isinstance(news, Exited):
+            self._end_hook(news.code)
 
     def _note_end(self, worker: Worker, code: int, mono_ns: int) -> None:
         worker.exit_code = code

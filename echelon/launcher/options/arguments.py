@@ -91,6 +91,20 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         "place; 0: never (default 2; with --restart-policy smart)",
     )
     job.add_argument(
+        "--before-restart",
+        default=default("before_restart", ""),
+        metavar="CMD",
+        help="shell command that every node runs before a restart, with ECHELON_CAUSE, "
+        "ECHELON_CULPRIT_RANKS and others set; its failure is reported, and the restart goes ahead",
+    )
+    job.add_argument(
+        "--before-restart-timeout",
+        type=seconds,
+        default=default("before_restart_timeout", "60"),
+        metavar="S",
+        help="seconds that it may take (default 60)",
+    )
+    job.add_argument(
         "--rdzv-id", default=default("rdzv_id", ""), metavar="ID", help="the job's name"
     )
     job.add_argument("--role", default=default("role", "default"), help="name of the workers' role")

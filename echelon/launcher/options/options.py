@@ -43,6 +43,8 @@ class Options:
     role: str
     logs: LogPlan
     max_restarts: int
+    before_restart: str  # a shell command; "": none
+    before_restart_timeout_s: float
     restart_policy: str  # "smart", "always" or "never"
     exclude_after: int  # failures of a node's own after which worlds avoid it; 0: never
     stall_timeout_s: float
@@ -104,6 +106,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
             fold=args.fold_lines,
         ),
         max_restarts=args.max_restarts,
+        before_restart=args.before_restart,
+        before_restart_timeout_s=args.before_restart_timeout,
         restart_policy=args.restart_policy,
         exclude_after=args.exclude_after,
         stall_timeout_s=args.stall_timeout,

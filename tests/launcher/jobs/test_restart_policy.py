@@ -51,14 +51,19 @@ def _run(tmp_path: Path, fault: str, *options: str):
 
 
 def test_a_killed_rank_is_started_again_and_an_error_at_the_same_line_twice_is_not(tmp_path):
+    hook = "echo $ECHELON_CAUSE of $ECHELON_CULPRIT_RANKS; exit 3"
     done, report = _run(
         tmp_path,
         'attempt or os.kill(os.getpid(), signal.SIGKILL); raise ValueError(f"bad {attempt}")',
+        "--before-restart",
+        hook,
     )
     assert done.returncode == 1, done.stderr
     first, second, last = report["decisions"]
     assert (first["action"], first["cause"], first["last_step"]) == ("restart", "dead_process", 5)
     assert "restart 1 of 5: rank 1 " in done.stderr
+    assert "before-restart: dead_process of 1\n" in done.stderr
+    assert done.stderr.count("--before-restart exited with code 3") == 2
     assert (second["action"], second["cause"], second["culprit_ranks"]) == (
         "restart",
         "exception",
