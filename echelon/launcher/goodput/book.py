@@ -17,7 +17,7 @@ from echelon.launcher.coordinator import observers as o
 from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent, write_job
 
 _MAX_LAPS = 1 << 16  # of all ranks of an attempt
-_EVERY_S = 10.0
+_EVERY_S = 2.0
 _MAX_SHARE = 0.01  # of the launcher's time, for writing
 
 

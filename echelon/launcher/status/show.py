@@ -24,6 +24,7 @@ from echelon import __version__
 from echelon.errors import LaunchError
 from echelon.launcher.control.endpoint import join, read_secret, split
 from echelon.launcher.control.tls import TlsFiles, tls_files
+from echelon.launcher.options.texts import listen_at
 from echelon.launcher.status.status import RankStatus, newest_run, read_statuses, ring_paths
 
 if TYPE_CHECKING:
@@ -66,12 +67,25 @@ def main(argv: Sequence[str]) -> int:
         "place", nargs="?", metavar="ENDPOINT|RUN_DIR", help="where the nodes meet, or a run"
     )
     parser.add_argument("--once", action="store_true", help="print the table once and end")
+    parser.add_argument(
+        "--web", action="store_true", help="serve a live page of the run, and print its address"
+    )
+    parser.add_argument(
+        "--listen",
+        type=listen_at,
+        default=("127.0.0.1", 0),
+        metavar="[ADDRESS:]PORT",
+        help="where --web serves (default: any free port, for this machine only; with an address "
+        "the printed URL carries a token)",
+    )
     parser.add_argument("--rdzv-secret-file", type=Path, metavar="FILE", help="the job's secret")
     for name in ("cert", "key", "ca"):
         parser.add_argument(f"--rdzv-{name}", type=Path, metavar="FILE", help="TLS, as for run")
     args = parser.parse_args(list(argv))
     once = args.once or not sys.stdout.isatty()
     try:
+        if args.web:
+            return _serve(_run_of(args.place), *args.listen)
         if args.place is not None and ":" in args.place and not Path(args.place).exists():
             return _show_endpoint(args, once=once)
         return _show_run(Path(args.place) if args.place else newest_run(_RUNS), once=once)
@@ -81,6 +95,36 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as err:
         print(f"echelon status: {err}", file=sys.stderr)
         return 1
+
+
+def _run_of(place: str | None) -> Path:
+    """Return the run directory that a place on the command line means.
+
+    Raises:
+        ValueError: there is none on this machine.
+    """
+    if place is not None and ":" in place and not Path(place).exists():
+        run_dir, _ = _run_with(join(*split(place)))
+    else:
+        run_dir = Path(place) if place else newest_run(_RUNS)
+    if run_dir is None or not run_dir.is_dir():
+        what = "no runs found in runs/" if place is None else f"{place}: no run of this machine"
+        raise ValueError(f"{what}; --web needs the run directory of the hosting node")
+    return run_dir
+
+
+def _serve(run_dir: Path, address: str, port: int) -> int:
+    from echelon.launcher.status.web.server import PageServer
+    from echelon.launcher.status.web.state import state_of
+
+    try:
+        server = PageServer(address, port, lambda: state_of(run_dir))
+    except OSError as err:
+        raise LaunchError(f"cannot serve at {join(address, port)}: {err.strerror or err}") from err
+    print(f"{run_dir} at {server.url} (Ctrl-C ends)", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve()
+    return 0
 
 
 def _show_run(run_dir: Path | None, *, once: bool) -> int:

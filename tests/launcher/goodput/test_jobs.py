@@ -53,8 +53,10 @@ def test_a_restarted_job_has_repeated_what_was_not_saved(tmp_path):
     account = shares(job)
     assert sum(account.ranks[0].values()) == job.now_ns
     seconds = {category: ns / 1e9 for category, ns in account.ranks[0].items()}
-    assert seconds[Category.REPEATED] >= 0.06  # steps 4, 5 and 6
-    assert seconds[Category.USEFUL] >= 0.16
+    # Steps 4, 5 and 6: a lap's time is divided evenly, and each step takes 20 ms or more.
+    assert seconds[Category.REPEATED] >= 0.059
+    assert seconds[Category.USEFUL] + seconds[Category.REPEATED] >= 0.25  # 13 steps
+    assert seconds[Category.USEFUL] > 0
     assert seconds[Category.RESTART] > 0 < seconds[Category.START_UP]
     (loss,) = account.losses
     assert "SIGKILL" in loss.reason

@@ -1,0 +1,19 @@
+"""The live page, put together as one file: its look is that of the incident's page."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from echelon.analysis.report.page.template import part
+
+_FOLDER = Path(__file__).parent
+
+
+@cache
+def page() -> str:
+    """Return the page; it loads nothing but its own state."""
+    whole = (_FOLDER / "live.html").read_text(encoding="utf-8")
+    style = part("style.css") + (_FOLDER / "live.css").read_text(encoding="utf-8")
+    script = (_FOLDER / "live.js").read_text(encoding="utf-8")
+    return whole.replace("{{style}}", style, 1).replace("{{script}}", script, 1)
