@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_on
+from tests.hosts import hosts, needs_hosts, run_text_on
 
 pytestmark = pytest.mark.netns
 
@@ -30,7 +29,7 @@ def caught(call):
 
 def _run(machines, body: str, exit_codes: list[int]) -> list[str]:
     program = _PREAMBLE + textwrap.dedent(body)
-    ends = run_on(machines, sys.executable, "-c", program, ranks_per_host=1, timeout_s=240)
+    ends = run_text_on(machines, program, ranks_per_host=1, timeout_s=240)
     story = "\n".join(f"rank {rank}: {one.stderr}" for rank, one in enumerate(ends))
     assert [one.returncode for one in ends] == exit_codes, story
     return [one.stdout for one in ends]

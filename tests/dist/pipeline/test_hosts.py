@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_on
+from tests.hosts import hosts, needs_hosts, run_text_on
 
 _RANK = """
 import torch
@@ -26,5 +24,5 @@ dist.shutdown()
 @needs_hosts
 def test_two_hosts_of_two_ranks_give_the_gradients_of_one_process():
     with hosts(2) as machines:
-        ends = run_on(machines, sys.executable, "-c", _RANK)
+        ends = run_text_on(machines, _RANK)
     assert [end.returncode for end in ends] == [0] * 4, "\n".join(end.stderr for end in ends)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-import sys
 
 import pytest
 
-from tests.hosts import hosts, needs_hosts, run_on
+from tests.hosts import hosts, needs_hosts, run_text_on
 
 _RANK = """
 import os, signal, sys
@@ -46,7 +45,7 @@ else:
 @needs_hosts
 def test_ranks_of_two_hosts_add_in_rank_order_and_name_a_lost_one():
     with hosts(2) as machines:
-        ends = run_on(machines, sys.executable, "-c", _RANK, "rank_ordered")
+        ends = run_text_on(machines, _RANK, "rank_ordered")
     texts = "\n".join(end.stderr for end in ends)
     assert [end.returncode for end in ends] == [0, 0, 0, -signal.SIGKILL], texts
     assert [end.stdout.split("\n")[0] for end in ends] == ["same bits"] * 4, texts
@@ -74,7 +73,7 @@ dist.destroy_process_group()
 @needs_hosts
 def test_ranks_of_two_hosts_meet_without_an_environment():
     with hosts(2) as machines:
-        ends = run_on(machines, sys.executable, "-c", _NAMELESS_RANK, ranks_per_host=1)
+        ends = run_text_on(machines, _NAMELESS_RANK, ranks_per_host=1)
     texts = "\n".join(end.stderr for end in ends)
     assert [end.returncode for end in ends] == [0, 0], texts
     assert [end.stdout for end in ends] == ["[3.0, 3.0, 3.0, 3.0]\n"] * 2
