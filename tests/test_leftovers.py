@@ -18,16 +18,17 @@ pytestmark = [
 ]
 
 
+# Of the three, a third rank is there so that the killed one leaves two that wait for it.
 @pytest.mark.parametrize(
-    ("fault", "code"),
-    [("none", 0), ("kill", 137), ("hang", 3)],
+    ("num_ranks", "fault", "code"),
+    [(2, "none", 0), (3, "kill", 137), (2, "hang", 3)],
 )
-def test_a_job_leaves_nothing(fault, code, tmp_path):
+def test_a_job_leaves_nothing(num_ranks, fault, code, tmp_path):
     pytest.importorskip("torch")
     job = [
-        sys.executable, "-m", "echelon", "run", "--nproc-per-node", "4", "--stall-timeout", "5",
-        "--on-stall", "stop", "--run-dir", str(tmp_path / "run"),
-        str(_BREAK_IT), "--fault", fault, "--rank", "1",
+        sys.executable, "-m", "echelon", "run", "--nproc-per-node", str(num_ranks),
+        "--stall-timeout", "5", "--on-stall", "stop", "--run-dir", str(tmp_path / "run"),
+        str(_BREAK_IT), "--fault", fault, "--rank", "1", "--at-step", "3", "--steps", "20",
     ]  # fmt: skip
     done, left = run_there(job, timeout_s=240, environ={"TMPDIR": str(tmp_path)})
     assert done.returncode == code, done.stderr
