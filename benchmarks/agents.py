@@ -22,7 +22,9 @@ SECRET = b"a-secret-of-the-benchmark"
 STALL_S = 20.0  # `--stall-timeout`
 RESUME_S = 1.5  # a connection that broke may be made again for so long: `control/server.py`
 _WAIT_S = 120.0
-_DUMPS_S = 8.0  # for the host to take in the dumps of a stall before the next thing happens
+# For the host to take in the dumps of a stall before the next thing happens.
+_DUMPS_S = 1.0
+_DUMPS_PER_AGENT_S = 7.0 / 512  # of one process: eight seconds for 1,024 agents in two
 _DUMP = os.urandom(24_000)  # of one rank, as packed
 
 
@@ -218,7 +220,7 @@ class Simulation:
         await asyncio.sleep(1.0)
         for agent in self._agents:
             agent.pending_since_s = 0.0
-        await asyncio.sleep(_DUMPS_S)
+        await asyncio.sleep(_DUMPS_S + _DUMPS_PER_AGENT_S * len(self._agents))
         return due_s
 
     async def _fail(self, agent: Agent) -> None:
