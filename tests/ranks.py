@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -39,11 +38,7 @@ _START_TIMEOUT_S = 120.0
 _STACKS_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["numpy", "echelon.dist", "echelon.dist.backends.shm.backend"]
-    # torch._dynamo: the first optimizer of a process loads it, which takes seconds
-    + (["torch", "torch._dynamo"] if importlib.util.find_spec("torch") else [])
-)
+_context.set_forkserver_preload(["tests.preloaded"])
 
 
 class RanksFailedError(AssertionError):
