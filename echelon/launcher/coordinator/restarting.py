@@ -15,7 +15,7 @@ from typing import Any
 from echelon.launcher.coordinator.decide import EndAttempt
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
-from echelon.launcher.coordinator.policy.policy import MAX_REMEMBERED, Action, Decision
+from echelon.launcher.coordinator.policy.policy import Action, Decision
 from echelon.launcher.coordinator.restarts import Restarts
 from echelon.launcher.coordinator.roster import Roster
 from echelon.launcher.coordinator.world import World
@@ -23,6 +23,7 @@ from echelon.launcher.incident.verdicts import Verdicts
 from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.options.options import Options
 
+_MAX_TOLD = 16  # attempts that workers are told of: each node gets them
 VERDICT_S = 5.0  # that a restart waits for its verdict, after all ranks have ended
 
 
@@ -105,7 +106,7 @@ class Restarting:
 
     def history(self) -> str:
         """Return how the attempts so far ended, as JSON for the workers of the next one."""
-        return json.dumps({"format": 1, "attempts": self._report.decisions[-MAX_REMEMBERED:]})
+        return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
 
     def _revise(self) -> None:
         """Take in verdicts that were late."""

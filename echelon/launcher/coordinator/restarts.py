@@ -95,7 +95,12 @@ class Restarts:
             return None
         if self._is_free(lost, left, lasted_s) and num_nodes >= low:
             nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+            if lost:
+                explain()  # for the report and the next attempt; it counts against nothing
             return Decision(action=Action.CONTINUE, reason=f"continuing with {nodes}")
+        over = self._why_over()
+        if over:
+            return Decision(action=Action.STOP, reason=over)
         failure = explain()
         decision = self._decide(failure, others, low)
         self.failures = [*self.failures, failure][-MAX_REMEMBERED:]
@@ -103,14 +108,17 @@ class Restarts:
             self.num_used += 1
         return decision
 
+    def _why_over(self) -> str:
+        """Return why no failure is followed by a restart any more, "" if one may be."""
+        if self._policy == "never":
+            return "--restart-policy never"
+        if self.num_used < self._max:
+            return ""
+        return f"all {self._max} restarts are used" if self._max else "--max-restarts is 0"
+
     def _decide(
         self, failure: Failure, others: Callable[[Sequence[str]], int], low: int
     ) -> Decision:
-        if self._policy == "never":
-            return Decision(action=Action.STOP, reason="--restart-policy never")
-        if self.num_used >= self._max:
-            spent = f"all {self._max} restarts are used" if self._max else "--max-restarts is 0"
-            return Decision(action=Action.STOP, reason=spent)
         if self._policy == "always":
             return Decision(action=Action.RESTART, reason="")
         return decide(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.background import Node
+from tests.launcher.cluster import Cluster
 from tests.ranks import read_json, run_echelon
 
 pytestmark = pytest.mark.ranks
@@ -141,3 +142,37 @@ def test_a_stall_is_restarted_where_that_is_asked_for(tmp_path):
     (only,) = report["decisions"]
     assert (only["action"], only["cause"], only["culprit_ranks"]) == ("restart", "host_hang", [1])
     assert report["incidents"][0]["kind"] == "stall"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [0, 1], ids=["the hosting node", "another node"])
+def test_a_spare_takes_the_place_of_a_node_whose_ranks_are_killed_again_and_again(tmp_path, bad):
+    script = """
+        import os, signal
+        import echelon.dist as dist
+        from echelon import recorder
+        world = dist.init(timeout_s=60)
+        print("began", flush=True)
+        recorder.step(0)
+        world.barrier()
+        if os.environ["ECHELON_TEST_BAD"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.barrier()
+        dist.shutdown()
+        """
+    job = Cluster(tmp_path, script)
+    try:
+        for rank in range(3):
+            environ = {"ECHELON_TEST_BAD": str(int(rank == bad))}
+            options = ("--nnodes", "2", "--spares", "1", "--max-restarts", "5")
+            job.start(*options, rank=rank, nproc=1, environ=environ)
+            if rank == 0:
+                job.nodes[0].wait_for("run directory")
+            if rank == 1:
+                job.nodes[1].wait_for("began")
+        assert [node.end() for node in job.nodes] == [0, 0, 0], job.told()
+    finally:
+        job.close()
+    report = read_json(job.nodes[0].run_dir / "report.json")
+    assert [one["action"] for one in report["decisions"]] == ["restart", "restart"], job.told()
+    assert [len(one["excluded"]) for one in report["decisions"]] == [0, 1], job.told()

@@ -7,13 +7,16 @@ read from its dump here: at most a few files, of which each is a rank's black bo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.policy.failure import DEAD, UNKNOWN, Failure
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Ended, Incident
+
+if TYPE_CHECKING:
+    from echelon.launcher.incident.circumstances import Circumstances
 
 _PLACE = re.compile(r"[\w.<>-]{1,100}:\d{1,7} in [\w.<>]{1,100}")
 _RAISES = ("exception", "out_of_memory", "device_stuck")
@@ -71,7 +74,7 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
         return _failure(world, (), said="" if incident is None else incident.reason)
     first = failed[0]
     is_killed = _is_killed(first)
-    around = _look(incident, failed[:1] if is_killed else failed)
+    around = _look(incident, [one.rank for one in (failed[:1] if is_killed else failed)])
     if is_killed or around is None or not around.cause:
         return _failure(
             world,
@@ -79,7 +82,7 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
             cause=DEAD if is_killed else UNKNOWN,
             site=_how(first),
             said=f"rank {first.rank} {_how(first)}",
-            last_step=-1 if around is None else around.last_step,
+            last_step=_last_step(world, incident, first.rank, around),
             is_killed=is_killed,
         )
     return _failure(
@@ -94,13 +97,22 @@ def _by_ends(world: World, incident: Incident | None) -> Failure:
     )
 
 
-def _look(incident: Incident | None, failed: list[Ended]) -> Any:
-    """Read what the first ranks to fail raised."""
+def _last_step(
+    world: World, incident: Incident | None, rank: int, around: Circumstances | None
+) -> int:
+    """Return a rank's last step; that of another one where its node, or its record, is lost."""
+    if around is None:
+        around = _look(incident, [other for other in range(world.size) if other != rank])
+    return -1 if around is None else around.last_step
+
+
+def _look(incident: Incident | None, ranks: Sequence[int]) -> Circumstances | None:
+    """Read what the first of these ranks to have a record raised."""
     if incident is None:
         return None
     from echelon.launcher.incident.circumstances import circumstances  # only where it is needed
 
-    return circumstances(incident.folder, [one.rank for one in failed])
+    return circumstances(incident.folder, ranks)
 
 
 def _failure(world: World, culprits: tuple[int, ...], **known: Any) -> Failure:
