@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.launcher.job.rundir import write_json
+from echelon.launcher.job.rundir import ACCOUNT, write_json
 
 FORMAT = 1
-FILE_NAME = "goodput.json"
+
 _MAX_BYTES = 1 << 28
 
 
@@ -114,7 +114,7 @@ def write_job(job: Job, run_dir: Path) -> None:
     Raises:
         OSError: they cannot be written.
     """
-    write_json(run_dir / FILE_NAME, to_json(job), indent=None)
+    write_json(run_dir / ACCOUNT, to_json(job), indent=None)
 
 
 def read_job(run_dir: Path) -> Job:
@@ -123,7 +123,7 @@ def read_job(run_dir: Path) -> Job:
     Raises:
         ValueError: the run has no such file, or it is damaged or of a newer format.
     """
-    path = run_dir / FILE_NAME
+    path = run_dir / ACCOUNT
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path}: larger than any account of a job ({_MAX_BYTES} B)")

@@ -28,6 +28,7 @@ from typing import Any
 
 from echelon.errors import LaunchError
 
+ACCOUNT = "goodput.json"
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 _INCIDENT = re.compile(r"\.?incident_(\d+)(\.partial)?")
 
@@ -67,9 +68,10 @@ class RunDirectory:
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove the report of the job that used the directory before: this one may leave none."""
-        with contextlib.suppress(OSError):
-            self.report_file.unlink()
+        """Remove report and account of the directory's last job: this one may leave none."""
+        for path in (self.report_file, self.path / ACCOUNT):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def forget_secret(self, job: dict[str, Any]) -> None:
         """Write job.json again without the secret: the job is over, and runs are passed around."""

@@ -12,8 +12,9 @@ from echelon.launcher.coordinator import observers as o
 from echelon.launcher.goodput.accounting import Category
 from echelon.launcher.goodput.book import Book
 from echelon.launcher.goodput.command import main
-from echelon.launcher.goodput.facts import FILE_NAME, read_job
+from echelon.launcher.goodput.facts import read_job
 from echelon.launcher.goodput.shares import shares
+from echelon.launcher.job.rundir import ACCOUNT
 
 S = 1_000_000_000
 
@@ -105,7 +106,7 @@ def test_report_shows_text_and_json(book, clock, tmp_path, capsys):
     ["", "[]", '{"format": 2}', '{"format": 1}', "[" * 100_000, '{"format": 1, "job_id": 5}'],
 )
 def test_a_damaged_account_is_one_line(text, tmp_path, capsys):
-    (tmp_path / FILE_NAME).write_text(text)
+    (tmp_path / ACCOUNT).write_text(text)
     assert main([str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("echelon report: ")

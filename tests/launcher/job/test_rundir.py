@@ -45,3 +45,12 @@ def test_a_file_in_the_way_is_one_clear_line(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(LaunchError, match=r"--run-dir .*run: File exists"):
         RunDirectory(tmp_path / "run", "")
+
+
+def test_a_new_job_in_the_directory_forgets_report_and_account_of_the_last_one(tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    (tmp_path / "goodput.json").write_text("{}")
+    directory = RunDirectory(tmp_path, "")
+    directory.forget_report()
+    directory.forget_report()
+    assert list(tmp_path.iterdir()) == []

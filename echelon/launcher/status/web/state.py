@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.launcher.goodput.accounting import segments
-from echelon.launcher.goodput.facts import FILE_NAME, Job, read_job
+from echelon.launcher.goodput.facts import Job, read_job
 from echelon.launcher.goodput.shares import Shares, shares
+from echelon.launcher.job.rundir import ACCOUNT
 from echelon.launcher.status.status import RankStatus, read_statuses
 from echelon.launcher.status.web.columns import columns
 
@@ -54,7 +55,7 @@ def _job(run_dir: Path) -> tuple[Job, Shares, float]:
     """Return the account as it stands now, its totals, and how old the file is."""
     try:
         job = read_job(run_dir)
-        age_s = max(0.0, time.time() - (run_dir / FILE_NAME).stat().st_mtime)
+        age_s = max(0.0, time.time() - (run_dir / ACCOUNT).stat().st_mtime)
     except (ValueError, OSError):
         job, age_s = Job(job_id=""), 0.0
     if not job.ended_by and job.attempts and age_s < _FRESH_S:
