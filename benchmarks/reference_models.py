@@ -3,14 +3,15 @@
     python benchmarks/reference_models.py                       # 10.65M characters: all rows
     python benchmarks/reference_models.py --model gpt2 --rounds 2 --iterations 3
     python benchmarks/reference_models.py --only eager,inductor --text shakespeare.txt
+    python benchmarks/reference_models.py --row eager --row "whole, inductor" --limit 3000
     python benchmarks/reference_models.py --device cuda --model gpt2 --iterations 1000 --batch 8
 
 Every row is measured in processes of its own, one for each round; the rows of a round run one after
 the other in a random order. A row's ratio is taken to its peer in the same round. The first
 iteration of the first round compiles with an empty cache (cold), those of later rounds find it
 (warm). What has been measured is kept in `--out` and not measured again: an interrupted run
-continues. At the end the table is printed, as Markdown, and written beside `--out` with the
-machine, as JSON.
+continues. A row that took longer than `--limit` is measured again with a longer one. At the end the
+table is printed, as Markdown, and written beside `--out` with the machine, as JSON.
 
 On a CPU a row has one thread, and its iterations are counted in processor seconds too: on a shared
 machine those repeat, wall seconds do not. Ratios and MFU are by processor time there and by wall
@@ -53,20 +54,36 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--text", default="", metavar="FILE", help="default: Python's library")
     parser.add_argument("--only", default="", metavar="WORD,...", help="rows that contain a word")
+    parser.add_argument("--row", action="append", default=[], metavar="NAME", help="these rows")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds, a row and round")
     parser.add_argument("--out", type=Path, default=Path("reference_models.jsonl"))
     options = parser.parse_args()
     if options.iterations < 1 or options.rounds < 1 or options.batch < 1:
         parser.error("--iterations, --rounds and --batch must be at least 1")
-    words = [word for word in options.only.split(",") if word]
-    cases = [case for case in CASES if not words or any(word in case.name for word in words)]
+    cases = chosen(options.only, options.row)
+    if not cases:
+        parser.error("no row has such a name; the rows: " + "; ".join(one.name for one in CASES))
     run(cases, options)
     results = read(options.out, key(options))
     text = table(cases, results, options.device)
     print(text, flush=True)
     kept = {"machine": machine(), "options": key(options), "rows": summaries(cases, results)}
     options.out.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def chosen(words: str, names: list[str]) -> list[Case]:
+    """Return the rows of these names and those whose names contain a word; all, if none is given.
+
+    A row's peer has to be chosen, too, for a ratio.
+    """
+    parts = [word for word in words.split(",") if word]
+    every = not parts and not names
+    return [
+        case
+        for case in CASES
+        if every or case.name in names or any(part in case.name for part in parts)
+    ]
 
 
 def key(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +100,8 @@ def run(cases: list[Case], options: argparse.Namespace) -> None:
         random.Random(options.seed + number).shuffle(order)
         for case in order:
             found = read(options.out, key(options)).get(case.name, {})
-            if number in found or any("error" in one for one in found.values()):
+            failed = any(is_final(one, options.limit) for one in found.values())
+            if failed or "error" not in found.get(number, {"error": "not measured"}):
                 continue
             result = measure(case, key(options), cache / case.name.replace(" ", "_"), options.limit)
             if result is None:
@@ -93,6 +111,11 @@ def run(cases: list[Case], options: argparse.Namespace) -> None:
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             sys.stderr.write(f"{number} {case.name}: {result.get('error', 'measured')}\n")
+
+
+def is_final(result: dict[str, Any], limit_s: float) -> bool:
+    """Return whether a row failed and would fail again; more time may be enough for one."""
+    return "error" in result and result.get("limit_s", limit_s) >= limit_s
 
 
 def measure(
@@ -114,7 +137,7 @@ def measure(
                 cwd=Path(__file__).resolve().parent, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {limit_s:.0f} s"}
+            return {"error": f"took longer than {limit_s:.0f} s", "limit_s": limit_s}
         if done.returncode < 0:
             return None
         lines = done.stdout.decode().strip().splitlines()

@@ -80,6 +80,31 @@ def test_an_interrupted_run_measures_only_what_is_missing(bench, tmp_path, monke
     assert len(asked) == 3
 
 
+def test_a_row_that_took_too_long_is_measured_again_with_more_time(bench, tmp_path, monkeypatch):
+    limits = []
+
+    def measure(case, _, cache, limit_s):
+        limits.append(limit_s)
+        slow = {"error": "took longer than 1 s", "limit_s": limit_s}
+        return slow if limit_s < 5 else {"cpu_s": [1.0]}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    options = dict.fromkeys(("model", "device", "iterations", "batch", "length", "threads", "text"))
+    settings = {**options, "out": tmp_path / "out.jsonl", "rounds": 2, "seed": 0}
+    for limit in (1.0, 1.0, 9.0, 9.0):
+        bench.run(bench.chosen("", ["eager"]), bench.argparse.Namespace(**settings, limit=limit))
+    assert limits == [1.0, 9.0, 9.0]
+
+
+def test_rows_are_chosen_by_name_or_by_words(bench):
+    assert [one.name for one in bench.chosen("", ["whole, inductor"])] == ["whole, inductor"]
+    assert {one.name for one in bench.chosen("never,MATH", ["eager"])} == {
+        "eager", "SDPA MATH", "SDPA MATH, bfloat16", "lengths vary, blocks, dynamic never",
+    }  # fmt: skip
+    assert bench.chosen("", []) == bench.CASES
+    assert bench.chosen("nothing", []) == []
+
+
 def test_every_row_has_a_name_of_its_own_and_a_peer(bench):
     names = [case.name for case in bench.CASES]
     assert len(names) == len(set(names))
