@@ -148,7 +148,8 @@ def require_consistent(settings: Settings) -> None:
         if value and not checkpoint.path:
             raise ValueError(f"{flag} needs --checkpoint FOLDER")
     for path in filter(None, (checkpoint.path, checkpoint.export_hf, settings.report.log)):
-        require_folder_of(Path(path))
+        if "://" not in path:  # an object store makes its folders
+            require_folder_of(Path(path))
     if machine.microbatches and machine.microbatches > 1 and machine.pipeline == 1:
         raise ValueError("--microbatches needs --pipeline")
     if training.ema is not None and training.ema >= 1:

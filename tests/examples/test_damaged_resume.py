@@ -128,6 +128,15 @@ def test_an_empty_folder_is_a_beginning(text, tmp_path):
     assert (tmp_path / "gpt/step_00000007").is_dir()
 
 
+def test_a_run_goes_on_from_an_object_store(text, tmp_path):
+    pytest.importorskip("fsspec")
+    files = ("--data", text, "--checkpoint", f"file://{tmp_path}/gpt", "--resume=auto")
+    for steps in (2, 4):
+        code, told = train(f"--steps={steps}", *files, "--log", tmp_path / f"log_{steps}")
+        assert code == 0, told
+    assert min(line["step"] for line in read_log(tmp_path / "log_4") if "loss" in line) == 3
+
+
 def _rank(rank, world_size, folder, text):
     return resume(folder, text)
 

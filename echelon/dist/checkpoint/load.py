@@ -6,19 +6,23 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.dist.checkpoint.disk.damage import DamagedError
 from echelon.dist.checkpoint.disk.folder import candidates, read_manifest
+from echelon.dist.checkpoint.disk.manifest import Manifest
 from echelon.dist.checkpoint.disk.source import Source, Version, require
 from echelon.dist.checkpoint.foreign.safetensors_file import SafetensorsFile
 from echelon.dist.checkpoint.foreign.torch_file import TorchFile
 from echelon.dist.checkpoint.ranks import pending
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
 from echelon.dist.checkpoint.ranks.reading import read
+from echelon.dist.checkpoint.remote import version as remote
+from echelon.dist.checkpoint.remote.store import Remote, place_of
 from echelon.dist.checkpoint.state.restore import Restore, plain_values
+from echelon.errors import CheckpointError
 from echelon.recorder import span
 
 
@@ -34,8 +38,9 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
     partly filled; what does not fit is found before anything is changed.
 
     Args:
-        path: what `save` was given, or one version in it; a file of `torch.save` with a state_dict,
-            alone or in a dict (read without unpickling objects); or a .safetensors file.
+        path: what `save` was given, also an address, or one version in it; a file of `torch.save`
+            with a state_dict, alone or in a dict (read without unpickling objects); or a
+            .safetensors file.
         state: as it was saved, or a part of it.
 
     Raises:
@@ -44,27 +49,32 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
         ValueError: the checkpoint does not fit the state.
         TypeError: `state` is not a dict of entries.
     """
-    chosen = Path(path)
+    chosen = place_of(path)
     peers = find(to_write=False)
     with span("checkpoint", f"load {chosen}"):
         agree(peers, pending.finish(must_end=False), f"{chosen}: the save before")
         doing = f"{chosen}: not loaded"
         is_first = peers.rank == 0 or peers.size == 1
-        mine = together(peers, doing, lambda: _choose(chosen) if is_first else [])
-        # One rank's choice: another job may be saving at this moment.
-        places = [Path(place) for place in peers.all_gather(mine)[0]]
         first_error = None
-        for place in places:
-            if first_error is not None and is_first:
-                reason = f"{first_error}; loading {place} instead"
-                warnings.warn(reason, RuntimeWarning, stacklevel=2)
-            try:
-                _fill(functools.partial(_open, place, state), state, peers, doing)
-                return state
-            except DamagedError as error:
-                first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+        tried: set[str] = set()
+        while True:
+            # One rank's choice: another job may be saving, or removing, at this moment.
+            look = functools.partial(_choose, chosen, is_again=first_error is not None)
+            mine = together(peers, doing, look if is_first else list[str])
+            names = [name for name in peers.all_gather(mine)[0] if name not in tried]
+            if not names:
+                assert first_error is not None
+                raise first_error
+            tried.update(names)
+            for place in map(place_of, names):
+                if first_error is not None and is_first:
+                    reason = f"{first_error}; loading {place} instead"
+                    warnings.warn(reason, RuntimeWarning, stacklevel=2)
+                try:
+                    _fill(functools.partial(_open, place, state), state, peers, doing)
+                    return state
+                except DamagedError as error:
+                    first_error = first_error or error
 
 
 def load_source(
@@ -114,22 +124,51 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
     """
-    places = candidates(Path(path))
+    root = place_of(path)
+    places = _candidates(root)
     for place in places[:-1]:
         with contextlib.suppress(DamagedError):
-            return plain_values(read_manifest(place))
-    return plain_values(read_manifest(places[-1]))
+            return plain_values(_read_manifest(place))
+    return plain_values(_read_manifest(places[-1]))
 
 
-def _choose(path: Path) -> list[str]:
-    places = [path] if path.is_file() else candidates(path)
-    return [str(place.absolute()) for place in places]
+def _candidates(path: Path | Remote) -> Sequence[Path | Remote]:
+    return remote.candidates(path) if isinstance(path, Remote) else candidates(path)
 
 
-def _open(path: Path, state: dict[str, Any]) -> Source:
-    if path.suffix == ".safetensors":
+def _read_manifest(path: Path | Remote) -> Manifest:
+    return remote.read_manifest(path) if isinstance(path, Remote) else read_manifest(path)
+
+
+def _choose(path: Path | Remote, *, is_again: bool) -> list[str]:
+    """Return what may be loaded, the best first.
+
+    Args:
+        path: what the caller named.
+        is_again: all that there was is damaged or gone: nothing more may be there.
+    """
+    try:
+        if isinstance(path, Remote):
+            return [place.address for place in remote.candidates(path)]
+        places = [path] if path.is_file() else candidates(path)
+        return [str(place.absolute()) for place in places]
+    except CheckpointError:
+        if is_again:
+            return []
+        raise
+
+
+def _open(path: Path | Remote, state: dict[str, Any]) -> Source:
+    if isinstance(path, Path) and path.suffix == ".safetensors":
         return SafetensorsFile(path, state)
-    return TorchFile(path, state) if path.is_file() else Version(path)
+    if isinstance(path, Path) and path.is_file():
+        return TorchFile(path, state)
+    try:
+        return remote.RemoteVersion(path) if isinstance(path, Remote) else Version(path)
+    except DamagedError:
+        raise
+    except CheckpointError as error:  # it was complete when it was chosen: another job removed it
+        raise DamagedError(str(error), path=error.path) from None
 
 
 def _require_use(restore: Restore, source: Source, peers: Peers) -> None:

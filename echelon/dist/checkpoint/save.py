@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from echelon.dist.checkpoint.disk import files
-from echelon.dist.checkpoint.disk.folder import Unfinished, versions
+from echelon.dist.checkpoint.disk.folder import Unfinished
 from echelon.dist.checkpoint.disk.manifest import Manifest
 from echelon.dist.checkpoint.disk.rank_file import RankFileWriter
 from echelon.dist.checkpoint.ranks import pending
 from echelon.dist.checkpoint.ranks.division import divide, settle
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
 from echelon.dist.checkpoint.ranks.pending import PendingSave
+from echelon.dist.checkpoint.remote.store import Remote, place_of
+from echelon.dist.checkpoint.remote.version import RemoteUnfinished
 from echelon.dist.checkpoint.state.collect import Contents, collect
 from echelon.dist.checkpoint.state.held import Held
 from echelon.errors import CheckpointError
@@ -39,7 +40,7 @@ def save(
     keep: int = 2,
     timeout_s: float | None = None,
 ) -> PendingSave | None:
-    """Save a state under `path`, a folder on a file system that all hosts share. Collective.
+    """Save a state under `path`, which all hosts share. Collective.
 
     Modules, optimizers, `RandomState`s, objects with `state_dict` and `load_state_dict`, tensors
     and plain values, in a dict that may hold further dicts. Ranks that hold the same tensor prove
@@ -52,7 +53,8 @@ def save(
     for each other at most as long as the group's timeout; in the background, `timeout_s`.
 
     Args:
-        path: a folder, created if it does not exist.
+        path: a folder, created if it does not exist; or the address of one in an object store,
+            such as `s3://bucket/run`, through `fsspec`.
         state: what to save.
         async_op: copy the state, return at once and write in the background. Errors are raised by
             `wait`, or by the next save or `shutdown`; else they fail the program at its end.
@@ -72,27 +74,17 @@ def save(
     """
     if keep < 1:
         raise ValueError(f"keep {keep}: at least this checkpoint is kept")
-    require_folder(path)
-    root = Path(path)
-    if root.suffix in (".pt", ".pth", ".safetensors") or root.is_file():
+    root = place_of(path)
+    if isinstance(root, Path) and (
+        root.suffix in (".pt", ".pth", ".safetensors") or root.is_file()
+    ):
         raise ValueError(f"{root}: a checkpoint is a folder; `export` makes such a file of one")
     peers = find(to_write=True)
     return begin(root, state, peers, async_op=async_op, keep=keep, timeout_s=timeout_s)
 
 
-def require_folder(path: str | os.PathLike[str]) -> None:
-    """Refuse the address of an object store, which would become a local folder of that name.
-
-    Raises:
-        ValueError: it is one.
-    """
-    scheme, is_address, _ = os.fspath(path).partition("://")
-    if is_address:
-        raise ValueError(f"{scheme}://...: a checkpoint is a folder on a file system: mount it")
-
-
 def begin(
-    root: Path,
+    root: Path | Remote,
     state: Mapping[str, Any],
     peers: Peers,
     *,
@@ -118,7 +110,7 @@ def begin(
 
 
 def _prepare(
-    root: Path, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
+    root: Path | Remote, state: Mapping[str, Any], peers: Peers, *, keep: int, timeout_s: float
 ) -> _Job:
     """Agree with the other ranks on what is saved, by whom and where."""
     doing = f"{root}: not saved"
@@ -127,8 +119,8 @@ def _prepare(
     settle(peers, doing, contents)
     mine = divide(peers, doing, contents.held, contents.aliases)
     made = together(peers, doing, lambda: _create(root) if peers.rank == 0 else "")
-    unfinished = Unfinished(Path(peers.all_gather(made)[0]))
-    together(peers, doing, lambda: _require_shared(unfinished.path))
+    unfinished = _open(peers.all_gather(made)[0])
+    together(peers, doing, lambda: _require_shared(unfinished))
     return _Job(
         unfinished=unfinished,
         contents=contents,
@@ -139,27 +131,34 @@ def _prepare(
     )
 
 
-def _create(root: Path) -> str:
+def _create(root: Path | Remote) -> str:
+    if isinstance(root, Remote):
+        return RemoteUnfinished.create(root).path.address
     return str(Unfinished.create(root.absolute()).path)
 
 
-def _require_shared(path: Path) -> None:
+def _open(path: str) -> Unfinished | RemoteUnfinished:
+    place = place_of(path)
+    return RemoteUnfinished(place) if isinstance(place, Remote) else Unfinished(place)
+
+
+def _require_shared(unfinished: Unfinished | RemoteUnfinished) -> None:
     deadline_s = time.monotonic() + _SHARED_S
-    while not path.is_dir():
+    while not unfinished.is_seen():
         if time.monotonic() > deadline_s:
             raise CheckpointError(
-                f"{path}: made by rank 0, not seen here: all hosts must share this file system",
-                path=path,
+                f"{unfinished.path}: made by rank 0, not seen here: all hosts must share this file "
+                "system",
+                path=str(unfinished.path),
             )
         time.sleep(_LOOK_S)
-        versions(path.parent)  # makes NFS look again
 
 
 @dataclass(kw_only=True)
 class _Job:
     """One rank's part of one save."""
 
-    unfinished: Unfinished
+    unfinished: Unfinished | RemoteUnfinished
     contents: Contents
     mine: list[Held]
     peers: Peers
@@ -209,14 +208,15 @@ class _Job:
             self._wait_for(deadline_s, self.unfinished.is_committed)
 
     def _write(self) -> None:
-        writer = RankFileWriter(self.unfinished.path, self.peers.rank)
-        try:
-            for one in self.mine:
-                writer.append(one)
-            stored = writer.finish()
-        finally:
-            writer.close()
-        files.sync_folder(self.unfinished.path)
+        with self.unfinished.local_folder() as folder:
+            writer = RankFileWriter(folder, self.peers.rank)
+            try:
+                for one in self.mine:
+                    writer.append(one)
+                stored = writer.finish()
+            finally:
+                writer.close()
+            self.unfinished.publish(folder / stored.name, self.timeout_s)
         part = Manifest(
             world_size=self.peers.size,
             save=self.unfinished.token,
@@ -230,7 +230,9 @@ class _Job:
 
     def _commit(self) -> None:
         self.unfinished.commit(self.peers.size, self.keep)
-        note_checkpoint(self.unfinished.final.parent, self.step)
+        root = self.unfinished.final.parent
+        if isinstance(root, Path):  # a launcher looks for folders
+            note_checkpoint(root, self.step)
         if self.then is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 self.then()
@@ -240,7 +242,7 @@ class _Job:
         while not is_there():
             failure = self.unfinished.failure()
             if failure is not None:
-                raise CheckpointError(f"{root}: not saved: {failure}", path=root)
+                raise CheckpointError(f"{root}: not saved: {failure}", path=str(root))
             self._require_time(deadline_s)
             time.sleep(_LOOK_S)
 
@@ -252,7 +254,7 @@ class _Job:
         raise CheckpointError(
             f"{root}: not saved within {self.timeout_s:g} s; parts missing of ranks: "
             f"{', '.join(map(str, missing)) or 'none, but rank 0 did not finish'}",
-            path=root,
+            path=str(root),
         )
 
 

@@ -22,7 +22,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from echelon.dist.checkpoint.disk import files, in_use
@@ -43,14 +43,14 @@ from echelon.errors import CheckpointError
 
 MANIFEST = "manifest"
 COMMIT = "commit"
-_INDEX = "rank_{:05d}.index"
-_FAILED = "rank_{:05d}.failed"
+INDEX_NAME = "rank_{:05d}.index"
+FAILED_NAME = "rank_{:05d}.failed"
 _VERSION = re.compile(r"\d{6,}")
 _OWN_FILE = re.compile(r"\.?(rank_\d{5,}\.(bin|index|failed)|manifest|commit)(\.tmp)?")
 _DATA = re.compile(r"rank_\d{5,}\.bin")
 _HIDDEN = re.compile(r"\.(?P<number>\d{6,})(-[0-9a-f]+)?\.(?P<kind>tmp|trash)")
-_SEAL_BYTES = 4
-_TOKEN_BYTES = 8
+SEAL_BYTES = 4
+TOKEN_BYTES = 8
 
 
 class Unfinished:
@@ -75,17 +75,32 @@ class Unfinished:
         files.make_folder(root)
         number = max((_number(name) for name in _names(root)), default=0) + 1
         _sweep(root)
-        path = root / f".{number:06d}-{secrets.token_hex(_TOKEN_BYTES)}.tmp"
+        path = root / f".{number:06d}-{secrets.token_hex(TOKEN_BYTES)}.tmp"
         path.mkdir()
         return cls(path)
 
+    def is_seen(self) -> bool:
+        """Tell whether this rank sees what rank 0 has created."""
+        if not self.path.is_dir():
+            versions(self.path.parent)  # makes NFS look again
+        return self.path.is_dir()
+
+    @contextlib.contextmanager
+    def local_folder(self) -> Iterator[Path]:
+        """Return the folder in which the rank's file is made: the version's own."""
+        yield self.path
+
+    def publish(self, file: Path, limit_s: float) -> None:  # noqa: ARG002 -- of the interface
+        """Flush the entry of the rank's file."""
+        files.sync_folder(file.parent)
+
     def add_index(self, rank: int, part: Manifest) -> None:
         """Publish that a rank's file is complete, and what is in it."""
-        files.write_whole(self.path / _INDEX.format(rank), encode(part), sync=False)
+        files.write_whole(self.path / INDEX_NAME.format(rank), encode(part), sync=False)
 
     def add_failure(self, rank: int, reason: str) -> None:
         """Publish that a rank could not write its part."""
-        files.write_whole(self.path / _FAILED.format(rank), reason.encode(), sync=False)
+        files.write_whole(self.path / FAILED_NAME.format(rank), reason.encode(), sync=False)
 
     def failure(self) -> str | None:
         """Return the first rank that failed and its reason; None if no rank reported one."""
@@ -99,7 +114,7 @@ class Unfinished:
     def missing(self, world_size: int) -> list[int]:
         """Return the ranks whose part is not complete yet."""
         names = set(_names(self.path))
-        return [rank for rank in range(world_size) if _INDEX.format(rank) not in names]
+        return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
         """Tell whether this very save was committed, and not another one of the same number."""
@@ -117,10 +132,10 @@ class Unfinished:
             _require_size(self.path / file.name, file)
         manifest = encode(whole)
         files.write_whole(self.path / MANIFEST, manifest, sync=True)
-        files.remove(self.path / _INDEX.format(rank) for rank in range(world_size))
+        files.remove(self.path / INDEX_NAME.format(rank) for rank in range(world_size))
         files.sync_folder(self.path)
         files.rename(self.path, self.final)
-        mark = manifest[-_SEAL_BYTES:] + bytes.fromhex(self.token)
+        mark = manifest[-SEAL_BYTES:] + bytes.fromhex(self.token)
         files.write_whole(self.final / COMMIT, mark, sync=True)
         files.sync_folder(self.final)
         with contextlib.suppress(OSError):  # the next save removes what stays now
@@ -142,7 +157,7 @@ class Unfinished:
     def _merge(self, world_size: int) -> Manifest:
         parts = []
         for rank in range(world_size):
-            path = self.path / _INDEX.format(rank)
+            path = self.path / INDEX_NAME.format(rank)
             try:
                 part = decode(path.read_bytes())
             except ValueError as error:
@@ -150,28 +165,39 @@ class Unfinished:
             if part.save != self.token:
                 raise CheckpointError(f"{path}: belongs to another save", path=path)
             parts.append(part)
-        return merge(parts, lambda one, other: self._is_equal(parts, one, other))
+        return merge(parts, lambda one, other: are_equal(parts, one, other, self._read))
 
-    def _is_equal(self, parts: Sequence[Manifest], one: Range, other: Range) -> bool:
-        """Compare what two ranks wrote of the same elements."""
-        part = parts[one.file]
-        size = next(
-            dtype_bytes(tensor.dtype)
-            for tensor in part.tensors.values()
-            for known in tensor.ranges
-            if 0 <= one.offset - known.offset < known.length * dtype_bytes(tensor.dtype)
-        )
-        paths = [self.path / parts[of.file].files[of.file].name for of in (one, other)]
-        with paths[0].open("rb") as first, paths[1].open("rb") as second:
-            first.seek(one.offset)
-            second.seek(other.offset)
-            rest = one.length * size
-            while rest:
-                step = min(rest, BLOCK_BYTES)
-                if first.read(step) != second.read(step):
-                    return False
-                rest -= step
-        return True
+    def _read(self, name: str, offset: int, length: int) -> bytes:
+        with (self.path / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+
+def are_equal(
+    parts: Sequence[Manifest], one: Range, other: Range, read: Callable[[str, int, int], bytes]
+) -> bool:
+    """Compare what two ranks wrote of the same elements.
+
+    Args:
+        parts: of the manifest, by rank.
+        one: of the first rank.
+        other: of the second.
+        read: returns bytes of a rank's file, by name, offset and length.
+    """
+    part = parts[one.file]
+    size = next(
+        dtype_bytes(tensor.dtype)
+        for tensor in part.tensors.values()
+        for known in tensor.ranges
+        if 0 <= one.offset - known.offset < known.length * dtype_bytes(tensor.dtype)
+    )
+    names = [parts[of.file].files[of.file].name for of in (one, other)]
+    for done in range(0, one.length * size, BLOCK_BYTES):
+        step = min(one.length * size - done, BLOCK_BYTES)
+        first = read(names[0], one.offset + done, step)
+        if first != read(names[1], other.offset + done, step):
+            return False
+    return True
 
 
 def is_committed(version: Path, token: str | None = None) -> bool:
@@ -184,13 +210,13 @@ def is_committed(version: Path, token: str | None = None) -> bool:
     try:
         mark = (version / COMMIT).read_bytes()
         with (version / MANIFEST).open("rb") as manifest:
-            manifest.seek(-_SEAL_BYTES, os.SEEK_END)
+            manifest.seek(-SEAL_BYTES, os.SEEK_END)
             seal = manifest.read()
     except OSError:
         return False
-    if token is not None and mark[_SEAL_BYTES:].hex() != token:
+    if token is not None and mark[SEAL_BYTES:].hex() != token:
         return False
-    return len(mark) >= _SEAL_BYTES and mark[:_SEAL_BYTES] == seal
+    return len(mark) >= SEAL_BYTES and mark[:SEAL_BYTES] == seal
 
 
 def versions(root: Path) -> Sequence[Path]:

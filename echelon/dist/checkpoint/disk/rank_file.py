@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.dist.checkpoint.disk import files
 from echelon.dist.checkpoint.disk.damage import DamagedError
@@ -81,16 +81,13 @@ class RankFileReader:
         DamagedError: from every call, naming the file: missing, cut short, or damaged.
     """
 
-    def __init__(self, folder: Path, stored: StoredFile) -> None:
-        self.path = folder / stored.name
+    def __init__(self, folder: Any, stored: StoredFile) -> None:
+        self.path = folder / stored.name  # a Path, or what has its operator
         self._stored = stored
         self._block = -1  # the number of the one that is kept
         self._content = memoryview(b"")
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise DamagedError(f"{self.path}: {error.strerror}", path=self.path) from None
-        size = os.fstat(self._descriptor).st_size
+        self._descriptor = -1
+        size = self._open()
         if size != stored.num_bytes:
             self.close()
             raise self._error(f"{size} bytes, {stored.num_bytes} were saved")
@@ -119,6 +116,26 @@ class RankFileReader:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _open(self) -> int:
+        """Open the file; return its size."""
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise self._error(str(error.strerror)) from None
+        return os.fstat(self._descriptor).st_size
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the file, unchecked."""
+        rest = target
+        while rest:
+            try:
+                count = os.preadv(self._descriptor, [rest], offset)
+            except OSError as error:
+                raise self._error(f"{error.strerror} at byte {offset}") from None
+            if count == 0:
+                raise self._error(f"it ends at byte {offset}")
+            offset, rest = offset + count, rest[count:]
+
     def _size_of(self, block: int) -> int:
         return min(BLOCK_BYTES, self._stored.num_bytes - block * BLOCK_BYTES)
 
@@ -131,18 +148,10 @@ class RankFileReader:
         self._block, self._content = block, content
 
     def _read(self, block: int, target: memoryview) -> None:
-        offset, rest = block * BLOCK_BYTES, target
-        while rest:
-            try:
-                count = os.preadv(self._descriptor, [rest], offset)
-            except OSError as error:
-                raise self._error(f"{error.strerror} at byte {offset}") from None
-            if count == 0:
-                raise self._error(f"it ends at byte {offset}")
-            offset, rest = offset + count, rest[count:]
+        self._fetch(block * BLOCK_BYTES, target)
         if zlib.crc32(target) != self._stored.checksums[block]:
             first = block * BLOCK_BYTES
             raise self._error(f"damaged between bytes {first} and {first + len(target)} (CRC-32)")
 
     def _error(self, reason: str) -> DamagedError:
-        return DamagedError(f"{self.path}: {reason}", path=self.path)
+        return DamagedError(f"{self.path}: {reason}", path=str(self.path))

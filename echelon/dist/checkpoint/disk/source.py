@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.dist.checkpoint.disk import in_use
 from echelon.dist.checkpoint.disk.folder import COMMIT, newest, read_manifest
-from echelon.dist.checkpoint.disk.manifest import Manifest, dtype_bytes
+from echelon.dist.checkpoint.disk.manifest import Manifest, StoredFile, dtype_bytes
 from echelon.dist.checkpoint.disk.pattern import Pattern, Repeats
 from echelon.dist.checkpoint.disk.rank_file import RankFileReader
 from echelon.dist.checkpoint.disk.tensor_bytes import as_bytes, dtype_named, is_plain
@@ -103,10 +103,13 @@ class Version:
         if mark >= 0:
             in_use.release(mark)
 
+    def _open(self, stored: StoredFile) -> RankFileReader:
+        return RankFileReader(self.path, stored)
+
     def _reader(self, number: int) -> RankFileReader:
         reader = self._readers.pop(number, None)
         if reader is None:
-            reader = RankFileReader(self.path, self.manifest.files[number])
+            reader = self._open(self.manifest.files[number])
         self._readers[number] = reader  # the last is the one used last
         if len(self._readers) > _MAX_OPEN:
             self._readers.popitem(last=False)[1].close()

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.dist.checkpoint.disk.claim import Claim
-from echelon.dist.checkpoint.disk.steps import StepFolders
 from echelon.dist.checkpoint.life import rules
 from echelon.dist.checkpoint.life.rules import Best, Policy
 from echelon.dist.checkpoint.ranks import pending
 from echelon.dist.checkpoint.ranks.peers import Peers, agree, find, together
-from echelon.dist.checkpoint.save import begin, require_folder
+from echelon.dist.checkpoint.remote.steps import steps_of
+from echelon.dist.checkpoint.remote.store import place_of
+from echelon.dist.checkpoint.save import begin
 from echelon.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Keeper:
     """The checkpoints of one job, in a folder that no other job saves to.
 
     Args:
-        folder: gets a `step_<n>` for each checkpoint; what else is in it stays as it is.
+        folder: gets a `step_<n>` for each checkpoint; what else is in it stays as it is. Or the
+            address of one in an object store, where no second job can be noticed.
         keep: how many of the last complete ones to keep.
         keep_every: keep those whose step is a multiple of it, too.
         best: keep the one with the "lowest" or "highest" score, too.
@@ -70,10 +72,9 @@ class Keeper:
             raise ValueError(f"keep_every {keep_every}: must be at least 1")
         if best not in (None, "lowest", "highest"):
             raise ValueError(f'best {best!r}: "lowest" or "highest"')
-        require_folder(folder)
-        self.folder = Path(folder)
+        self.folder = place_of(folder)
         self.policy = Policy(keep=keep, keep_every=keep_every, best=best)
-        self._steps = StepFolders(self.folder)
+        self._steps = steps_of(self.folder)
         self._make_room = make_room
         self._timeout_s = timeout_s
         self._claim: Claim | None = None
@@ -164,7 +165,7 @@ class Keeper:
 
     def _claim_folder(self, peers: Peers) -> None:
         def claim() -> str:
-            if peers.rank == 0 and self._claim is None:
+            if peers.rank == 0 and self._claim is None and isinstance(self.folder, Path):
                 try:
                     self._claim = Claim(self.folder)
                 except CheckpointError as error:
@@ -173,7 +174,7 @@ class Keeper:
 
         refused = peers.all_gather(together(peers, f"{self.folder}: not saved", claim))[0]
         if refused:
-            raise _ClaimedError(refused, path=self.folder)
+            raise _ClaimedError(refused, path=str(self.folder))
 
     def _note(self, step: int, score: float | None) -> None:
         """Prepare the step's folder, and warn of a run that was taken back."""

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from echelon.dist.checkpoint.disk.folder import COMMIT, marked, problem_of
-from echelon.dist.checkpoint.disk.steps import StepFolders
 from echelon.dist.checkpoint.life import rules
 from echelon.dist.checkpoint.ranks.peers import find, together
+from echelon.dist.checkpoint.remote import version as remote
+from echelon.dist.checkpoint.remote.steps import steps_of
+from echelon.dist.checkpoint.remote.store import Remote, place_of
 
 
-def newest(folder: str | os.PathLike[str]) -> Path | None:
+def newest(folder: str | os.PathLike[str]) -> Path | str | None:
     """Return the newest complete checkpoint in `folder`, None if there is none. Collective.
 
         if newest("runs/gpt") is not None:
@@ -27,14 +29,14 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
         folder: what `Keeper` was given, with a checkpoint for each step; or what `save` was given.
 
     Returns:
-        The path of that step's checkpoint; `folder` itself if it is one that `save` wrote. `load`
-        takes either, and `folder`.
+        The path, or the address, of that step's checkpoint; `folder` itself if it is one that
+        `save` wrote. `load` takes either, and `folder`.
 
     Raises:
         CheckpointError: rank 0 could not look.
         OSError: this rank could not.
     """
-    place = Path(folder)
+    place = place_of(folder)
     peers = find(to_write=False)
     looks = peers.rank == 0 or peers.size == 1
     nothing: list[Any] = [None, []]
@@ -43,12 +45,12 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
     if looks:
         for reason in passed_over:
             warnings.warn(f"{reason}; not loaded", RuntimeWarning, stacklevel=2)
-    return None if path is None else Path(path)
+    return path if path is None or isinstance(place, Remote) else Path(path)
 
 
-def _newest(folder: Path) -> list[Any]:
+def _newest(folder: Path | Remote) -> list[Any]:
     """Return a path or None, and why newer ones were passed over."""
-    steps = StepFolders(folder)
+    steps = steps_of(folder)
     found = steps.look()
     chosen = rules.newest(found)
     reasons = [
@@ -58,9 +60,21 @@ def _newest(folder: Path) -> list[Any]:
         and (chosen is None or one.step > chosen.step)
     ]
     if chosen is not None:
-        return [str(steps.path(chosen.step)), reasons]
-    versions = [folder] if (folder / COMMIT).exists() else list(marked(folder))
-    problems = [problem_of(version) for version in reversed(versions)]
+        return [_named(steps.path(chosen.step)), reasons]
+    problems = _problems(folder)
     whole = problems.index(None) if None in problems else len(problems)
     reasons += [problem for problem in problems[:whole] if problem is not None]
-    return [str(folder) if whole < len(problems) else None, reasons]
+    return [_named(folder) if whole < len(problems) else None, reasons]
+
+
+def _problems(folder: Path | Remote) -> list[str | None]:
+    """Return what is wrong with each version in a folder of `save`, the newest first."""
+    if isinstance(folder, Remote):
+        found = [folder] if COMMIT in folder.sizes() else remote.marked(folder)
+        return [remote.problem_of(version) for version in reversed(found)]
+    versions = [folder] if (folder / COMMIT).exists() else list(marked(folder))
+    return [problem_of(version) for version in reversed(versions)]
+
+
+def _named(place: Path | Remote) -> str:
+    return place.address if isinstance(place, Remote) else str(place)

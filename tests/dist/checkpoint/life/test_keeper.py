@@ -163,12 +163,14 @@ def test_bad_settings_are_refused(tmp_path, settings, word):
         Keeper(tmp_path, **settings)
 
 
-def test_the_address_of_an_object_store_is_no_folder(tmp_path, monkeypatch):
+def test_an_address_whose_package_is_missing_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for call in (Keeper, lambda path: save(path, state_at(1))):
-        with pytest.raises(ValueError, match=r"^s3://...: a checkpoint is a folder") as caught:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    for call in (Keeper, lambda path: save(path, state_at(1)), newest, peek):
+        with pytest.raises(ValueError, match=r"^s3://\.\.\.: .* needs fsspec: pip") as caught:
             call("s3://key:secret@bucket/c")
         assert "secret" not in str(caught.value)
+        assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

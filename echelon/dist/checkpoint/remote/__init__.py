@@ -1,0 +1,1 @@
+"""Checkpoints in object stores, by addresses such as `s3://bucket/run`, through `fsspec`."""

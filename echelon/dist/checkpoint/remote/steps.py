@@ -1,0 +1,87 @@
+"""A folder of checkpoints by step in an object store; the calls are those of `disk.steps`.
+
+One store, two jobs: nothing can be locked there, so the later one is not refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from echelon.dist.checkpoint.disk.step_names import step_name, step_of
+from echelon.dist.checkpoint.disk.steps import StepFolders
+from echelon.dist.checkpoint.life.rules import Condition, Found
+from echelon.dist.checkpoint.remote import version as versions
+from echelon.dist.checkpoint.remote.store import Remote
+
+_SCORE = "score"
+
+
+def steps_of(folder: Path | Remote) -> StepFolders | RemoteSteps:
+    """Return the checkpoints by step in a folder, wherever it is."""
+    return RemoteSteps(folder) if isinstance(folder, Remote) else StepFolders(folder)
+
+
+class RemoteSteps:
+    """The checkpoints by step under one address."""
+
+    def __init__(self, folder: Remote) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Remote:
+        """Return where a step's checkpoint is, or will be."""
+        return self.folder / step_name(step)
+
+    def look(self) -> list[Found]:
+        """Return what there is, by step."""
+        steps = sorted(step for name in self.folder.sizes() if (step := step_of(name)) is not None)
+        return [self._look(step) for step in steps]
+
+    def note_score(self, step: int, score: float | None) -> None:
+        """Store a step's score beside its checkpoint, before that is saved.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if score is not None:
+            self.path(step).write(_SCORE, json.dumps(score).encode())
+        else:
+            self.path(step).remove([_SCORE])
+
+    def remove(self, step: int) -> str | None:
+        """Remove a step's checkpoint, its marks first; return why not, if some of it stays."""
+        path = self.path(step)
+        try:
+            for version in versions.versions(path):
+                versions.remove(version)
+            path.remove([_SCORE])
+            path.remove_folder()
+        except OSError as error:
+            return str(error.strerror or error)
+        return None
+
+    def sweep(self) -> None:
+        """Do nothing: what was begun is removed with its step."""
+
+    def _look(self, step: int) -> Found:
+        path = self.path(step)
+        score = self._score(path)
+        reasons = [versions.problem_of(one) for one in reversed(versions.marked(path))]
+        if None in reasons:
+            return Found(step=step, score=score)
+        if reasons:
+            reason = str(reasons[0])
+            return Found(step=step, condition=Condition.DAMAGED, reason=reason, score=score)
+        return Found(
+            step=step,
+            condition=Condition.UNFINISHED,
+            reason=f"{path}: never completed",
+            score=score,
+        )
+
+    def _score(self, path: Remote) -> float | None:
+        with contextlib.suppress(OSError, ValueError):
+            score = json.loads(path.read(_SCORE))
+            return float(score) if isinstance(score, (int, float)) else None
+        return None
