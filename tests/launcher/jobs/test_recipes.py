@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.examples.runs import SMALL_MODEL
 from tests.ports import free_port
 
 pytestmark = pytest.mark.ranks
@@ -45,12 +48,14 @@ while True:
 """
 
 
-def _batch(folder: Path, how: str) -> subprocess.Popen[str]:
+def _batch(
+    folder: Path, how: str, *, srun: str = _SRUN, nodes: int = 1, **environ: str
+) -> subprocess.Popen[str]:
     programs = folder / "bin"
     programs.mkdir()
     for name, text in (
         ("echelon", f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n'),
-        ("srun", _SRUN),
+        ("srun", srun),
         ("scontrol", '#!/bin/sh\necho "scontrol $*"\n'),
     ):
         (programs / name).write_text(text)
@@ -70,9 +75,10 @@ def _batch(folder: Path, how: str) -> subprocess.Popen[str]:
         text=True, cwd=folder, start_new_session=True,
         env={
             **kept, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(_ROOT),
-            "SLURM_JOB_ID": str(port - _FIRST_PORT + 3 * _NUM_PORTS), "SLURM_NNODES": "1",
-            "SLURM_NTASKS": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "localhost",
-            "TRAIN": f"train.py {how}",
+            "SLURM_JOB_ID": str(port - _FIRST_PORT + 3 * _NUM_PORTS), "SLURM_NNODES": str(nodes),
+            "SLURM_NTASKS": str(nodes), "SLURM_GPUS_ON_NODE": "1",
+            "SLURM_JOB_NODELIST": "localhost" + ",node-b" * (nodes - 1),
+            "TRAIN": f"train.py {how}", **environ,
         },
     )  # fmt: skip
 
@@ -132,3 +138,53 @@ def test_the_pods_have_time_to_save_and_continue_from_their_checkpoint():
     assert int(limit) >= int(pods) * (int(restarts) + 1)
     assert re.findall(r'PET_NNODES, value: "(\d+)"', _MANIFEST) == [pods]
     assert "from-literal" not in _MANIFEST, "a secret on a command line"
+
+
+_SRUN_OF_TWO = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for node in 0 1; do
+    SLURM_NODEID=$node SLURM_PROCID=$node "$@" &
+    nodes+=($!)
+    echo $! > node_$node
+done
+code=0
+wait "${nodes[0]}" || code=$?
+wait "${nodes[1]}"
+exit $code
+"""
+
+
+def _steps(log: Path) -> list[int]:
+    if not log.exists():
+        return []
+    whole = log.read_text().rpartition("\n")[0].splitlines()
+    return [step["step"] for step in map(json.loads, whole) if "loss" in step]
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_a_node_goes_on_without_it_from_its_newest_checkpoint(tmp_path):
+    """Two launchers stand for two nodes; the second is killed, and its rank with it."""
+    text, log = tmp_path / "text", tmp_path / "log"
+    text.write_bytes(b"".join(b"def f_%d(x):\n    return x + %d\n" % (n, n) for n in range(4000)))
+    train = [str(_ROOT / "examples/train_gpt.py"), *SMALL_MODEL, "--steps=60"]
+    train += [f"--data={text}", f"--log={log}", f"--checkpoint={tmp_path}/gpt"]
+    train += ["--checkpoint-every=5", "--resume=auto"]
+    batch = _batch(tmp_path, "", srun=_SRUN_OF_TWO, nodes=2, TRAIN=" ".join(train))
+    try:
+        deadline_s = time.monotonic() + _LIMIT_S
+        while (_steps(log) or [0])[-1] < 12:
+            assert batch.poll() is None, batch.communicate()[0]
+            assert time.monotonic() < deadline_s, "too slow: no twelfth step"
+            time.sleep(0.05)
+        os.kill(int((tmp_path / "node_1").read_text()), signal.SIGKILL)
+        out, _ = batch.communicate(timeout=_LIMIT_S)
+    finally:
+        if batch.poll() is None:
+            os.killpg(batch.pid, signal.SIGKILL)
+            batch.communicate()
+    assert batch.returncode == 0, out
+    resumed = re.findall(r"resumed .* after step (\d+)", out)
+    assert len(resumed) == 1, out
+    assert int(resumed[0]) in (5, 10, 15, 20), out
+    assert "world: 1 ranks" in out, out
+    assert _steps(log) == list(range(1, 61))
