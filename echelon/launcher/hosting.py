@@ -65,6 +65,7 @@ class Hosting:
         self._stack = contextlib.ExitStack()
         self._stack.callback(self.link.close)
         self._book = Book(report.job_id, directory.path, options.stall_timeout_s, terminal.say)
+        self._stack.callback(self._book.close)
         self._observers = Observers(terminal.say, [self._book])
         self._testimony: Testimony | None = None
         self._store: StoreProcess | None = None

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import observers as o
-from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent, write_job
+from echelon.launcher.goodput.facts import Attempt, Job, Lap, RankRun, Spent
+from echelon.launcher.goodput.writer import Writer
 
 _MAX_LAPS = 1 << 16  # of all ranks of an attempt
 _EVERY_S = 2.0
-_MAX_SHARE = 0.01  # of the launcher's time, for writing
+_MAX_SHARE = 0.01  # of the time, for writing
+_CLOSE_S = 5.0
 
 
 class Book:
@@ -39,7 +41,7 @@ class Book:
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.job = Job(job_id=job_id)
-        self._run_dir = run_dir
+        self._writer = Writer(run_dir)
         self._stall_ns = int(stall_timeout_s * 1e9)
         self._say = say
         self._clock = now_ns
@@ -89,16 +91,22 @@ class Book:
         return now
 
     def write(self) -> None:
-        """Write the file; a disk that does not take it costs one line."""
-        began = self._clock()
-        try:
-            write_job(self.job, self._run_dir)
-        except OSError as err:
-            if not self._has_failed:
-                self._say(f"could not write the account of the job's time: {err.strerror or err}")
+        """Have the file written; a disk that does not take it costs one line."""
+        self._writer.put(self.snapshot())
+        took_s = max(_EVERY_S, self._writer.took_s / _MAX_SHARE)
+        self._due_ns = self.now_ns() + int(took_s * 1e9)
+        self._say_error()
+
+    def close(self) -> None:
+        """Wait until the file is written, for at most 5 s."""
+        if not self._writer.flush(_CLOSE_S):
+            self._say("could not write the account of the job's time: the disk does not answer")
+        self._say_error()
+
+    def _say_error(self) -> None:
+        if self._writer.error and not self._has_failed:
             self._has_failed = True
-        took = self._clock() - began
-        self._due_ns = self.now_ns() + max(int(_EVERY_S * 1e9), int(took / _MAX_SHARE))
+            self._say(f"could not write the account of the job's time: {self._writer.error}")
 
     def _note(self, attempt: Attempt, happening: o.Happening, now: int) -> None:
         if isinstance(happening, o.LapsReported):

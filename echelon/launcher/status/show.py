@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--listen",
         type=listen_at,
-        default=("127.0.0.1", 0),
+        default=None,
         metavar="[ADDRESS:]PORT",
         help="where --web serves (default: any free port, for this machine only; with an address "
         "the printed URL carries a token)",
@@ -85,7 +85,9 @@ def main(argv: Sequence[str]) -> int:
     once = args.once or not sys.stdout.isatty()
     try:
         if args.web:
-            return _serve(_run_of(args.place), *args.listen)
+            return _serve(_run_of(args.place), *(args.listen or ("127.0.0.1", 0)))
+        if args.listen:
+            parser.error("--listen needs --web")
         if args.place is not None and ":" in args.place and not Path(args.place).exists():
             return _show_endpoint(args, once=once)
         return _show_run(Path(args.place) if args.place else newest_run(_RUNS), once=once)

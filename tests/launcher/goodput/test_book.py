@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 
@@ -17,6 +18,7 @@ from echelon.launcher.goodput.shares import shares
 from echelon.launcher.job.rundir import ACCOUNT
 
 S = 1_000_000_000
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -57,6 +59,7 @@ def test_laps_of_a_failed_job_are_in_the_file(book, clock, tmp_path):
     clock[0] += S
     book(o.AttemptEnded(attempt=0, failed=True, ended_by="worker"))
     book(o.JobEnded(ended_by="worker", exit_code=137, error=""))
+    book.close()
     job = read_job(tmp_path)
     assert (job.ended_by, job.exit_code, job.now_ns) == ("worker", 137, 8 * S)
     run = job.attempts[0].runs[0]
@@ -82,6 +85,7 @@ def test_a_full_disk_costs_one_line(clock, said, tmp_path):
     book = Book("j", tmp_path / "gone", 5.0, said.append, lambda: clock[0])
     _begin(book, clock)
     book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
+    book.close()
     assert said == ["could not write the account of the job's time: No such file or directory"]
     assert book.job.ended_by == "worker"
 
@@ -91,6 +95,7 @@ def test_report_shows_text_and_json(book, clock, tmp_path, capsys):
     clock[0] += 9 * S
     book(_laps([1, 0, 8, 8_000_000, 0, 0, 0, 0]))
     book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
+    book.close()
     assert main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "job j: 2 ranks, 1 attempt, 10.0 s, ended by worker (0)" in text
@@ -118,3 +123,16 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys, monkeypatch):
     assert main([]) == 2
     assert main([os.fspath(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_disk_that_hangs_holds_up_neither_events_nor_the_end(book, clock, said, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(
+        "echelon.launcher.goodput.writer.write_job", lambda *_: answers.wait(WAIT_S)
+    )
+    monkeypatch.setattr("echelon.launcher.goodput.book._CLOSE_S", 0.05)
+    _begin(book, clock)
+    book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
+    book.close()
+    assert said == ["could not write the account of the job's time: the disk does not answer"]
+    answers.set()

@@ -25,6 +25,7 @@ from echelon.launcher.control.endpoint import join
 from echelon.launcher.status.web.page import page
 
 _IDLE_S = 10.0
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 -- compared with, not bound
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'",
@@ -38,13 +39,12 @@ class PageServer:
     """Serves the live page until it is closed.
 
     Args:
-        address: to bind, numeric; an IPv6 one without brackets.
+        address: to bind; an IPv6 one without brackets.
         port: 0: any free one.
         state: returns the state; called on the server's threads, one at a time.
 
     Raises:
         OSError: the address cannot be bound.
-        ValueError: it is not numeric.
     """
 
     def __init__(self, address: str, port: int, state: Callable[[], dict[str, Any]]) -> None:
@@ -76,7 +76,7 @@ class PageServer:
 
         self._server = _Server((address, port), _Handler)
         query = f"?token={self.token}" if self.token else ""
-        shown = socket.gethostname() if ipaddress.ip_address(address).is_unspecified else address
+        shown = socket.gethostname() if address in _EVERYWHERE else address
         self.url = f"http://{join(shown, self._server.server_address[1])}/{query}"
 
     def serve(self, poll_s: float = 0.2) -> None:
@@ -115,7 +115,7 @@ class _Page(BaseHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             return False
-        return host == "localhost" or _is_loopback(host)
+        return _is_loopback(host)
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -131,6 +131,8 @@ class _Page(BaseHTTPRequestHandler):
 
 
 def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

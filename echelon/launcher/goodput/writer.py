@@ -1,0 +1,62 @@
+"""Writing a job's account on a thread of its own: a file system that hangs holds up nothing else.
+
+Only the newest facts are worth writing, so those that wait are replaced, never queued.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from echelon.launcher.goodput.facts import Job, write_job
+
+
+class Writer:
+    """Writes what it was given last into a run directory.
+
+    Attributes:
+        took_s: what the last write took.
+        error: why the first write that failed did, "" while none has.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.took_s = 0.0
+        self.error = ""
+        self._run_dir = run_dir
+        self._next: Job | None = None
+        self._is_busy = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job) -> None:
+        """Have these facts written, soon; never blocks on the disk."""
+        with self._changed:
+            self._next = job
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="echelon-account", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, wait_s: float) -> bool:
+        """Wait until everything is written, for at most this long; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._next or self._is_busy), wait_s)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                job, self._next, self._is_busy = self._next, None, True
+            assert job is not None
+            began_s = time.monotonic()
+            try:
+                write_job(job, self._run_dir)
+            except OSError as err:
+                self.error = self.error or err.strerror or str(err)
+            finally:
+                with self._changed:
+                    self.took_s, self._is_busy = time.monotonic() - began_s, False
+                    self._changed.notify_all()
