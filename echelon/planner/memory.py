@@ -95,7 +95,7 @@ def _of_rank(
     logits = logits_bytes(model, job) * tokens if has_last else 0.0
     gradients, moving = _STATE_BYTES * parameters / layout.shard, kept + logits
     if layout.microbatches == 1:
-        gradients = max(0.0, gradients - moving)
+        gradients = max(0.0, gradients + per_block - moving)  # backward frees the first block last
     else:
         moving += _STATE_BYTES * parameters  # of all micro-batches, summed before they are reduced
     return Memory(

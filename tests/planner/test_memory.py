@@ -88,7 +88,8 @@ def test_gradients_take_the_room_of_activations_that_backward_has_freed():
     short = dataclasses.replace(JOB, batch=1, context=1)
     found = memory(BLOCKS, Layout(), short)
     kept = found.activations + found.logits
-    assert found.gradients == pytest.approx(4 * BLOCKS.num_parameters - kept)
+    first_block = activation_bytes(BLOCKS, 1, 4)  # of one token: backward frees it last
+    assert found.gradients == pytest.approx(4 * BLOCKS.num_parameters + first_block - kept)
 
 
 # Resident peaks of benchmarks/planner.py's jobs, in MiB: with 8 and with 16 sequences a step.
