@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from echelon.launcher.control import messages as m
-from echelon.launcher.coordinator import decide
 from echelon.launcher.node.workers import Workers
 
 FIRST_INDEX = 1 << 20  # the guard knows it by this number plus its attempt's; no worker has it
@@ -82,7 +81,7 @@ class Hook:
         for pipe in list(self._rest):
             self._pass_on(pipe)
         self.close()
-        how = "" if code == 0 else error or decide.describe_code(code or 0)
+        how = "" if code == 0 else error or _how_it_ended(code or 0)
         if self._is_late:
             how = f"took longer than {self._limit_s:g} s and was killed"
         if how:
@@ -132,6 +131,14 @@ def environment(base: Mapping[str, str], start: m.Start) -> dict[str, str]:
     if start.resume:
         env["ECHELON_RESUME"] = start.resume
     return env
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
 
 
 def _last_decision(history: str) -> dict[str, Any]:
