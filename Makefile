@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
+WORKERS ?= 2
 ARGS ?=
 
 .PHONY: setup train test check check-native clean
@@ -24,9 +25,9 @@ $(VENV)/.ready-xccl: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[xccl]'
 	@touch $@
 
-# Most tests wait for processes, so two files at a time; a file's tests stay in order.
+# Most tests wait for processes, so two files at a time (WORKERS); the tests of a file stay in order.
 test: setup $(VENV)/.ready-xccl
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not gpu and not slow' $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
