@@ -25,6 +25,8 @@ _LIBRARIES = tuple(
         if (path := sysconfig.get_path(name))
     }
 )
+# Packages of a second environment: of the system, of the user's home, of PYTHONPATH.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 # Code that torch's compilers write and run: its callers are the user's.
 _GENERATED = ("<eval_with_key>", "<frozen", "<torch_package")
 _GENERATED_FOLDER = "/torchinductor_"
@@ -94,6 +96,7 @@ def is_user_file(filename: str) -> bool:
         _GENERATED_FOLDER not in filename
         and not filename.startswith(_PACKAGE)
         and not filename.startswith(_LIBRARIES)
+        and not any(folder in filename for folder in _INSTALLED)
     )
 
 

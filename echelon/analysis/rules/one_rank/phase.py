@@ -5,7 +5,7 @@ from __future__ import annotations
 from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence, Span
 from echelon.analysis.evidence.picture import Picture
-from echelon.analysis.evidence.stacks import short_site
+from echelon.analysis.evidence.stacks import Frame, short_site, site_frame
 from echelon.analysis.finding import Cause, Confidence, seconds
 from echelon.analysis.rules.one_rank.doing import activity_of, named_worker, worker_lines
 from echelon.analysis.rules.one_rank.reading import Reading
@@ -60,8 +60,8 @@ def read_span(_: Picture, facts: RankEvidence) -> Reading | None:
 def _span_reading(facts: RankEvidence, span: Span) -> Reading:
     cause = _SPAN_CAUSES[span.name]
     age_s = max(0, facts.seen_ns - span.started_ns) / 1e9 if facts.seen_ns else 0.0
-    site = short_site(span.site)
     frame = users_line(facts)
+    site = _span_line(span, frame)
     age = seconds(age_s) if age_s else "some time"
     worker = named_worker(facts) if cause is Cause.DATA_STARVATION else None
     if worker is None:
@@ -84,3 +84,11 @@ def _span_reading(facts: RankEvidence, span: Span) -> Reading:
         frame=(worker.activity.line if worker is not None else None) or frame,
         evidence=(*lines, *process_lines(facts)),
     )
+
+
+def _span_line(span: Span, frame: Frame | None) -> str:
+    """Return where a span was opened; the user's line where a library opened it far below that."""
+    opened = site_frame(span.site)
+    if frame is not None and frame.is_users and opened is not None and not opened.is_users:
+        return str(frame)
+    return short_site(span.site)
