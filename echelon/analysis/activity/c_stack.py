@@ -8,18 +8,23 @@ the frames next to the wait count, and none of them names a line.
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Iterable
 
 from echelon.analysis.activity.doing import Doing
 from echelon.analysis.activity.tables import (
     C_CONDITION,
     C_NCCL,
     C_POLL,
+    C_TAKES_LOCK,
     C_TORCH,
     C_WAITS,
     C_WORK,
 )
+from echelon.recorder.format.schema import HostThread
 
 _NEAR, _FAR = 4, 10
+_GLOO = re.compile(r"\d+ pt_gloo_runloop")
 
 
 def main_frames(native: str) -> tuple[str, ...]:
@@ -52,3 +57,19 @@ def waits_in_torch(native: str) -> bool:
     """Tell whether the main thread waits for another thread from within torch's C++."""
     near = main_frames(native)[:_NEAR]
     return any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
+
+
+def num_inside(threads: Iterable[HostThread], native: str) -> int:
+    """Count the Gloo threads that wait for peers in a collective.
+
+    Only there do they wait with a timeout, but for one case: a thread that drops a Python object
+    asks for the interpreter's lock, and waits for it 5 ms at a time.
+    """
+    waiting = sum(thread.is_in_collective for thread in threads)
+    return max(0, waiting - _num_taking_lock(native)) if waiting else 0
+
+
+def _num_taking_lock(native: str) -> int:
+    stacks = re.split(r"^Thread ", native, flags=re.MULTILINE)
+    near = [stack.splitlines()[1 : 1 + _FAR] for stack in stacks if _GLOO.match(stack)]
+    return sum(any(map(C_TAKES_LOCK.search, lines)) for lines in near)

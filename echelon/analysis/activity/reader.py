@@ -41,11 +41,13 @@ def read_frames(frames: tuple[Frame, ...], c_frames: tuple[str, ...] = ()) -> Ac
         return Activity(doing=doing, by=by)
     own = next((place for place, one in enumerate(frames) if one.is_users), len(frames))
     called = _first(frames[:own], CALLED)
+    phase = _phase(frames)
+    if called is not None and phase is not None and _is_below(phase[1], called[1], frames):
+        called = None  # a library of collectives that compiles, or reads a file
     if called is not None and called[0] is not Doing.BACKWARD:
         return Activity(doing=called[0], line=line, by=str(called[1]))
     if seen is not None and seen[0] in (Doing.COLLECTIVE, Doing.STORE, Doing.DEVICE):
         return Activity(doing=seen[0], line=line, by=seen[1])
-    phase = _phase(frames)
     if phase is not None:
         nested = own < frames.index(phase[1])
         return Activity(doing=phase[0], line=line, by=str(phase[1]), is_nested=nested)
@@ -61,6 +63,10 @@ def read_frames(frames: tuple[Frame, ...], c_frames: tuple[str, ...] = ()) -> Ac
         return Activity(doing=seen[0], line=line, by=seen[1])
     doing = Doing.USER if own < len(frames) else Doing.LIBRARY
     return Activity(doing=doing, line=line, by=str(frames[0]))
+
+
+def _is_below(one: Frame, other: Frame, frames: tuple[Frame, ...]) -> bool:
+    return frames.index(one) < frames.index(other)
 
 
 def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:

@@ -101,6 +101,7 @@ PHASES: tuple[tuple[Doing, tuple[Row, ...]], ...] = (
             (r"torch/_functorch/_?aot_autograd", r"^create_aot|^aot_dispatch|_compile$"),
             (r"/triton/(?:compiler|backends)/", ""),
             (r"torch/utils/cpp_extension\.py$", r"^(?:_jit_compile|load|_run_ninja)"),
+            (r"torch/utils/file_baton\.py$", r"^wait$"),
         ),
     ),
 )
@@ -138,6 +139,7 @@ C_WAITS: tuple[tuple[Doing, re.Pattern[str]], ...] = (
 C_CONDITION = re.compile(r"^(?:__)?pthread_cond_(?:timed|clock)?wait")
 C_WORK = re.compile(r"c10d4Work|ProcessGroup\w*4wait|gloo9transport|UnboundBuffer4?wait")
 C_NCCL = re.compile(r"libnccl|\bnccl[A-Z]\w+|cudaStreamSynchronize|cudaEventSynchronize")
+C_TAKES_LOCK = re.compile(r"^ *(?:\? )?(?:take_gil|PyEval_AcquireThread|PyGILState_Ensure)\b")
 C_SLEEP = re.compile(r"^(?:__)?(?:clock_)?nanosleep\b|^pause\b")
 C_POLL = re.compile(r"^(?:__)?p?poll\b")
 C_TORCH = re.compile(r"libtorch_(?:cpu|cuda|python)|libc10")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from echelon.analysis.activity import Doing, read_activity
+from echelon.analysis.activity import Doing, num_inside, read_activity
 from echelon.errors import DumpFormatError
 from echelon.host.facts import TRACING
 from echelon.host.stacks import can_spy
@@ -174,7 +174,7 @@ def _waits(record: Record) -> bool:
     host = record.host
     if host.process_state in ("T", "t"):
         return False
-    if any(thread.is_in_collective for thread in host.threads):
+    if num_inside(host.threads, host.native_stacks):
         return True
     return read_activity(host.stacks, host.native_stacks).doing is Doing.COLLECTIVE
 

@@ -10,7 +10,7 @@ What this cannot tell: which collective, and where in the code a rank stands. Th
 
 from __future__ import annotations
 
-from echelon.analysis.activity import Doing
+from echelon.analysis.activity import Doing, num_inside
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.rules.one_rank.doing import activity_of
@@ -48,7 +48,7 @@ def is_in_collective(facts: RankEvidence) -> bool:
     """
     if facts.host.process_state in ("T", "t"):
         return False
-    if any(thread.is_in_collective for thread in facts.host.threads):
+    if num_inside(facts.host.threads, facts.host.native_stacks):
         return True
     return activity_of(facts).doing is Doing.COLLECTIVE
 

@@ -28,6 +28,11 @@ _SPAN_WORDS = {
     Cause.STORE_WAIT: "has waited {age} for the store{detail}{at}",
 }
 
+_OTHERS_BUILD = (
+    "It waits for another process to build a C++ extension. If none does, remove the file lock "
+    "below TORCH_EXTENSIONS_DIR (~/.cache/torch_extensions): a build that was killed leaves it."
+)
+
 
 def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
     """Its stack is inside torch's compiler: outside any span, and whatever the heartbeat says."""
@@ -46,6 +51,7 @@ def read_compiler(_: Picture, facts: RankEvidence) -> Reading | None:
             *worker_lines(facts),
             *process_lines(facts),
         ),
+        action=_OTHERS_BUILD if activity.by.startswith("file_baton.py") else "",
     )
 
 

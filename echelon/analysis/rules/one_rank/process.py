@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from echelon.analysis.activity import Doing
 from echelon.analysis.evidence.model import RankEvidence
 from echelon.analysis.evidence.picture import Picture, has_moved
 from echelon.analysis.evidence.stacks import main_thread, users_frame
 from echelon.analysis.finding import Cause, Confidence, seconds
+from echelon.analysis.rules.one_rank.doing import activity_of
 from echelon.analysis.rules.one_rank.reading import Reading
 from echelon.analysis.rules.one_rank.signals import (
     PRESSURE,
@@ -134,7 +136,10 @@ def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
     if first is None or later is None or not (first.holds_lock and later.holds_lock):
         return None
     if host.process_state != "S" or first.frames != later.frames:
-        return None  # whoever runs Python holds the lock too
+        return None  # a thread that runs Python holds the lock too
+    activity = activity_of(facts)
+    if activity.doing in (Doing.CHECKPOINT, Doing.STORE) and not activity.is_nested:
+        return None  # torch opens a checkpoint's file without releasing the lock
     frame = users_frame(first.frames)
     at = f" at {frame}" if frame else ""
     return Reading(
