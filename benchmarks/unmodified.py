@@ -124,6 +124,8 @@ def write_table(results: Path, into: Path | None) -> None:
 
 
 def _rows(cases: list[Case]) -> str:
+    num_ended = sum(bool(case.get("ended")) for case in cases)
+    cases = [case for case in cases if not case.get("ended")]
     cells: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
         cells[case["fault"], case["script"]].append(case)
@@ -139,6 +141,8 @@ def _rows(cases: list[Case]) -> str:
     shares = f"Cause and culprits right: {right} of {len(faulty)}. Line named: {sum(named)} of "
     shares += f"{len(named)}. Healthy runs: {len(quiet)}, with an alarm: "
     shares += f"{sum(case['alarm'] for case in quiet)}."
+    if num_ended:
+        shares += f" Jobs that ended before or during the look, not counted: {num_ended}."
     return "\n".join([*lines, "", shares])
 
 

@@ -122,6 +122,7 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
         try:
             stands = _wait_for_fault(job, out, fault)
             code, report = _attach(job.pid, Path(folder, "seen")) if stands else (None, {})
+            stands = stands and job.poll() is None  # one that ended meanwhile shows no hang
         finally:
             _end(job)
         said = out.read_text(errors="replace")
@@ -130,9 +131,10 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
         verdict = report.get("verdict")
         if verdict is None:
             tail = json.dumps(report) if stands else said
-            case |= {"right": False, "ended": not stands, "tail": tail[-1500:]}
+            case |= {"right": False, "tail": tail[-1500:]}
         else:
             case |= _judged(verdict, fault, ranks)
+        case["ended"] = not stands
         if keep is not None and not case["right"]:
             _keep(Path(folder), keep / f"attach_{script}_{fault}_{ranks}")
     return case

@@ -90,14 +90,17 @@ def test_the_table_of_the_matrix_is_written_between_its_marks(tmp_path):
     }
     wrong = {**case, "ranks": 4, "right": False, "cause": "unknown", "culprits": [1, 2]}
     quiet = {**case, "fault": "saves", "alarm": False, "line": None}
+    ended = {**wrong, "attach": True, "ended": True}
     results = tmp_path / "cases.jsonl"
-    results.write_text("".join(f"{json.dumps(one)}\n" for one in (case, wrong, quiet)))
+    results.write_text("".join(f"{json.dumps(one)}\n" for one in (case, wrong, quiet, ended)))
     page = tmp_path / "page.md"
     page.write_text(f"before\n\n{unmodified.BEGIN}\nan older table\n{unmodified.END}\nafter\n")
     unmodified.write_table(results, page)
     text = page.read_text()
     assert "| user | 1 of 2, line 2 of 2 (x4: unknown [1, 2]) | - |" in text
     assert "right: 1 of 2. Line named: 2 of 2. Healthy runs: 1, with an alarm: 0." in text
+    assert "right: 0 of 0." in text
+    assert "not counted: 1." in text
     assert "older" not in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
