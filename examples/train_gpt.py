@@ -207,7 +207,7 @@ def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
         try:
             job.require_same_run(path, peek(path))
             found[0] = True
-        except (CheckpointError, ValueError) as error:
+        except (CheckpointError, ValueError, OSError) as error:
             is_beginning = checkpoint.resume == AUTO and not is_any(path)
             found[1] = "" if is_beginning else str(error)
     is_found, problem = trainer.world.broadcast_object(found, root=0)
@@ -224,7 +224,7 @@ def is_any(path: str) -> bool:
     """Tell whether there is a checkpoint, be it damaged: then a run does not begin again."""
     try:
         peek(path)
-    except DamagedError:
+    except (DamagedError, OSError):  # what cannot be read may be there
         return True
     except CheckpointError:
         return False
@@ -291,6 +291,8 @@ def main() -> None:
         trainer, saved = begin(job, dist.init(job.settings.machine.backend))
     except (ValueError, CheckpointError) as error:
         parser.error(str(error))
+    except OSError as error:  # a file system or a store that may be back later
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
     try:
         code = run(job, trainer, saved)
     except CheckpointError as error:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.examples.in_process import train
+from tests.examples.in_process import train, train_gpt
 from tests.examples.runs import read_log
 from tests.ranks import run_ranks
 
@@ -128,6 +128,17 @@ def test_an_empty_folder_is_a_beginning(text, tmp_path):
     assert (tmp_path / "gpt/step_00000007").is_dir()
 
 
+def test_a_store_that_does_not_answer_is_one_line_and_not_a_beginning(folder, text, monkeypatch):
+    def down(path):
+        raise OSError(f"{path}: cannot list within 60 s")
+
+    monkeypatch.setattr(train_gpt, "peek", down)
+    code, told, first = resume(folder, text)
+    assert (code, first) == (2, 0), told
+    assert "cannot list within 60 s" in told.splitlines()[-1]
+    assert "Traceback" not in told
+
+
 def test_a_run_goes_on_from_an_object_store(text, tmp_path):
     pytest.importorskip("fsspec")
     files = ("--data", text, "--checkpoint", f"file://{tmp_path}/gpt", "--resume=auto")
@@ -150,6 +161,7 @@ def test_all_ranks_take_the_same_older_one(folder, text):
     assert all("Traceback" not in told for _, told, _ in ended)
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_alike(folder, text):
     for step in (2, 4, 6):
         flip(folder, step)

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.ranks
 MASKED = {"mask_documents": True}
 CASES = [
     ("llama", 2, {"tp": 2, "ema": 0.5, **MASKED}),
-    ("gpt", 2, {"shard": True, "chunked_loss": True, "accumulate": 2, "ema": 0.5}),
 ]
 SLOW = [
+    ("gpt", 2, {"shard": True, "chunked_loss": True, "accumulate": 2, "ema": 0.5}),
     ("gpt2", 4, {"tp": 2, "shard": True, **MASKED}),
     ("llama", 4, {"tp": 2, "pipeline": 2, "microbatches": 2, **MASKED}),
     ("gpt", 4, {"pipeline": 2, "microbatches": 2}),

@@ -39,6 +39,19 @@ def test_shards_train_as_replicas_do(make, optimizer):
     assert shards.model.flops_per_token() == replicas.model.flops_per_token()
 
 
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_loss_in_chunks_and_an_average_of_the_weights_change_no_step(make, shard):
+    plain, other = make(shard=shard), make(shard=shard, chunked_loss=True, ema=0.9, accumulate=2)
+    ours = [other.train_step() for _ in range(4)]
+    assert ours == pytest.approx([plain.train_step() for _ in range(4)], abs=1e-5)
+    average = dict(other.whole().named_parameters())
+    differences = [
+        (average[name] - parameter).abs().max().item()
+        for name, parameter in plain.whole().named_parameters()
+    ]
+    assert max(differences) > 1e-4  # the run is judged by the average
+
+
 def test_warming_up_changes_nothing_of_shards_either(make):
     cold, warm = make(shard=True), make(shard=True)
     warm.warm_up()
