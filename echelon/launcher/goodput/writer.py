@@ -32,12 +32,15 @@ class Writer:
     def put(self, job: Job) -> None:
         """Have these facts written, soon; never blocks on the disk."""
         with self._changed:
-            self._next = job
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="echelon-account", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="echelon-account", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as err:  # the machine allows no more threads
+                    self.error = self.error or str(err)
+                    return
+                self._thread = thread
+            self._next = job
             self._changed.notify_all()
 
     def flush(self, wait_s: float) -> bool:

@@ -136,3 +136,14 @@ def test_a_disk_that_hangs_holds_up_neither_events_nor_the_end(book, clock, said
     book.close()
     assert said == ["could not write the account of the job's time: the disk does not answer"]
     answers.set()
+
+
+def test_a_machine_that_allows_no_thread_costs_one_line_and_no_time(book, clock, said, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    _begin(book, clock)
+    book(o.JobEnded(ended_by="worker", exit_code=0, error=""))
+    book.close()
+    assert said == ["could not write the account of the job's time: can't start new thread"]

@@ -103,7 +103,7 @@ class FullDisk(Day):
     """No space where the run directories are."""
 
     line = "No space left on device"
-    most_lines = 3  # of logs, of an incident, of the report
+    most_lines = 4  # of logs, of an incident, of the report, of the account of its time
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
