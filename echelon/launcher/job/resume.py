@@ -122,6 +122,9 @@ class Search:
         """Begin to look."""
         self._until_s = now_s + SEARCH_S
         self._error = ""
+        self._thread = None
+        if self._folder is None and not _announced(self._run):
+            return  # nothing beside the run directory has to be looked at
         self._thread = threading.Thread(target=self._look, name="echelon-checkpoints", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads: the last answer holds
             self._thread.start()

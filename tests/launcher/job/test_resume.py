@@ -68,6 +68,8 @@ def test_a_file_system_that_hangs_delays_an_attempt_and_keeps_the_last_answer(
     said: list[str] = []
     search = Search(tmp_path, _commit(tmp_path / "a"), said.append)
     search.begin(0.0)
+    assert search._thread is not None
+    search._thread.join(60)
     assert search.found == Checkpoint(str(tmp_path / "a"))
     assert search.is_over(0.0)
     hangs = threading.Event()
@@ -92,6 +94,15 @@ def test_a_folder_that_cannot_be_read_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "newest", fail)
     search = Search(tmp_path, tmp_path, said.append)
     search.begin(0.0)
+    assert search._thread is not None
+    search._thread.join(60)
     assert search.is_over(0.0)
     assert "Input/output error" in said[0]
     assert search.found is None
+
+
+def test_where_nothing_was_announced_no_attempt_waits(tmp_path):
+    search = Search(tmp_path, None, lambda _: None)
+    search.begin(0.0)
+    assert (search._thread, search.found) == (None, None)
+    assert search.is_over(0.0)
