@@ -44,6 +44,47 @@ def start_ticks(pid: int) -> int | None:
     return None if not fields or fields[0] in "ZX" else int(fields[_START_TICKS])
 
 
+def find_process(own_pid: int, ticks: int) -> int | None:
+    """Return the pid by which this process sees one that names itself `own_pid`.
+
+    They differ where it runs in a PID namespace below this one: a container, seen from its host.
+
+    Args:
+        ticks: its `start_ticks`, which are the same in all PID namespaces.
+
+    Returns:
+        None if there is no such process, or it cannot be seen from here.
+    """
+    if start_ticks(own_pid) == ticks:
+        return own_pid
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 -- names
+    except OSError:
+        return None
+    for pid in pids:
+        if start_ticks(pid) == ticks and pid_inside(pid) == own_pid:
+            return pid
+    return None
+
+
+def pid_inside(pid: int) -> int:
+    """Return the pid that a process has in its own PID namespace; `pid` if that is not shown."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
+    except OSError:
+        return pid
+    numbers = text.partition("\nNSpid:")[2].partition("\n")[0].split()
+    return int(numbers[-1]) if numbers else pid
+
+
+def network_of(pid: int) -> int:
+    """Return the inode of a process's network namespace; 0 if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/ns/net").stat().st_ino
+    except OSError:
+        return 0
+
+
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name; [] if the process does not exist.
 

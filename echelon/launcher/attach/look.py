@@ -15,6 +15,7 @@ from pathlib import Path
 from echelon.analysis.activity import Doing, num_inside, read_activity
 from echelon.errors import DumpFormatError
 from echelon.host.facts import TRACING
+from echelon.host.identity import pid_inside
 from echelon.host.stacks import can_spy
 from echelon.launcher.attach.motion import Wakes, wakes, went_on
 from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
@@ -79,7 +80,11 @@ def look(
         records=records,
         gap_s=elapsed_s,
         waiting=waiting,
-        went_on=tuple(r for r in waiting if went_on(first[r], later[r], elapsed_s)),
+        went_on=tuple(
+            record.identity.rank
+            for record in records
+            if _waits(record) and _went_on(record, first, later, elapsed_s)
+        ),
         changed=tuple(r.identity.rank for r in records if _changed(r, first, later)),
         notes=_notes(ranks, records),
         is_whole=any(one.is_whole_world_here for one in ranks),
@@ -118,16 +123,35 @@ def _collect(
 
 
 def ring_folder(one: FoundRank) -> Path | None:
-    """Return the folder of the ring that a rank itself keeps, None if it keeps none."""
-    for name in ("ECHELON_RANK_DIR",):
-        folder = Path(one.environ.get(name, ""))
-        if one.environ.get(name) and (folder / "ring").is_file():
-            try:
-                same = read_ring(folder / "ring").identity.pid == one.pid
-            except DumpFormatError:
-                same = False
-            return folder if same else None
+    """Return the folder of the ring that a rank itself keeps, None if it keeps none.
+
+    The rank names it by a path of its own mounts: a container's are reached through /proc/PID/root.
+    """
+    folder = Path(one.environ.get("ECHELON_RANK_DIR", ""))
+    if not folder.is_absolute():
+        return None
+    for root in ("/", f"/proc/{one.pid}/root"):
+        found = _in_root(root, folder)
+        try:
+            identity = read_ring(found / "ring").identity
+        except (DumpFormatError, OSError):
+            continue
+        if identity.pid == pid_inside(one.pid):
+            return found
     return None
+
+
+def _in_root(root: str, folder: Path) -> Path:
+    """Return where a folder with a ring lies below another root; a link's target is below it too.
+
+    Raises nothing: what cannot be read is found out by the reader of the ring.
+    """
+    inside = Path(root) / folder.relative_to("/")
+    try:
+        target = (inside / "ring").readlink()
+    except OSError:
+        return inside
+    return Path(root) / target.parent.relative_to("/") if target.is_absolute() else inside
 
 
 def keep(sighting: Sighting, folder: Path, world_size: int, reason: str) -> None:
@@ -177,6 +201,22 @@ def _waits(record: Record) -> bool:
     if num_inside(host.threads, host.native_stacks):
         return True
     return read_activity(host.stacks, host.native_stacks).doing is Doing.COLLECTIVE
+
+
+def _went_on(
+    record: Record,
+    first: dict[int, Wakes | None],
+    later: dict[int, Wakes | None],
+    elapsed_s: float,
+) -> bool:
+    """Return whether a rank inside a collective moved: by its black box, else by its wakes.
+
+    echelon's own waits wake to look at their peers, as often as a rank does that moves.
+    """
+    host, rank = record.host, record.identity.rank
+    if record.has_ring and not record.identity.misses_operations and host.later_recorded >= 0:
+        return host.later_recorded > 0
+    return went_on(first[rank], later[rank], elapsed_s)
 
 
 def _changed(

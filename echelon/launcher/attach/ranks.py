@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from echelon.host.identity import network_of
 from echelon.host.procfs import read_text
 from echelon.host.threads import children, descendants, program_of
 
@@ -109,10 +110,23 @@ def rank_of(pid: int, denied: list[int] | None = None) -> FoundRank | None:
                 world_size=int(size),
                 local_rank=int(local) if local.isdigit() else 0,
                 launcher=launcher.name,
-                job=(launcher.name, size, *(environ.get(name, "") for name in launcher.job)),
+                job=(
+                    launcher.name,
+                    size,
+                    *(environ.get(name, "") for name in launcher.job),
+                    *_network(pid, environ),
+                ),
                 environ=environ,
             )
     return None
+
+
+def _network(pid: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what tells jobs apart that meet at the same loopback address, in two containers."""
+    address = environ.get("MASTER_ADDR", "")
+    if address in ("localhost", "::1") or address.startswith("127."):
+        return (str(network_of(pid)),)
+    return ()
 
 
 def ranks_below(pid: int) -> Search:

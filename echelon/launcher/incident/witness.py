@@ -11,6 +11,7 @@ from echelon.errors import DumpFormatError
 from echelon.host import process
 from echelon.host.children import look_at_children
 from echelon.host.facts import HostChild, HostFacts
+from echelon.host.identity import find_process, start_ticks
 from echelon.host.native_stacks import named
 from echelon.host.threads import program_of, threads
 from echelon.launcher.incident.error_file import read_error_file
@@ -32,7 +33,7 @@ class Witness:
         record = _read(worker)
         self._identity = record.identity
         # The script may run below the program.
-        self._pid = record.identity.pid or (program_of(worker.pid) if worker.alive else worker.pid)
+        self._pid = _process_of(worker, record.identity)
         self._waits_for_torch = (
             worker.alive
             and not _tells_all(record)
@@ -105,6 +106,8 @@ class Witness:
                 mono_ns=time.monotonic_ns(),
                 wall_ns=time.time_ns(),
             )
+        elif self.worker.alive and identity.pid:
+            identity = replace(identity, pid=self._pid)  # as its reader sees it, not its container
         self.record = replace(
             record,
             identity=identity,
@@ -176,6 +179,18 @@ class Witness:
             return False if self.worker.exit_code is not None else None
         now = process.oom_kills(os.getpid())
         return None if before is None or now is None else now > before
+
+
+def _process_of(worker: Worker, identity: Identity) -> int:
+    """Return the process to look at: the one that records, else the worker's program."""
+    if not worker.alive:
+        return identity.pid or worker.pid
+    if not identity.pid:
+        return program_of(worker.pid)
+    found = find_process(identity.pid, identity.pid_start_ticks)
+    if found is None and start_ticks(identity.pid) is not None and identity.pid_start_ticks:
+        return program_of(worker.pid)  # another process has this pid here
+    return found or identity.pid
 
 
 def _activity(record: Record) -> int:

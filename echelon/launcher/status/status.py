@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.errors import DumpFormatError
-from echelon.host.identity import boot_id, start_ticks
+from echelon.host.identity import boot_id, find_process
 from echelon.recorder.format.schema import Live, Record, State
 from echelon.recorder.read import read_ring
 
@@ -145,7 +145,7 @@ def _checked(record: Record) -> RankStatus:
         return status
     if identity.boot_id != boot_id():  # its clock cannot be compared with this machine's
         return replace(status, lag_s=None)
-    is_gone = identity.pid and start_ticks(identity.pid) != identity.pid_start_ticks
+    is_gone = identity.pid and find_process(identity.pid, identity.pid_start_ticks) is None
     return replace(status, phase="gone", lag_s=None) if is_gone else status
 
 

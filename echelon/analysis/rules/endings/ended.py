@@ -36,6 +36,7 @@ _ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + 
 _ABORTS = frozenset({-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGABRT})
 _SIGABRT = frozenset({-signal.SIGABRT, 128 + signal.SIGABRT})
 LONG_WAIT_S = 30.0  # who aborts after waiting this long for a living rank is its victim
+_FULL_SHM = re.compile(r"(?:shared memory|/dev/shm).{0,80}No space left on device")
 _TOGETHER_NS = 10 * 10**9  # endings this near may be one shortage of memory
 _ORIGINAL = "Original Traceback (most recent call last):"
 _LOADER_DEATH = re.compile(
@@ -442,6 +443,11 @@ def _next_action(facts: RankEvidence, ending: Ending) -> str:
             "or raise its limit."
         )
     if ending.cause is Cause.EXCEPTION:
+        if _FULL_SHM.search(ending.words):
+            return (
+                "Give the container more shared memory (docker --shm-size; Kubernetes: an emptyDir "
+                f"of medium Memory at /dev/shm); the full traceback is in {stderr}."
+            )
         place = f" at {ending.frame}" if ending.frame else ""
         return f"Fix the exception{place}; the full traceback is in {stderr}."
     if "data-loader worker" in ending.words:

@@ -43,6 +43,7 @@ _DEVICE = re.compile(
     r"\becc error|uncorrectable|\bxid\b|fallen off the bus|nvlink error|hardware stack error"
     r"|device (?:is )?unavailable|\bgpu is lost\b|hip error: .*hardware"
 )
+_NO_SPACE = "no space left on device"  # of the rank's own machine, whoever reports it
 # Said of the rank itself, whatever else the text quotes.
 _OWN = re.compile(
     r"duplicate gpu detected|invalid usage|invalid argument|illegal memory access"
@@ -92,9 +93,9 @@ def meaning_of(
     """
     name = type_name.rpartition(".")[2]
     names = {name, *(base.rpartition(".")[2] for base in bases)}
-    if _is_echelons(type_name, message, bases):
-        return Meaning.CONSEQUENCE
     words = message.lower()
+    if _is_echelons(type_name, message, bases):
+        return Meaning.OWN if _NO_SPACE in words else Meaning.CONSEQUENCE
     if names & set(_MEMORY_TYPES) or (
         names & ({"RuntimeError"} | _TORCH_NAMES) and _MEMORY.search(words)
     ):

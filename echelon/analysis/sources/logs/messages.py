@@ -115,6 +115,7 @@ MESSAGES: tuple[Message, ...] = (
         "shared-memory", Cause.OUT_OF_MEMORY,
         r"insufficient shared memory \(shm\)|dataloader's workers are out of shared memory"
         r"|unable to (?:write|open shared memory object) .{0,10}</torch_"
+        r"|unable to allocate shared memory\(shm\)|enlarge /dev/shm"
         r"|is killed by signal: Bus error",
         _SHM,
     ),
