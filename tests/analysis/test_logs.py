@@ -43,6 +43,8 @@ SAMPLES: dict[str, list[str]] = {
         ("ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient "
         "shared memory (shm)."),
         "RuntimeError: unable to write to file </torch_4711_2042>",
+        ("RuntimeError: unable to allocate shared memory(shm) for file </torch_26_39_0>: No space "
+        "left on device (28)"),
     ],
     "loader-killed": ["RuntimeError: DataLoader worker (pid 4712) is killed by signal: Killed."],
     "loader-died": ["RuntimeError: DataLoader worker (pid(s) 4712, 4713) exited unexpectedly"],

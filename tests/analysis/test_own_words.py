@@ -79,6 +79,21 @@ def ended_in_a_thread(job: Job, rank: int) -> Job:
     return job
 
 
+def test_a_group_without_room_in_shared_memory_is_no_broken_link():
+    job = Job(2).train(1)
+    full = "memory of a group: 3.2 MB in /dev/shm: No space left on device. enlarge /dev/shm"
+    lost = "rank 0 did not hand over the shared memory: [Errno 104] Connection reset by peer"
+    for rank, kind, message in ((0, "CollectiveError", full), (1, "PeerLostError", lost)):
+        job[rank].words = LastWords(
+            type=f"echelon.errors.{kind}", message=message, site="/job/train.py:7 main",
+            traceback="", mono_ns=1 + rank,
+        )  # fmt: skip
+        job[rank].exited(1)
+    verdict = job.report("failure").verdict
+    assert (verdict.cause, verdict.culprit_ranks) == ("exception", (0,))
+    assert "--shm-size" in verdict.next_action
+
+
 def test_a_hang_whose_culprit_lost_a_thread_says_so():
     job = ended_in_a_thread(Job(3).train(2), 1)
     for rank in job.others(1):

@@ -20,7 +20,8 @@ _NAMESPACES = [
 ]  # fmt: skip
 NAMELESS_USER = 1234560  # as OpenShift gives them: no entry in passwd
 
-# folder, size of /dev/shm, whether all else is read-only; then a command
+# folder, size of /dev/shm, whether all else is read-only; then a command. The shell stays: it ends
+# with `unshare`, and the container with it; a change of user would undo that.
 _SCRIPT = """
 mount -t tmpfs -o mode=1777,size="$2" tmpfs /dev/shm && ip link set lo up && hostname nowhere \\
     || exit 99
@@ -29,7 +30,8 @@ if [ "$3" = read-only ]; then
     cd "$1" && mount --bind "$1" /mnt 2>/dev/null
 fi
 shift 3
-exec "$@"
+"$@"
+exit $?
 """
 
 # Reading the checkout is all that such a user may do beyond his own.

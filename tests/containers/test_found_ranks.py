@@ -34,7 +34,9 @@ def test_equal_loopback_endpoints_of_two_containers_are_two_jobs(address, num_jo
         own = network_of(os.getpid())
         for one in started:
             wait_until(lambda one=one: network_of(one.pid) not in (0, own), "its namespace")
-        jobs = find_ranks([one.pid for one in started]).jobs()
+        pids = [one.pid for one in started]
+        wait_until(lambda: len(find_ranks(pids).ranks) == 2, "the environment of both")
+        jobs = find_ranks(pids).jobs()
         assert len(jobs) == num_jobs, jobs
     finally:
         for one in started:

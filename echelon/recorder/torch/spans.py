@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from time import monotonic_ns
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import echelon.recorder.current as black_box
@@ -120,8 +122,18 @@ def mark_compilation(callback: Any) -> None:
 
 
 def mark_function(name: str, module: Any) -> None:
-    """Put a function of a module that writes or reads checkpoints into a span."""
+    """Put a function of a module that writes or reads checkpoints into a span.
+
+    Programs import such functions by name before they make a group: those copies are replaced too.
+    """
+    original = getattr(module, name, None)
     replace(module, name, in_span("checkpoint", lambda *_: name))
+    made = getattr(module, name, None)
+    if original is None or made is original:
+        return
+    for other in list(sys.modules.values()):
+        if isinstance(other, ModuleType) and other.__dict__.get(name) is original:
+            other.__dict__[name] = made
 
 
 def _path(name: str, place: int, *args: Any) -> str:
