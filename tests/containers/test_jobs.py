@@ -17,8 +17,10 @@ from echelon.cli import analyze
 from echelon.host.identity import find_process, pid_inside, start_ticks
 from echelon.host.stacks import can_spy
 from echelon.host.threads import children, descendants
-from echelon.launcher.attach.ranks import environment
-from echelon.launcher.status.status import read_statuses
+from echelon.launcher.attach.look import ring_folder
+from echelon.launcher.attach.ranks import environment, rank_of
+from echelon.launcher.status.status import read_statuses, status_of
+from echelon.recorder.read import read_ring
 from tests.containers.box import WITHOUT_TRACING, container, echelon, needs_containers, run
 from tests.recorder.conftest import wait_until
 
@@ -107,7 +109,7 @@ def test_a_full_shared_memory_is_named_with_the_option(folder):
 
 
 def test_without_the_right_to_trace_cause_and_rank_are_named(folder):
-    options = ("--stall-timeout", "1", "--on-stall", "stop")
+    options = ("--stall-timeout", "2", "--on-stall", "stop")
     job = [*WITHOUT_TRACING, *_job(folder, _HANG, *options), "--untraceable"]
     code, told = run(job, cwd=folder)
     assert code == 3, told
@@ -160,6 +162,7 @@ def test_a_container_is_looked_at_from_its_host_and_from_inside(hanging, folder,
     """Its black boxes lie in a /dev/shm of its own, and its pids mean nothing outside."""
     wait_until(lambda: len(_ranks(hanging)) == 2, "both ranks")
     pids = _ranks(hanging)
+    wait_until(lambda: _sequence(pids[0]) == 3, "rank 0 waits for rank 1")
     inside = pid_inside(pids[1])
     assert inside != pids[1]
     assert find_process(inside, start_ticks(pids[1])) == pids[1]
@@ -187,6 +190,13 @@ def test_a_container_is_looked_at_from_its_host_and_from_inside(hanging, folder,
     phases = {one.rank: one.phase for one in read_statuses(folder / "run")}
     assert sorted(phases) == [0, 1]
     assert "gone" not in phases.values(), phases
+
+
+def _sequence(pid: int) -> int | None:
+    """Return the number of the last call in the black box of a rank, read from the host."""
+    folder = ring_folder(rank_of(pid))
+    assert folder is not None
+    return status_of(read_ring(folder / "ring"), 0).sequence
 
 
 def _is_right(report: dict[str, object], code: int, is_traced: bool) -> None:
