@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # in ranks there is no conftest
 
+import torch
 import train_gpt
 
 import echelon.dist as dist
@@ -18,6 +19,7 @@ from tests.examples.runs import SMALL_MODEL
 
 def train(*arguments: object) -> tuple[int, str]:
     """Run train_gpt in this process; return its exit code and what it wrote."""
+    torch.set_num_threads(1)  # the fork server has loaded torch before OMP_NUM_THREADS was set
     sys.argv = ["train_gpt.py", *SMALL_MODEL, "--layers=1", *map(str, arguments)]
     written, code = io.StringIO(), 0
     with (
