@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,13 +29,30 @@ running job.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code, 2 for bad usage."""
+    """Run a command; return its exit code: 2 for bad usage, 141 if its reader has left."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
-    if command == "run":
+    if command == "run":  # a job outlives its output
         from echelon.launcher.cli import main as run
 
         return run(arguments)
+    try:
+        code = _show(command, arguments)
+        sys.stdout.flush()
+    except OSError as err:
+        if err.errno not in (errno.EPIPE, errno.ENOSPC) or err.filename is not None:
+            raise
+        # What is left in the buffer would fail once more as the interpreter exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if err.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE
+        print(f"echelon {command}: cannot write: {err.strerror}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _show(command: str, arguments: list[str]) -> int:
+    """Run a command whose product is what it prints."""
     if command == "status":
         from echelon.launcher.status.show import main as status
 
@@ -72,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_HELP, end="")
         return 0
     print(
-        f"echelon: no command {command!r}; there are run, status, doctor, prepare, plot, "
-        "plan, witness and store",
+        f"echelon: no command {command!r}; there are run, status, report, doctor, prepare, "
+        "plot, plan, witness and store",
         file=sys.stderr,
     )
     return 2
