@@ -27,7 +27,18 @@ PAUSES_S = (1.0, 4.0)  # before the second and the third try of a request
 _MAX_WAITING = 64
 _TOO_MANY = 429
 _SERVER_ERROR = 500
+_REDIRECTS = (301, 302, 303, 307, 308)
 _LINE_CHARS = 200
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it may lead to a host that is not to get the notice or the password."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse."""
+
+
+_opener = urllib.request.build_opener(_Stay)
 
 
 class DeliveryError(Exception):
@@ -169,10 +180,13 @@ class Delivery:
             request = urllib.request.Request(  # noqa: S310 -- the scheme was checked
                 url, data, headers, method="POST"
             )
-            with urllib.request.urlopen(request, timeout=self._request_s) as answer:  # noqa: S310
+            with _opener.open(request, timeout=self._request_s) as answer:
                 answer.read(1)
         except urllib.error.HTTPError as err:
             err.close()
+            if err.code in _REDIRECTS:
+                why = "redirects are not followed; give the URL that they lead to"
+                raise DeliveryError(f"HTTP {err.code}: {why}") from err
             may_retry = err.code == _TOO_MANY or err.code >= _SERVER_ERROR
             raise DeliveryError(f"HTTP {err.code}", may_retry=may_retry) from err
         except urllib.error.URLError as err:

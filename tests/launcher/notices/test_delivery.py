@@ -26,6 +26,7 @@ class _Receiver:
     def __init__(self, *codes: int) -> None:
         self.bodies: list[bytes] = []
         self.users: list[str | None] = []
+        self.location = ""
         receiver, left = self, list(codes)
 
         class Handler(BaseHTTPRequestHandler):
@@ -33,6 +34,13 @@ class _Receiver:
                 receiver.users.append(self.headers["Authorization"])
                 receiver.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
                 self.send_response(left.pop(0) if left else 200)
+                if receiver.location:
+                    self.send_header("Location", receiver.location)
+                self.end_headers()
+
+            def do_GET(self):
+                receiver.users.append(self.headers["Authorization"])
+                self.send_response(200)
                 self.end_headers()
 
             def log_message(self, *_):
@@ -143,6 +151,19 @@ def test_a_server_that_refuses_is_one_line_without_the_urls_secrets(codes, tries
     delivery.close(60)
     assert len(server.bodies) == tries
     assert said == [f"--notify http://127.0.0.1: HTTP {codes[0]}"]
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_notice_and_its_password_do_not_follow_a_redirect(code, receiver, said):
+    first, other = receiver(code), receiver()
+    first.location = other.url
+    delivery = Delivery(first.url, said.append, pauses_s=(0.0,))
+    delivery.send(NOTICE)
+    delivery.close(20.0)
+    assert len(first.bodies) == 1
+    assert other.users == []
+    line = f"--notify http://127.0.0.1: HTTP {code}: redirects are not followed"
+    assert said == [f"{line}; give the URL that they lead to"]
 
 
 def test_a_server_that_is_not_there_is_one_line(said):
