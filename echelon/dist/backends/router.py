@@ -22,7 +22,14 @@ from collections.abc import Iterator
 
 from echelon.dist.backends.device import choose
 from echelon.dist.backends.device.pending import DonePending
-from echelon.dist.backends.interface import Engine, Members, Pending, Refused, Watch
+from echelon.dist.backends.interface import (
+    EndedElsewhere,
+    Engine,
+    Members,
+    Pending,
+    Refused,
+    Watch,
+)
 from echelon.dist.errors import build
 from echelon.dist.operation.arrays import DeviceFlat
 from echelon.dist.operation.operation import OPEN, Operation
@@ -203,10 +210,17 @@ class Router:
         try:
             self._host.execute(meeting, watch)
         except CollectiveError as err:
-            before, now = (build.place(self._members, one) for one in (meeting, operation))
-            err.args = (str(err).replace(before, now, 1),)
-            err.operation = operation.kind
+            self._rename(err, meeting, operation)
             raise
+        except EndedElsewhere as err:
+            self._rename(err.error, meeting, operation)
+            raise
+
+    def _rename(self, error: CollectiveError, meeting: Operation, operation: Operation) -> None:
+        """Have an error of the meeting speak of what the user called."""
+        before, now = (build.place(self._members, one) for one in (meeting, operation))
+        error.args = (str(error).replace(before, now, 1),)
+        error.operation = operation.kind
 
 
 def _check(engine: Engine, operation: Operation, error: type[ValueError]) -> None:
