@@ -53,7 +53,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
         ticks: its `start_ticks`, which are the same in all PID namespaces.
 
     Returns:
-        None if there is no such process, or it cannot be seen from here.
+        None if no such process exists or is visible from here.
     """
     if start_ticks(own_pid) == ticks:
         return own_pid

@@ -1,4 +1,4 @@
-"""Answer: what a rank says of itself in a liveness check, and whom the answers leave to blame.
+"""Answer: what a rank says of itself in a liveness check, and which rank is then at fault.
 
 A message that times out shows only that its peer did not send. The peer may wait in turn, for
 another message or in a collective, and then the rank at the end of that chain is the one to name.
@@ -51,7 +51,7 @@ def read(text: str | bytes) -> Answer:
 def origins(
     me: int, late: Sequence[int], answers: Mapping[int, Answer], silent: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Follow who waits for whom, from ranks that did not send.
+    """Follow which rank waits for which, beginning with the ranks that did not send.
 
     Args:
         me: the group rank that asks, which waits for `late`.

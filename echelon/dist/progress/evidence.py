@@ -50,7 +50,7 @@ class Evidence(Protocol):
     def hear(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return the verdict of the rank whose failure ended an operation here; else `error`.
 
-        Blocks for as long as that rank may take to determine who is at fault, at most 3 s.
+        Blocks while that rank determines which rank is at fault, for at most 3 s.
         """
 
     def arriving(self) -> AbstractContextManager[object]:

@@ -59,7 +59,7 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Whether an attempt failed: nobody stopped it, and it did not succeed."""
+        """Whether an attempt failed: it was not stopped from outside, and did not succeed."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 

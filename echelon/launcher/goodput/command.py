@@ -21,7 +21,7 @@ _RUNS = Path("runs")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0, or 2 if there is no such run."""
+    """Run the command; return 0, or 2 if the run does not exist."""
     parser = argparse.ArgumentParser(
         prog="echelon report", description="Show what each second of a job's ranks went into."
     )

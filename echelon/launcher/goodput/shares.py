@@ -45,7 +45,7 @@ class Shares:
         }
 
     def share(self, *categories: Category) -> float:
-        """Return which part of all ranks' time these took, 0 where there is no time."""
+        """Return the share of all ranks' time that these took; 0 if no time has passed."""
         totals = self.totals
         return _ratio(sum(totals[one] for one in categories), self.wall_ns * len(self.ranks))
 

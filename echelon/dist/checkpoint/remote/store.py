@@ -135,7 +135,7 @@ class Remote:
         """Return an object's bytes, or those from `start` to before `end`.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: the object does not exist.
             OSError: it cannot be read within the patience.
         """
         path = f"{self._root}/{name}"
