@@ -145,6 +145,29 @@ def test_channels_are_connected_in_both_directions_when_they_are_open(backend):
     run_ranks(_open_channels, 3, backend, timeout_s=60)
 
 
+def _open_before_a_graph(rank: int, world_size: int, backend) -> None:
+    """The byte that connects is late on one end: a graph's message must not take its place."""
+    world, array = made_up.init(backend, timeout_s=20)
+    made_up.Faults.byte_s = 0.0 if rank else 0.3
+    x, y = array(torch.full((4,), rank + 1.0)), array(torch.zeros(4))
+    world.all_reduce(array(torch.ones(1)))
+    lane = world.channel(1 - rank, "ring")
+    lane.open(x)
+    graph = made_up.Graph()
+    with made_up.accelerator.graph(graph):
+        lane.recv(y) if rank else lane.send(x)
+        lane.send(x) if rank else lane.recv(y)
+    graph.replay()
+    assert y.read().tolist() == [2.0 - rank] * 4
+    world.barrier()
+    made_up.shutdown()
+
+
+@pytest.mark.parametrize("backend", [None, "made-up"])
+def test_a_channel_is_open_once_the_byte_that_connects_has_arrived(backend):
+    run_ranks(_open_before_a_graph, 2, backend, timeout_s=60)
+
+
 def _send_headers(rank: int, world_size: int, backend) -> None:
     """What a pipeline does: a header over the host, the payload that it announces on the device."""
     world, array = made_up.init(backend, timeout_s=20)

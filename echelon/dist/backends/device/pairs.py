@@ -8,7 +8,8 @@ Within a lane messages are in order; two lanes never wait for each other.
 
 A lane is made by its first message or by `open`, whichever comes first at each of its ends. Making
 it blocks until both ends do it, on the lane's own thread. One byte goes over a new lane, since
-libraries connect in the first call and not when the communicator is made.
+libraries connect in the first call and not when the communicator is made. The lane is open once the
+byte has arrived: a message in a graph runs on another stream, where it would overtake the byte.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from echelon.dist.backends.device.pending import DevicePending
 from echelon.store import PrefixStore
 
 _ASK_STORE_S = 0.01
+_ASK_DEVICE_S = 0.0005
 _SENDER, _RECEIVER = 0, 1
 _MESSAGE = "message"  # all messages of a lane use one connection
 
@@ -74,6 +76,7 @@ class Lane:
         self._launcher = Launcher(f"echelon-lane-{way.sender}-{way.receiver}")
         self._handle: Handle | None = None
         self._first: Any = None  # the byte that connects
+        self._arrival: Any = None  # the event behind it; None once it has happened
         self._is_over = False
         with library.accelerator.device(index):
             self.stream = library.accelerator.Stream()
@@ -155,19 +158,28 @@ class Lane:
         return self._handle is None or self._handle.destroy(wait_s)
 
     def _open(self, check: Callable[[], None]) -> Handle:
-        if self._handle is None:
-            drawn = self._meet(check)
-            made = self._library.open(2, self._role, drawn, self._index, is_lane=True)
-            self._handle = Handle(made)
-            if self._is_over:  # the end came while the library connected
-                self._handle.abort(0.0)
-                raise HandleEnded
-            torch = self._library.torch
-            self._first = self._library.on_device(torch.zeros(1, dtype=torch.uint8), self._index)
-            pair = (self._first, None) if self._role == _SENDER else (None, self._first)
-            with self._handle.entered() as communicator:
-                self.put(communicator, *pair)
-        return self._handle
+        handle = self._handle or self._connect(check)
+        while self._arrival is not None and not self._library.has_happened(self._arrival):
+            self._go_on(check)
+            time.sleep(_ASK_DEVICE_S)
+        self._arrival = None
+        return handle
+
+    def _connect(self, check: Callable[[], None]) -> Handle:
+        drawn = self._meet(check)
+        made = self._library.open(2, self._role, drawn, self._index, is_lane=True)
+        self._handle = handle = Handle(made)
+        if self._is_over:  # the end came while the library connected
+            handle.abort(0.0)
+            raise HandleEnded
+        torch = self._library.torch
+        self._first = self._library.on_device(torch.zeros(1, dtype=torch.uint8), self._index)
+        pair = (self._first, None) if self._role == _SENDER else (None, self._first)
+        with handle.entered() as communicator:
+            self.put(communicator, *pair)
+        self._arrival = self._library.accelerator.Event()
+        self._arrival.record(self.stream)
+        return handle
 
     def _meet(self, check: Callable[[], None]) -> bytes:
         """Exchange the communicator's id; both ends stand ready before the library blocks."""
@@ -184,7 +196,10 @@ class Lane:
 
     def _wait_for(self, key: str, check: Callable[[], None]) -> None:
         while not self._store.check([key]):
-            if self._is_over:
-                raise HandleEnded
-            check()
+            self._go_on(check)
             time.sleep(_ASK_STORE_S)
+
+    def _go_on(self, check: Callable[[], None]) -> None:
+        if self._is_over:
+            raise HandleEnded
+        check()
