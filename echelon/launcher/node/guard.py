@@ -104,7 +104,8 @@ class Guard:
             return  # the agent is gone in the middle of a message
         finally:
             if not self._is_agent_done:
-                _print(f"the launcher (pid {self._agent_pid}) died; ending all that it started")
+                died = f"the launcher (pid {self._agent_pid}) died{_where_none_can_start()}"
+                _print(f"{died}; ending all that it started")
             self._kill_everything()
             for rank_dir, folder in self._rings.items():
                 _bring_home(rank_dir, folder)
@@ -333,6 +334,18 @@ def _print(text: str) -> None:
         os.write(2, f"echelon: {text}\n".encode())
     except OSError:
         return
+
+
+def _where_none_can_start() -> str:
+    """Return what to add of a launcher that may have died because no thread can be started."""
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    except OSError as err:
+        return f" where no process can be started: {err.strerror}; raise pids.max or ulimit -u"
+    return ""
 
 
 def _bring_home(rank_dir: str, folder: str) -> None:

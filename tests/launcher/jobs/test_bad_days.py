@@ -162,9 +162,14 @@ class NoProcesses(Day):
         self.before = ("sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh")
 
     def codes(self, moment: str, num_nodes: int) -> list[list[int]]:
-        """gRPC aborts where it can start no thread, and its launcher and job with it."""
-        codes = super().codes(moment, num_nodes)
-        return [*codes, [-signal.SIGABRT, 1]] if (moment, num_nodes) == ("failure", 2) else codes
+        """gRPC aborts where it can start no thread, and its launcher and job with it.
+
+        The other node dials again then, and may need a thread for that.
+        """
+        codes, aborted = super().codes(moment, num_nodes), -signal.SIGABRT
+        if (moment, num_nodes) != ("failure", 2):
+            return codes
+        return [*codes, [aborted, 1], [aborted, aborted]]
 
     def prepare(self) -> None:
         (self._group / "pids.max").write_text("1")
@@ -173,7 +178,12 @@ class NoProcesses(Day):
         (self._group / "pids.max").write_text("0")
 
     def close(self) -> None:
-        self._group.rmdir()
+        """Remove the group, which is busy while the kernel takes its last process apart."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self._group.exists():
+            with contextlib.suppress(OSError):
+                self._group.rmdir()
+            assert time.monotonic() < deadline_s, self._group
 
 
 class NoPermission(Day):

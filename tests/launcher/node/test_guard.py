@@ -294,3 +294,21 @@ def test_a_guard_that_dies_with_input_unread_is_one_line():
         capture_output=True, text=True, check=True, timeout=180,
     )  # fmt: skip
     assert done.stdout == "the guard process died; all workers were killed\n"
+
+
+_WITHOUT_ROOM = """
+import os, resource
+from echelon.launcher.node import guard
+print(guard._where_none_can_start())
+os.setuid(54321)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+print(guard._where_none_can_start())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes another uid: root has no such limit")
+def test_a_launcher_that_died_where_no_thread_can_be_started_is_said_to_have():
+    argv = [sys.executable, "-c", _WITHOUT_ROOM]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+    words = " where no process can be started: Resource temporarily unavailable; raise"
+    assert told.splitlines() == ["", f"{words} pids.max or ulimit -u"]
