@@ -180,6 +180,12 @@ def add_files(group: argparse._ArgumentGroup) -> None:
         help="no attention and no loss from one document to the next",
     )
     add(
+        "--pack-documents",
+        dest="data.pack_documents",
+        action="store_true",
+        help="lay whole documents into each sample, masked from each other",
+    )
+    add(
         "--checkpoint",
         dest="checkpoint.path",
         metavar="FOLDER",

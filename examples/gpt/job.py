@@ -157,6 +157,7 @@ def require_consistent(settings: Settings) -> None:
     is_own = settings.model.kind == "gpt" and settings.model.init_from is None
     for flag, is_asked in (
         ("--mask-documents", settings.data.mask_documents),
+        ("--pack-documents", settings.data.pack_documents),
         ("--tp", machine.tp > 1),
         ("--export-hf", checkpoint.export_hf),
     ):
@@ -281,7 +282,8 @@ def training_settings(settings: Settings) -> TrainingSettings:
         microbatches=microbatches,
         activations=mode,
         activations_every=every,
-        mask_documents=settings.data.mask_documents,
+        mask_documents=settings.data.mask_documents or settings.data.pack_documents,
+        pack_documents=settings.data.pack_documents,
         workers=settings.data.workers,
     )
 

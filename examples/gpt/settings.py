@@ -46,6 +46,7 @@ class Data:
     sources: tuple[str, ...] = ()  # PATH or PATH:WEIGHT
     workers: int = whole(1)  # threads that read ahead
     mask_documents: bool = False  # no attention and no loss from one document to the next
+    pack_documents: bool = False  # samples hold whole documents, which are masked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,9 +54,9 @@ def documents(tmp_path_factory):
     return load_corpus([str(folder)])
 
 
-def make(documents, world) -> Trainer:
+def make(documents, world, *, packs: bool = False) -> Trainer:
     options = {"steps": 9, "batch": 5, "lr": 3e-3, "warmup": 0, "clip": 1e9, "seed": 0}
-    settings = TrainingSettings(**options, mask_documents=True)
+    settings = TrainingSettings(**options, mask_documents=True, pack_documents=packs)
     return Trainer.build(CONFIG, settings, documents, world=world)
 
 
@@ -76,12 +76,31 @@ def test_the_loss_is_the_mean_over_the_tokens_that_are_trained_on(documents):
     other.source.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_and_one_process_train_alike(documents, size):
-    alone = make(documents, LonelyWorld())
+def test_packed_documents_are_whole_and_computed_as_if_each_were_alone(documents):
+    trainer, other = (make(documents, LonelyWorld(), packs=True) for _ in range(2))
+    batch = other.fetch_batch()
+    other.source.close()
+    assert len(batch.tokens) == 5
+    total, count = 0.0, 0
+    for tokens, targets, numbers in zip(*batch, strict=True):
+        for number in numbers.unique():
+            here = numbers == number
+            counted = targets[here] != NOT_COUNTED
+            logits = trainer.model(tokens[here][None])[0]
+            losses = F.cross_entropy(logits, targets[here], ignore_index=NOT_COUNTED)
+            total += losses.item() * int(counted.sum()) if counted.any() else 0.0
+            count += int(counted.sum())
+    assert train(trainer, 1) == pytest.approx([total / count], rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "packs"), [(2, False), (3, False), (3, True)])
+def test_ranks_and_one_process_train_alike(documents, size, packs):
+    alone = make(documents, LonelyWorld(), packs=packs)
     threads = Threads(size)
-    ranks = [make(documents, ThreadWorld(rank, size, threads)) for rank in range(size)]
-    batches = [make(documents, ThreadWorld(rank, size, threads)) for rank in range(size)]
+    ranks, batches = (
+        [make(documents, ThreadWorld(rank, size, threads), packs=packs) for rank in range(size)]
+        for _ in range(2)
+    )
     counts = [int((one.fetch_batch().targets != NOT_COUNTED).sum()) for one in batches]
     for one in batches:
         one.source.close()

@@ -189,6 +189,7 @@ def test_a_finished_run_can_be_looked_at_again(alone, text):
         ("--config /no/such.toml", "No such file or directory: '/no/such.toml'"),
         ("--checkpoint-activations some", "is 'some', not full, every=N, selective or none"),
         ("--mask-documents", "--mask-documents needs --model gpt2 or llama"),
+        ("--pack-documents", "--pack-documents needs --model gpt2 or llama"),
         ("--tp 2", "--tp needs --model gpt2 or llama"),
         ("--export-hf x", "--export-hf needs --model gpt2 or llama"),
         ("--model llama --tp 3 --data {text}", "--tp 3 does not divide 4 heads"),

@@ -57,6 +57,7 @@ class BatchSource:
         rank: int,
         world_size: int,
         mask_documents: bool = False,
+        pack_documents: bool = False,
         num_workers: int = 1,
     ) -> BatchSource:
         """Begin to read a corpus at its first sample."""
@@ -68,6 +69,7 @@ class BatchSource:
             world_size=world_size,
             seed=seed,
             mask_documents=mask_documents,
+            pack_documents=pack_documents,
             num_workers=num_workers,
         )
         return cls(loader=loader, rank=rank, world_size=world_size, num_sequences=num_sequences)

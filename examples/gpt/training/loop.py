@@ -74,6 +74,7 @@ def open_source(
         rank=rank,
         world_size=world_size,
         mask_documents=settings.mask_documents,
+        pack_documents=settings.pack_documents,
         num_workers=settings.workers,
     )
 

@@ -40,6 +40,7 @@ class TrainingSettings:
     ema: float | None = None  # decay of an average of the weights, by which the run is judged
     init_from: str | None = None  # a Hugging Face folder: its weights are those to begin with
     mask_documents: bool = False  # neither attention nor loss crosses from document to document
+    pack_documents: bool = False  # samples hold whole documents; with mask_documents
     workers: int = 1  # threads that read ahead
     bucket_bytes: int = FOUR_MIB
 
