@@ -2,6 +2,7 @@
 
 from echelon.dist.agreement.stop import request_stop, should_stop, stop_on_signals, stop_reason
 from echelon.dist.group import ProcessGroup
+from echelon.dist.operation.arrays import Array
 from echelon.dist.options import Options
 from echelon.dist.runtime import init, is_initialized, new_group, shutdown, world
 from echelon.dist.work import Work
@@ -18,5 +19,6 @@ __all__ = [
     "stop_reason",
     "ProcessGroup",
     "Work",
+    "Array",
     "Options",
 ]

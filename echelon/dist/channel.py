@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from echelon.dist.calls.base import Timeout
-from echelon.dist.operation.arrays import view
+from echelon.dist.operation.arrays import Array, view
 from echelon.dist.operation.operation import OPEN
 from echelon.dist.work import Work
 from echelon.store.base import Store
@@ -69,7 +68,7 @@ class Channel:
     def __repr__(self) -> str:
         return f"Channel({self.name!r} to group rank {self.peer})"
 
-    def open(self, like: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+    def open(self, like: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Connect both directions for arrays on the device of `like`, before a message needs it.
 
         Blocks until the other end opens the channel too, or sends and receives in both directions,
@@ -91,7 +90,7 @@ class Channel:
             OPEN, self.peer, data, self._tag, timeout_s=timeout_s, async_op=async_op
         )
 
-    def send(self, x: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+    def send(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Send `x` to the other end, which receives it with the same dtype and size.
 
         May return before the other end has called `recv`; `x` may be changed then.
@@ -106,7 +105,7 @@ class Channel:
             "send", self.peer, data, self._tag, timeout_s=timeout_s, async_op=async_op
         )
 
-    def recv(self, x: Any, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
+    def recv(self, x: Array, async_op: bool = False, timeout_s: Timeout = None) -> Work | None:
         """Receive into `x` what the other end sends next on this channel.
 
         Args:

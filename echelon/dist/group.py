@@ -6,7 +6,7 @@ import contextlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import echelon.recorder.current as black_box
 from echelon.dist import objects
@@ -168,7 +168,17 @@ class ProcessGroup(Collectives, PointToPoint):
         for work in works:
             work.wait()
 
-    def split(self, color: int | None, key: int = 0, name: str | None = None) -> Any:
+    @overload
+    def split(self, color: int, key: int = ..., name: str | None = ...) -> ProcessGroup: ...
+
+    @overload
+    def split(
+        self, color: int | None, key: int = ..., name: str | None = ...
+    ) -> ProcessGroup | None: ...
+
+    def split(
+        self, color: int | None, key: int = 0, name: str | None = None
+    ) -> ProcessGroup | None:
         """Divide the group: ranks of equal `color` form one, ordered by `key`, then rank.
 
         Every member calls it. Returns this rank's new ProcessGroup; None for color None.

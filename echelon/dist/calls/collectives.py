@@ -7,10 +7,10 @@ what all calls share: which ranks make them, which arrays they take, what they r
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from echelon.dist.calls.base import Calls, Splits, Timeout
-from echelon.dist.operation.arrays import view
+from echelon.dist.operation.arrays import Array, view
 from echelon.dist.operation.checks import (
     check_overlap,
     check_pair,
@@ -27,21 +27,21 @@ class Collectives(Calls):
 
     @overload
     def all_reduce(
-        self, x: Any, op: str = ..., async_op: Literal[False] = ..., timeout_s: Timeout = ...
+        self, x: Array, op: str = ..., async_op: Literal[False] = ..., timeout_s: Timeout = ...
     ) -> None: ...
 
     @overload
     def all_reduce(
-        self, x: Any, op: str = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
+        self, x: Array, op: str = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
     ) -> Work: ...
 
     @overload
     def all_reduce(
-        self, x: Any, op: str = ..., async_op: bool = ..., timeout_s: Timeout = ...
+        self, x: Array, op: str = ..., async_op: bool = ..., timeout_s: Timeout = ...
     ) -> Work | None: ...
 
     def all_reduce(
-        self, x: Any, op: str = "sum", async_op: bool = False, timeout_s: Timeout = None
+        self, x: Array, op: str = "sum", async_op: bool = False, timeout_s: Timeout = None
     ) -> Work | None:
         """Reduce `x` over all ranks, in place.
 
@@ -65,7 +65,7 @@ class Collectives(Calls):
     @overload
     def reduce(
         self,
-        x: Any,
+        x: Array,
         root: int,
         op: str = ...,
         async_op: Literal[False] = ...,
@@ -74,16 +74,27 @@ class Collectives(Calls):
 
     @overload
     def reduce(
-        self, x: Any, root: int, op: str = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
+        self,
+        x: Array,
+        root: int,
+        op: str = ...,
+        *,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
     ) -> Work: ...
 
     @overload
     def reduce(
-        self, x: Any, root: int, op: str = ..., async_op: bool = ..., timeout_s: Timeout = ...
+        self, x: Array, root: int, op: str = ..., async_op: bool = ..., timeout_s: Timeout = ...
     ) -> Work | None: ...
 
     def reduce(
-        self, x: Any, root: int, op: str = "sum", async_op: bool = False, timeout_s: Timeout = None
+        self,
+        x: Array,
+        root: int,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout_s: Timeout = None,
     ) -> Work | None:
         """Reduce `x` over all ranks into the `x` of `root`; the others' `x` keep their values.
 
@@ -105,8 +116,8 @@ class Collectives(Calls):
     @overload
     def all_gather(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         async_op: Literal[False] = ...,
         timeout_s: Timeout = ...,
         *,
@@ -116,8 +127,8 @@ class Collectives(Calls):
     @overload
     def all_gather(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         async_op: Literal[True],
         timeout_s: Timeout = ...,
         *,
@@ -127,8 +138,8 @@ class Collectives(Calls):
     @overload
     def all_gather(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         async_op: bool = ...,
         timeout_s: Timeout = ...,
         *,
@@ -137,8 +148,8 @@ class Collectives(Calls):
 
     def all_gather(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         async_op: bool = False,
         timeout_s: Timeout = None,
         *,
@@ -174,8 +185,8 @@ class Collectives(Calls):
     @overload
     def reduce_scatter(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         op: str = ...,
         async_op: Literal[False] = ...,
         timeout_s: Timeout = ...,
@@ -186,8 +197,8 @@ class Collectives(Calls):
     @overload
     def reduce_scatter(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         op: str = ...,
         *,
         async_op: Literal[True],
@@ -198,8 +209,8 @@ class Collectives(Calls):
     @overload
     def reduce_scatter(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         op: str = ...,
         async_op: bool = ...,
         timeout_s: Timeout = ...,
@@ -209,8 +220,8 @@ class Collectives(Calls):
 
     def reduce_scatter(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         op: str = "sum",
         async_op: bool = False,
         timeout_s: Timeout = None,
@@ -249,21 +260,21 @@ class Collectives(Calls):
 
     @overload
     def broadcast(
-        self, x: Any, root: int, async_op: Literal[False] = ..., timeout_s: Timeout = ...
+        self, x: Array, root: int, async_op: Literal[False] = ..., timeout_s: Timeout = ...
     ) -> None: ...
 
     @overload
     def broadcast(
-        self, x: Any, root: int, async_op: Literal[True], timeout_s: Timeout = ...
+        self, x: Array, root: int, async_op: Literal[True], timeout_s: Timeout = ...
     ) -> Work: ...
 
     @overload
     def broadcast(
-        self, x: Any, root: int, async_op: bool = ..., timeout_s: Timeout = ...
+        self, x: Array, root: int, async_op: bool = ..., timeout_s: Timeout = ...
     ) -> Work | None: ...
 
     def broadcast(
-        self, x: Any, root: int, async_op: bool = False, timeout_s: Timeout = None
+        self, x: Array, root: int, async_op: bool = False, timeout_s: Timeout = None
     ) -> Work | None:
         """Copy the `x` of `root` into every rank's `x`.
 
@@ -283,8 +294,8 @@ class Collectives(Calls):
     @overload
     def all_to_all(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         output_splits: Splits = ...,
         input_splits: Splits = ...,
         async_op: Literal[False] = ...,
@@ -294,8 +305,8 @@ class Collectives(Calls):
     @overload
     def all_to_all(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         output_splits: Splits = ...,
         input_splits: Splits = ...,
         *,
@@ -306,8 +317,8 @@ class Collectives(Calls):
     @overload
     def all_to_all(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         output_splits: Splits = ...,
         input_splits: Splits = ...,
         async_op: bool = ...,
@@ -316,8 +327,8 @@ class Collectives(Calls):
 
     def all_to_all(
         self,
-        out: Any,
-        x: Any,
+        out: Array,
+        x: Array,
         output_splits: Splits = None,
         input_splits: Splits = None,
         async_op: bool = False,
@@ -349,8 +360,8 @@ class Collectives(Calls):
     @overload
     def gather(
         self,
-        out: Any | None,
-        x: Any,
+        out: Array | None,
+        x: Array,
         root: int,
         async_op: Literal[False] = ...,
         timeout_s: Timeout = ...,
@@ -358,16 +369,26 @@ class Collectives(Calls):
 
     @overload
     def gather(
-        self, out: Any | None, x: Any, root: int, async_op: Literal[True], timeout_s: Timeout = ...
+        self,
+        out: Array | None,
+        x: Array,
+        root: int,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
     ) -> Work: ...
 
     @overload
     def gather(
-        self, out: Any | None, x: Any, root: int, async_op: bool = ..., timeout_s: Timeout = ...
+        self, out: Array | None, x: Array, root: int, async_op: bool = ..., timeout_s: Timeout = ...
     ) -> Work | None: ...
 
     def gather(
-        self, out: Any | None, x: Any, root: int, async_op: bool = False, timeout_s: Timeout = None
+        self,
+        out: Array | None,
+        x: Array,
+        root: int,
+        async_op: bool = False,
+        timeout_s: Timeout = None,
     ) -> Work | None:
         """Collect every rank's `x` into the `out` of `root`, in the order of the ranks.
 
@@ -390,8 +411,8 @@ class Collectives(Calls):
     @overload
     def scatter(
         self,
-        out: Any,
-        x: Any | None,
+        out: Array,
+        x: Array | None,
         root: int,
         async_op: Literal[False] = ...,
         timeout_s: Timeout = ...,
@@ -399,16 +420,26 @@ class Collectives(Calls):
 
     @overload
     def scatter(
-        self, out: Any, x: Any | None, root: int, async_op: Literal[True], timeout_s: Timeout = ...
+        self,
+        out: Array,
+        x: Array | None,
+        root: int,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
     ) -> Work: ...
 
     @overload
     def scatter(
-        self, out: Any, x: Any | None, root: int, async_op: bool = ..., timeout_s: Timeout = ...
+        self, out: Array, x: Array | None, root: int, async_op: bool = ..., timeout_s: Timeout = ...
     ) -> Work | None: ...
 
     def scatter(
-        self, out: Any, x: Any | None, root: int, async_op: bool = False, timeout_s: Timeout = None
+        self,
+        out: Array,
+        x: Array | None,
+        root: int,
+        async_op: bool = False,
+        timeout_s: Timeout = None,
     ) -> Work | None:
         """Send each rank its part of the `x` of `root`, which goes into `out`.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from echelon.dist.calls.base import Calls, Timeout
-from echelon.dist.operation.arrays import view
+from echelon.dist.operation.arrays import Array, view
 from echelon.dist.operation.checks import check_tag
 from echelon.dist.operation.operation import ANY_SOURCE
 from echelon.dist.work import Work
@@ -17,7 +17,7 @@ class PointToPoint(Calls):
     @overload
     def send(
         self,
-        x: Any,
+        x: Array,
         to: int,
         tag: int = ...,
         async_op: Literal[False] = ...,
@@ -26,16 +26,22 @@ class PointToPoint(Calls):
 
     @overload
     def send(
-        self, x: Any, to: int, tag: int = ..., *, async_op: Literal[True], timeout_s: Timeout = ...
+        self,
+        x: Array,
+        to: int,
+        tag: int = ...,
+        *,
+        async_op: Literal[True],
+        timeout_s: Timeout = ...,
     ) -> Work: ...
 
     @overload
     def send(
-        self, x: Any, to: int, tag: int = ..., async_op: bool = ..., timeout_s: Timeout = ...
+        self, x: Array, to: int, tag: int = ..., async_op: bool = ..., timeout_s: Timeout = ...
     ) -> Work | None: ...
 
     def send(
-        self, x: Any, to: int, tag: int = 0, async_op: bool = False, timeout_s: Timeout = None
+        self, x: Array, to: int, tag: int = 0, async_op: bool = False, timeout_s: Timeout = None
     ) -> Work | None:
         """Send `x` to a rank, which receives it with the same tag, dtype and size.
 
@@ -58,7 +64,7 @@ class PointToPoint(Calls):
     @overload
     def recv(
         self,
-        x: Any,
+        x: Array,
         source: int | None = ...,
         tag: int = ...,
         async_op: Literal[False] = ...,
@@ -68,7 +74,7 @@ class PointToPoint(Calls):
     @overload
     def recv(
         self,
-        x: Any,
+        x: Array,
         source: int | None = ...,
         tag: int = ...,
         *,
@@ -79,7 +85,7 @@ class PointToPoint(Calls):
     @overload
     def recv(
         self,
-        x: Any,
+        x: Array,
         source: int | None = ...,
         tag: int = ...,
         async_op: bool = ...,
@@ -88,7 +94,7 @@ class PointToPoint(Calls):
 
     def recv(
         self,
-        x: Any,
+        x: Array,
         source: int | None = None,
         tag: int = 0,
         async_op: bool = False,

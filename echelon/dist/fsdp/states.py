@@ -138,6 +138,7 @@ def _gather(flat: Flat, rank0_only: bool) -> dict[Member, torch.Tensor]:
     elif rank0_only:
         group.gather(buffer, tagged, root=0)
     else:
+        assert buffer is not None
         group.all_gather(buffer, tagged)
     if buffer is None:
         return {}

@@ -12,12 +12,34 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Flat = npt.NDArray[Any]
+
+
+class Array(Protocol):
+    """An array that a group's calls accept: NumPy, torch, CuPy, or another DLPack array.
+
+    What lies in memory decides the rest: it must be contiguous, and writable where a result goes
+    into it. JAX's arrays are read-only, so they serve as inputs only.
+
+    Example:
+        >>> import numpy as np
+        >>> from echelon.dist import Array
+        >>> def total(parts: Array) -> None:
+        ...     dist.world().all_reduce(parts)
+        >>> total(np.ones(3))
+    """
+
+    def __dlpack__(self) -> Any:
+        """Return the array as a DLPack capsule."""
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        """Return the kind and the number of the device that holds the array."""
+
 
 # What can be reduced, in the order of the C core's `enum ec_dtype`.
 DTYPES = (

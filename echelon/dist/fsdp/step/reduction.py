@@ -96,6 +96,7 @@ class Reduction:
             return
         self._end_level()
         self._is_across = True
+        assert self._sums is not None
         self._work = self._replicas.all_reduce(self._sums, op="sum", async_op=True)
 
     def advance(self, *, block: bool) -> bool:
