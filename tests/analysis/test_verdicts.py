@@ -80,3 +80,9 @@ def test_an_abort_by_gloos_threads_at_exit_has_its_answer(said: str, is_gloos: b
     assert (verdict.cause, verdict.culprit_ranks) == (Cause.DEAD_PROCESS, (1,))
     assert ("destroy_process_group()" in verdict.next_action) == is_gloos
     assert ("terminate called" in verdict.summary) == ("terminate called" in said)
+
+
+def test_a_tie_of_two_calls_tells_to_compare_both():
+    report = STORIES["of_two_calls_after_equally_many_batches_neither_is_to_blame"].tell().report()
+    assert report.verdict is not None
+    assert report.verdict.next_action.startswith("Compare the stacks of ranks 0 and 1")

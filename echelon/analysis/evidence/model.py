@@ -43,6 +43,7 @@ ROW = np.dtype(
 SPAN_ROW = np.dtype(
     [("started_ns", "<i8"), ("ended_ns", "<i8"), ("name", "<i4"), ("site", "<i4"), ("step", "<i4")]
 )
+DATA_WAIT, DATA_END = "data_wait", "data_end"  # a fetch of a batch; an iteration that ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

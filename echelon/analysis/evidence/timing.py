@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.lanes import Lanes
-from echelon.analysis.evidence.model import Evidence, RankEvidence
+from echelon.analysis.evidence.model import DATA_END, Evidence, RankEvidence
 from echelon.analysis.evidence.picture import Picture
 from echelon.recorder.format.schema import Flag, State
 
@@ -219,7 +219,8 @@ def _rank_time(
     for name in np.unique(spans["name"]).tolist():
         mine = spans["name"] == name
         length = float((spans["ended_ns"] - spans["started_ns"])[mine].sum()) / 1e9
-        phases[evidence.tables.texts[name]] = length
+        if evidence.tables.texts[name] != DATA_END:  # a mark without a length
+            phases[evidence.tables.texts[name]] = length
     firsts, lasts = (rows["created_ns"], spans["started_ns"]), (rows["ended_ns"], spans["ended_ns"])
     begins = [int(column.min()) for column in firsts if len(column)]
     ends = [int(column.max()) for column in lasts if len(column)]

@@ -36,6 +36,7 @@ from echelon.recorder.torch.calls import (
 from echelon.recorder.torch.groups import Groups
 from echelon.recorder.torch.guarding import quietly, replace
 from echelon.recorder.torch.pending import Pending
+from echelon.recorder.torch.spans import ended_loaders, mark_ended_loaders
 from echelon.recorder.write.recorder import NOT_RECORDED, Recorder
 from echelon.recorder.write.signatures import MAX_CALLS
 
@@ -98,6 +99,8 @@ class Operations:
                 try:
                     if works:
                         pending.sweep_oldest()
+                    if ended_loaders:
+                        mark_ended_loaders()
                     record = begin(recorder, layout, args)
                 except Exception:  # noqa: BLE001 -- a program trains without its record
                     record = NOT_RECORDED

@@ -1,6 +1,12 @@
 """Phases of a torch program as spans: waits for data and for the store, checkpoints, compilation.
 
 What a program marks itself counts: a name that it has used in `echelon.span` is left to it.
+
+[Note: the end of a loader's iteration] A rank whose loop over a loader ends before the others' does
+is what uneven batches and guards that leave the loop look like. An iteration ends with its last
+batch, or when the program drops the iterator. The latter may happen wherever Python frees objects,
+within the recorder too, so it is only noted there; the next batch or operation of the program puts
+a mark without a length, `data_end`, into the record.
 """
 
 from __future__ import annotations
@@ -8,6 +14,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns
 from types import ModuleType
@@ -19,6 +27,8 @@ from echelon.recorder.spent import spent
 from echelon.recorder.torch.guarding import quietly, replace
 
 _DETAIL_CHARS = 200
+_END = "_echelon_end"  # attribute of a loader's iterator: what notes that its iteration ended
+ended_loaders: deque[int] = deque(maxlen=64)  # iterations that ended and have no mark yet
 
 
 class _Opened(NamedTuple):
@@ -76,9 +86,43 @@ def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
 
 
 def mark_loaders(torch: Any) -> None:
-    """Put every wait for a loader's next batch into a span."""
+    """Put every wait for a loader's next batch into a span, and mark where iterations end."""
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    replace(iterator, "__next__", in_span("data_wait", lambda *_: ""))
+    replace(iterator, "__next__", _next_batch)
+
+
+def mark_ended_loaders() -> None:
+    """Put a mark into the record if the iteration over a loader has ended since the last call."""
+    if ended_loaders:
+        ended_loaders.clear()
+        closed(opened("data_end"))
+
+
+def _next_batch(original: Any) -> Any:
+    made = in_span("data_wait", lambda *_: "")(original)
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        quietly(mark_ended_loaders)
+        end = quietly(_watch_end, self)
+        try:
+            return made(self, *args, **named)
+        except StopIteration:
+            if end is not None:
+                end()
+            raise
+
+    return call
+
+
+def _watch_end(iterator: Any) -> Any:
+    """Return what notes, once, that an iteration has ended; it is called when that is freed too."""
+    end = iterator.__dict__.get(_END)
+    if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
+        end = weakref.finalize(iterator, ended_loaders.append, 1)
+        end.atexit = False
+        setattr(iterator, _END, end)
+    return end
 
 
 def mark_files(torch: Any) -> None:

@@ -104,3 +104,50 @@ def of_two_ranks_the_one_that_broke_its_own_habit_skipped() -> Job:
     job[0].all_reduce(shape=(256,), site="train.py:20 average", failed=said)
     job[1].all_reduce(shape=(1,), site="train.py:30 log", failed=said)
     return job
+
+
+def _leaves_the_loader(ranks: int, *, with_ends: bool = True) -> Job:
+    """Let the last rank's loader end after six batches: it goes on to what follows the loop."""
+    job = Job(ranks)
+    for step in range(6):
+        for rank in job.ranks:
+            rank.step(step).span("data_wait", open_=False)
+            rank.all_reduce(shape=(64,), site="train.py:20 backward")
+    for rank in job.ranks:
+        rank.step(6).span("data_wait", open_=False)
+    odd = job[ranks - 1]
+    for rank in job.others(odd.rank):
+        rank.all_reduce(shape=(64,), site="train.py:20 backward", inside=True)
+    if with_ends:
+        odd.span("data_end", open_=False)
+    odd.call("all_gather", shape=(1,), site="train.py:20 backward", inside=True)
+    return job
+
+
+@story("skipped_collective", [1], confidence="likely")
+def of_two_ranks_the_one_whose_loader_has_ended_left_the_loop() -> Job:
+    return _leaves_the_loader(2)
+
+
+@story("skipped_collective", [3], confidence="likely")
+def the_rank_whose_loader_has_ended_left_the_loop() -> Job:
+    return _leaves_the_loader(4)
+
+
+@story("op_mismatch", [0, 1], confidence="likely")
+def of_two_calls_after_equally_many_batches_neither_is_to_blame() -> Job:
+    return _leaves_the_loader(2, with_ends=False)
+
+
+@story("op_mismatch", [0, 1], confidence="likely")
+def of_two_ranks_whose_loaders_have_both_ended_neither_is_to_blame() -> Job:
+    job = Job(2)
+    for step in range(6):
+        for rank in job.ranks:
+            rank.step(step).span("data_wait", open_=False)
+            rank.all_reduce(shape=(64,), site="train.py:20 backward")
+    for rank in job.ranks:
+        rank.span("data_end", open_=False)
+    job[0].all_reduce(shape=(64,), site="train.py:30 finish", inside=True)
+    job[1].call("all_gather", shape=(1,), site="train.py:30 finish", inside=True)
+    return job

@@ -201,6 +201,7 @@ def test_steps_and_phases_are_recorded(recorded):
         spans = [(ring.strings[row["name"]], ring.strings[row["detail"]]) for row in ring.spans]
         names = [name for name, _ in spans]
         assert names.count("data_wait") == 3, "two batches and the end"
+        assert names[names.index("data_wait") :].count("data_end") == 1, "before the next operation"
         assert ("checkpoint", "torch.save BytesIO") in spans
         assert ("store", "get('a')") in spans
         assert ("store", "process group") in spans

@@ -196,7 +196,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
         evidence=tuple(_side_lines(found)) + tuple(error_lines(picture)),
         fallout_ranks=picture.fallout(ranks),
         would_settle=_tie_note(found),
-        next_action=_next_action(cause, ranks, site),
+        next_action=_next_action(cause, ranks, site, is_tie=innocent is None),
         scope=Scope.GROUP,
     )
 
@@ -238,9 +238,11 @@ def _tie_note(found: Divergence) -> tuple[str, ...]:
     return ("a vote of more ranks: the two sides are equally strong",)
 
 
-def _next_action(cause: Cause, ranks: Sequence[int], site: str) -> str:
+def _next_action(cause: Cause, ranks: Sequence[int], site: str, *, is_tie: bool) -> str:
     who = rank_list(ranks)
     place = f" at {site}" if site else ""
+    if cause is Cause.OP_MISMATCH and is_tie:
+        return f"Compare the stacks of {who}: they reached different calls by different branches."
     if cause is Cause.OP_MISMATCH:
         return f"Look for a branch{place} that {who} takes and the others do not."
     if cause is Cause.SPLIT_MISMATCH:
@@ -251,4 +253,6 @@ def _next_action(cause: Cause, ranks: Sequence[int], site: str) -> str:
         Cause.REDUCE_OP_MISMATCH: "reduce operation",
         Cause.ROOT_MISMATCH: "root",
     }[cause]
+    if is_tie:
+        return f"Find out which of {who} passes the wrong {noun}; print it on each of them."
     return f"Find out why {who} passes another {noun}{place}; print it on every rank there."

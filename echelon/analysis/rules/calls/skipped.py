@@ -96,6 +96,7 @@ _PLURALS = (
     ("it is", "they are"),
     ("it made", "they made"),
     ("it repeated", "they repeated"),
+    ("it has ended its loop", "they have ended their loops"),
     ("it has", "they have"),
     ("it still calls", "they still call"),
     ("and stays", "and stay"),

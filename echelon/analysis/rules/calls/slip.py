@@ -1,9 +1,9 @@
 """How a slipped stream of collectives is recognised, and by how much it slipped.
 
 Signs, strongest first: the streams re-align after a shift; the step number differs; the call is
-the one that the others make next in each period (or made just before); the rank has left the loop
-for a barrier. Where no signature differs, call, site and step together are compared from the first
-column on in which the steps part.
+the one that the others make next in each period (or made just before); the rank's data loader has
+ended while the others' have not; the rank has left the loop for a barrier. Where no signature
+differs, call, site and step together are compared from the first column on in which the steps part.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.analysis.evidence.lanes import ABSENT, Lanes
+from echelon.analysis.evidence.model import DATA_END, DATA_WAIT
 from echelon.analysis.rules.calls.mismatch import Divergence, culprits
 
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 _LOOK_BACK = 512  # columns that are searched for a period
 _CONTEXTS = (8, 4, 2, 1)  # calls that a habit is told by
+_LEFT_LOADER = "it has ended its loop over a data loader, and the others have not"
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 
@@ -54,7 +56,7 @@ def slip_at(found: Divergence) -> Slip | None:
 
 def _slip(found: Divergence, odd: Sequence[int], usual: int) -> Slip | None:
     lanes, column = found.lanes, found.column
-    for sign in (_realigns, _by_step, _by_period, _by_barrier):
+    for sign in (_realigns, _by_step, _by_period, _by_loader, _by_barrier):
         seen = sign(lanes, column, odd[0], usual)
         if seen is not None:
             shift, words, certain = seen
@@ -140,6 +142,26 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
     return any(a == first and b == second for a, b in pairwise(past))
 
 
+def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
+    """One side ended its loop over the batches, and the other has not."""
+    if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
+        return None
+    return 1, _LEFT_LOADER, False
+
+
+def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
+    """Tell whether a member's last mark of a loader, at one of its calls, is that loader's end."""
+    row = lanes.row(member, column)
+    if row is None:
+        return False
+    evidence = lanes.evidence
+    spans = evidence.ranks[int(lanes.members[member])].spans
+    spans = spans[spans["started_ns"] <= row["created_ns"]]
+    marks = [evidence.tables.texts[number] for number in spans["name"].tolist()]
+    last = next((name for name in reversed(marks) if name in (DATA_WAIT, DATA_END)), "")
+    return last == DATA_END
+
+
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
     """One side synchronises without data at a place of its own: it has left the loop."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
@@ -163,11 +185,15 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Say which of two equally strong sides slipped: the one whose last step has an odd length."""
+    """Say which of two equally strong sides slipped: the one that ended its loop over a loader, or
+    whose last step has an odd length, or that broke its habit.
+    """
     if one is None and other is None:
         return None
     known = one or other
     assert known is not None
+    if known.sign == _LEFT_LOADER:  # true of one side alone
+        return known
     lengths = {side: _odd_lengths(found.lanes, side[0], found.column) for side in found.sides[:2]}
     broken = [side for side, odd in lengths.items() if odd]
     by_habit = len(broken) != 1
