@@ -30,10 +30,11 @@ from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.observers import Observers
 from echelon.launcher.coordinator.restarting import Restarting
 from echelon.launcher.coordinator.roster import Node, Roster
+from echelon.launcher.coordinator.stalls import Stalls
 from echelon.launcher.coordinator.starting import starts_of, world_of
 from echelon.launcher.coordinator.waiting import why_roster_waits, why_world_waits
 from echelon.launcher.coordinator.world import World
-from echelon.launcher.job.report import NOT_CONCLUDED, Report
+from echelon.launcher.job.report import NOT_CONCLUDED, Incident, Report
 from echelon.launcher.job.resume import POLL_S, Search
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.job.stopped import where_it_stopped
@@ -86,10 +87,11 @@ class Coordinator:
             terminal,
             options.node_name,
             self._tell,
-            self._decide,
+            self._note_examined,
             self._observers,
         )
         self._verdicts = self._incidents.verdicts
+        self._stalls = Stalls(options, self._verdicts.is_open, self._decide, terminal.say)
         self._roster = Roster(
             options.min_nodes,
             options.max_nodes,
@@ -139,7 +141,7 @@ class Coordinator:
             if not self._search.is_over(time.monotonic()):
                 return time.monotonic() + POLL_S
             return float("inf") if waits else self._roster.deadline_s()
-        due = min(self._next_look_s, self._incidents.deadline_s())
+        due = min(self._next_look_s, self._incidents.deadline_s(), self._stalls.deadline_s())
         if world.clearing is not None:
             return min(due, world.clear_deadline_s)
         return min(due, world.attempt.deadline_s or float("inf"))
@@ -306,8 +308,14 @@ class Coordinator:
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
             self._incidents.note_progress(world)
+            self._stalls.clear()
         if stall is not None and not self._incidents.covers_stall():
             self._decide(world, decide.StallSeen(stall.reason))
+
+    def _note_examined(
+        self, world: World, event: decide.StallExamined, incident: Incident | None
+    ) -> None:
+        self._stalls.on_examined(world, event, incident, time.monotonic())
 
     def _decide(self, world: World, event: decide.Event) -> None:
         self._todo.extend(world.attempt.on(event, time.monotonic()))
@@ -398,6 +406,7 @@ class Coordinator:
         if self._incidents.is_complete(now_s):
             self._look(world)  # the nodes have just sent what they see after the second look
             self._incidents.finish(world)
+        self._stalls.step(now_s)
         self._act_all(world)
         self._check_cleared(world, now_s)
 
@@ -501,6 +510,7 @@ class Coordinator:
             return
         assert world.end is not None
         self._verdicts.release()  # their victims are known now
+        self._stalls.clear()
         if not self._stop_signal and self._restarting.awaits_verdict(world, world.end, now_s):
             return
         self._report.attempts += 1

@@ -22,7 +22,7 @@ from echelon.launcher.coordinator.observers import (
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.incident.collection import Collection
 from echelon.launcher.incident.verdicts import Verdicts
-from echelon.launcher.job.report import Report
+from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.output.output import Terminal
 
@@ -37,7 +37,7 @@ class Incidents:
     Args:
         tell: sends a command to nodes.
         node_name: this node, which shows verdicts without being told.
-        decide: hands an event to a world's attempt.
+        examined: takes a stall that was examined, with its incident if that is kept.
         observers: what reports on the job.
     """
 
@@ -48,7 +48,7 @@ class Incidents:
         terminal: Terminal,
         node_name: str,
         tell: Callable[[Iterable[str], m.Command], None],
-        decide: Callable[[World, decide.Event], None],
+        examined: Callable[[World, decide.StallExamined, Incident | None], None],
         observers: Observers,
     ) -> None:
         self._observers = observers
@@ -57,7 +57,7 @@ class Incidents:
         self._say = terminal.say
         self._node_name = node_name
         self._tell = tell
-        self._decide = decide
+        self._examined = examined
         self._collection: Collection | None = None
         self.verdicts = Verdicts(
             directory,
@@ -126,7 +126,7 @@ class Incidents:
         stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
         if action.kind == "stall" and stalls >= _MAX_STALLS:
             self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")
-            self._decide(world, decide.StallExamined(lasts=True))
+            self._examined(world, decide.StallExamined(lasts=True), None)
             return
         self._say(f"{action.kind}: {action.reason}; collecting diagnostics from all ranks")
         self.verdicts.expect()
@@ -143,7 +143,7 @@ class Incidents:
             self.verdicts.expect_none()
             self._say_not_kept(err)
             if action.kind == "stall":
-                self._decide(world, decide.StallExamined(lasts=True))
+                self._examined(world, decide.StallExamined(lasts=True), None)
             return
         collect = m.Collect(
             incident=self._collection.number, kind=action.kind, reason=action.reason
@@ -191,7 +191,7 @@ class Incidents:
             self.verdicts.withdraw(incident)
             self._say("stall cleared: ranks made progress while it was being examined")
         if is_stall:
-            self._decide(world, decide.StallExamined(lasts=not is_withdrawn))
+            self._examined(world, decide.StallExamined(lasts=not is_withdrawn), incident)
 
     def _give_up(self, world: World | None, err: OSError) -> None:
         """Leave out an incident that cannot be written."""
@@ -199,7 +199,7 @@ class Incidents:
         collection = self._collection
         if world is not None and collection is not None and collection.kind == "stall":
             lasts = not (collection.is_overtaken and world.records)
-            self._decide(world, decide.StallExamined(lasts=lasts))
+            self._examined(world, decide.StallExamined(lasts=lasts), None)
         if collection is not None:
             with contextlib.suppress(OSError):
                 collection.close()

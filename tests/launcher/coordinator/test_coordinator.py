@@ -12,6 +12,7 @@ from echelon.launcher.coordinator import restarting
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.policy import policy
 from echelon.launcher.incident import verdicts
+from echelon.launcher.incident.explain import Explanation
 from tests.launcher.coordinator.jobs import Job
 
 
@@ -161,3 +162,48 @@ def test_a_pause_before_a_restart_is_kept_and_ends_at_a_stop(tmp_path, monkeypat
     finally:
         job.coordinator.close()
     assert (job.report.ended_by, job.report.exit_code) == (EndedBy.SIGNAL, 143)
+
+
+class _Told(_Endless):
+    """An analysis that names one cause at once."""
+
+    cause = ""
+
+    def poll(self) -> Explanation:
+        found = {"cause": self.cause, "culprit_ranks": [1], "confidence": "certain"}
+        return Explanation({"verdict": found}, None, "")
+
+
+@pytest.mark.parametrize(("cause", "num_stops"), [("host_hang", 1), ("straggler", 0)])
+def test_a_stall_is_ended_by_its_verdict_and_slow_ranks_are_left_alone(
+    tmp_path, monkeypatch, cause, num_stops
+):
+    monkeypatch.setattr(verdicts, "Analysis", type("_", (_Told,), {"cause": cause}))
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
+    options = ("--stall-timeout", "20", "--on-stall", "restart", "--max-restarts", "3")
+    job = Job(tmp_path, "--nnodes", "2", *options)
+
+    def look(num_ended: int, pending_ms: int) -> None:
+        for node, first in ((job.host, 0), (job.other, 1)):
+            moves = [first, 1, pending_ms, pending_ms, first, num_ended, 0]
+            job.take(node, m.Sights(attempt=0, folded=moves, ranks=[]))
+        job.look()
+
+    look(7, 1000)
+    for _ in range(60):
+        now_s += 0.5
+        look(7, 21_000)
+        if job.commands(m.Collect):
+            break
+    for node in (job.host, job.other):
+        job.take(node, m.Harvested(incident=0, exit_codes=[]))
+    job.look()
+    assert len(job.commands(m.Stop, job.host)) == num_stops
+    look(8, 100)  # the slow rank is done with it
+    for _ in range(200):
+        now_s += 0.5
+        look(9, 100)
+    assert len(job.commands(m.Stop, job.host)) == num_stops
+    job.coordinator.close()

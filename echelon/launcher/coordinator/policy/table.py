@@ -25,6 +25,9 @@ _DIFFERS = (
 )
 
 
+PATIENCE = 3  # stall timeouts that a stall has to pass by itself, where it may
+
+
 class Evidence(Enum):
     """What must be known beside the cause."""
 
@@ -49,6 +52,7 @@ class Row:
     Attributes:
         causes: () for all others.
         blames_node: failures count against the culprit's node (`--exclude-after`).
+        may_pass: a stall of this cause may end by itself: `--on-stall restart` waits first.
         why: completes "no restart: ..." for people.
     """
 
@@ -57,6 +61,7 @@ class Row:
     repeats: int | None
     pause: Pause = Pause.IF_REPEATED
     blames_node: bool = False
+    may_pass: bool = False
     why: str
 
     def fits(self, failure: Failure) -> bool:
@@ -116,23 +121,32 @@ TABLE = (
         why="something outside the program stopped it",
     ),
     Row(
-        causes=("host_hang", "gil_hang", "compile_stall"),
+        causes=("host_hang", "gil_hang"),
         repeats=2,
         why="the program hangs at the same place again and again",
+    ),
+    Row(
+        causes=("compile_stall",),
+        repeats=2,
+        may_pass=True,
+        why="the program compiles without end again and again",
     ),
     Row(
         causes=("network",),
         repeats=None,
         pause=Pause.ALWAYS,
         blames_node=True,
+        may_pass=True,
         why="a network may recover",
     ),
     Row(
         causes=("storage_stall", "store_wait", "data_starvation"),
         repeats=None,
         pause=Pause.ALWAYS,
+        may_pass=True,
         why="storage may recover",
     ),
+    Row(causes=("straggler",), repeats=None, may_pass=True, why="a slow rank still works"),
     Row(causes=(), repeats=None, why="the cause is not known, so each restart counts"),
 )
 
@@ -142,15 +156,21 @@ def row_for(failure: Failure) -> Row:
     return next(row for row in TABLE if row.fits(failure))
 
 
+def may_pass(cause: str) -> bool:
+    """Whether a stall of this cause may end by itself."""
+    return any(row.may_pass for row in TABLE if cause in row.causes)
+
+
 def to_markdown() -> str:
     """Return the table as `docs/restarts.md` shows it."""
-    lines = ["| cause | evidence | follows | pause | counts against the node |", "|" + "---|" * 5]
+    columns = "cause | evidence | follows | pause | counts against the node | a stall of it"
+    lines = [f"| {columns} |", "|" + "---|" * 6]
     for row in TABLE:
         causes = ", ".join(f"`{cause}`" for cause in row.causes) or "anything else"
         blames = "yes" if row.blames_node else "no"
-        lines.append(
-            f"| {causes} | {row.evidence.value} | {_follows(row)} | {row.pause.value} | {blames} |"
-        )
+        ends = "may pass" if row.may_pass else "ends the ranks"
+        columns = f"{_follows(row)} | {row.pause.value} | {blames} | {ends}"
+        lines.append(f"| {causes} | {row.evidence.value} | {columns} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,81 @@
+"""Whether a stall that lasts ends its ranks now or later: `--on-stall restart` asks its verdict.
+
+A hung program stays hung. A slow rank, a cut link, or a disk that does not answer may recover, and
+a restart helps none of them: those are given time first, and progress within it ends the stall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from echelon.launcher.coordinator.decide import StallExamined
+from echelon.launcher.coordinator.policy.judging import failure_of
+from echelon.launcher.coordinator.policy.table import PATIENCE, may_pass
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.job.report import Incident
+from echelon.launcher.options.options import Options
+
+VERDICT_S = 5.0  # that a stall waits for its verdict
+
+
+class Stalls:
+    """The present stall of a job, if it was examined and lasts.
+
+    Args:
+        is_open: whether an incident still waits for its verdict.
+        end: takes a stall that is to end its attempt.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        is_open: Callable[[Incident], bool],
+        end: Callable[[World, StallExamined], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._asks = options.on_stall == "restart" and options.restart_policy == "smart"
+        self._patience_s = PATIENCE * options.stall_timeout_s
+        self._is_open = is_open
+        self._end = end
+        self._say = say
+        self._world: World | None = None
+        self._incident: Incident | None = None  # whose verdict is awaited
+        self._until_s = float("inf")
+
+    def on_examined(
+        self, world: World, event: StallExamined, incident: Incident | None, now_s: float
+    ) -> None:
+        """Take in a stall that was examined; `incident`: its own, None if none was kept."""
+        if not (event.lasts and self._asks):
+            self._end(world, event)
+            return
+        self._world, self._incident = world, incident
+        self._until_s = now_s + (self._patience_s if incident is None else VERDICT_S)
+        self.step(now_s)
+
+    def clear(self) -> None:
+        """Forget the stall: ranks progress, or their attempt has ended."""
+        self._world = self._incident = None
+        self._until_s = float("inf")
+
+    def deadline_s(self) -> float:
+        """Return when to call `step`, at the latest."""
+        return self._until_s
+
+    def step(self, now_s: float) -> None:
+        """End the ranks of the stall once its verdict, or the time, says so."""
+        world, incident = self._world, self._incident
+        if world is None:
+            return
+        if incident is not None and (now_s >= self._until_s or not self._is_open(incident)):
+            cause = failure_of(world, incident).cause
+            if not may_pass(cause):
+                self._until_s = now_s
+            else:
+                self._until_s = now_s + self._patience_s
+                self._say(f"{cause} may pass: its ranks have {self._patience_s:g} s to progress")
+            self._incident = None
+        if now_s >= self._until_s:
+            self.clear()
+            self._end(world, StallExamined(lasts=True))
