@@ -1,0 +1,227 @@
+"""One job of the campaign under one launcher, on hosts of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from plan import KINDS, SAVE_EVERY, STEP_S, Plan
+
+from tests.hosts import Host, hosts
+
+LAUNCHERS = ("echelon", "torchrun")
+MAX_RESTARTS = 12
+STALL_S = 5.0  # our --stall-timeout; under torchrun the timeout of each collective
+_GRACE_S = 5
+_CUT_S = 10.0
+_SPARE_AFTER_S = 8.0  # so that the spare node is the spare one under both launchers
+_POLL_S = 0.05
+_RANK = Path(__file__).with_name("rank.py")
+_ROOT = Path(__file__).parents[2]
+
+
+def run_job(plan: Plan, launcher: str, folder: Path) -> dict[str, Any]:
+    """Run one job to its end, or until it takes far too long; return its record."""
+    folder.mkdir(parents=True)
+    written = {**asdict(plan), "step_s": STEP_S, "save_every": SAVE_EVERY, "stall_s": STALL_S}
+    (folder / "plan.json").write_text(json.dumps(written))
+    with hosts(plan.num_nodes) as machines:
+        job = _Job(plan, launcher, folder, machines)
+        try:
+            job.run()
+        finally:
+            job.close()
+    return job.record()
+
+
+class _Job:
+    def __init__(self, plan: Plan, launcher: str, folder: Path, machines: list[Host]) -> None:
+        self._plan, self._launcher, self._folder = plan, launcher, folder
+        self._machines = machines
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._gone = set[int]()  # nodes that a fault took
+        self._heal_at_s = float("inf")
+        self._hit = set[int]()
+        self._began_s = time.time()
+        self._ended_s = 0.0
+        self._load = os.getloadavg()[0]
+
+    def run(self) -> None:
+        due_s = self._began_s + 3 * self._plan.num_steps * STEP_S + 180
+        while time.time() < due_s:
+            if len(self._agents) < (2 if time.time() < self._began_s + _SPARE_AFTER_S else 9):
+                self._start_next()
+            self._strike()
+            if self._is_over():
+                break
+            time.sleep(_POLL_S)
+        self._ended_s = time.time()
+
+    def _start_next(self) -> None:
+        index = len(self._agents)
+        if index >= len(self._machines):
+            return
+        with (self._folder / f"node_{index}.log").open("wb") as log:
+            self._agents.append(
+                subprocess.Popen(
+                    self._machines[index].command(sys.executable, "-m", *self._command(index)),
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    env=self._environ(index), cwd=self._folder,
+                )
+            )  # fmt: skip
+
+    def _command(self, index: int) -> list[str]:
+        host = self._machines[0].address
+        meeting = [f"--rdzv-endpoint={host}:29400", "--nproc-per-node=2", "--nnodes=2:2"]
+        common = [*meeting, f"--max-restarts={MAX_RESTARTS}"]
+        script = [str(_RANK), str(self._folder), str(self._folder / "plan.json")]
+        if self._launcher == "torchrun":
+            local = f"--local-addr={self._machines[index].address}"
+            # Its own guess compares host names, which all namespaces share.
+            is_host = f"--rdzv-conf=is_host={int(index == 0)},join_timeout=600,timeout=120"
+            c10d = ["--rdzv-backend=c10d", "--rdzv-id=campaign", is_host, local]
+            return ["torch.distributed.run", *common, *c10d, "--monitor-interval=0.1", *script]
+        watch = [f"--stall-timeout={STALL_S}", "--on-stall=restart", f"--node-rank={index}"]
+        spare = [f"--spares={self._plan.num_nodes - 2}", f"--shutdown-timeout={_GRACE_S}"]
+        run_dir = f"--run-dir={self._folder / f'run_{index}'}"
+        return ["echelon", "run", *common, *watch, *spare, run_dir, *script]
+
+    def _environ(self, index: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(_ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CAMPAIGN_NODE": str(index),
+            "ECHELON_SECRET": "a-secret-of-the-campaign",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_S),
+        }
+
+    def _strike(self) -> None:
+        """Do what the ranks cannot do to themselves."""
+        for number, fault in enumerate(self._plan.faults):
+            struck = self._folder / f"struck_{number}"
+            if number not in self._hit and struck.exists():
+                self._hit.add(number)
+                self._hit_node(fault.kind, int(struck.read_text().split()[2]))
+        if time.time() >= self._heal_at_s:
+            self._heal_at_s = float("inf")
+            for index, machine in enumerate(self._machines):
+                if index not in self._gone:
+                    machine.heal()
+
+    def _hit_node(self, kind: str, node: int) -> None:
+        if kind == "cut":
+            self._machines[node].cut()
+            self._heal_at_s = time.time() + _CUT_S
+        elif kind == "cut_for_good":
+            self._gone.add(node)
+            self._machines[node].cut()
+        elif kind == "node_killed":
+            self._gone.add(node)
+            _kill_all(self._machines[node])
+        elif kind == "preempted":
+            self._gone.add(node)
+            os.kill(_launcher_of(self._agents[node]), signal.SIGTERM)
+        elif kind == "bad_node":
+            self._gone.add(node)  # it may live on, without a place
+
+    def _is_over(self) -> bool:
+        """Whether the job is: a node without a place, or cut off, may still wait."""
+        if len(self._agents) < len(self._machines):
+            return self._agents[0].poll() is not None
+        if self._agents[0].poll() is None:
+            return False
+        return all(
+            agent.poll() is not None or index in self._gone
+            for index, agent in enumerate(self._agents)
+        )
+
+    def close(self) -> None:
+        """End everything that is left on its hosts."""
+        for machine in self._machines:
+            _kill_all(machine)
+        for agent in self._agents:
+            agent.wait(60)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the campaign keeps of this job."""
+        steps = [line.split() for line in _lines(self._folder / "steps.log")]
+        made = [one for one in steps if one[1] == "step"]
+        done = [(float(at), int(step)) for at, _, step in made]
+        code = self._agents[0].poll()
+        return {
+            "plan": asdict(self._plan),
+            "launcher": self._launcher,
+            "load": [self._load, os.getloadavg()[0]],
+            "wall_s": self._ended_s - self._began_s,
+            "exit_code": code,
+            "finished": any(what == "end" for _, what, *_ in steps) and code == 0,
+            "num_done": len({step for _, step in done}),
+            "num_attempts": sum(what == "begin" for _, what, *_ in steps),
+            "faults": [one for one in self._faults(done) if one is not None],
+            **self._own_account(),
+        }
+
+    def _faults(self, done: list[tuple[float, int]]) -> Iterator[dict[str, Any] | None]:
+        for number, fault in enumerate(self._plan.faults):
+            told = _lines(self._folder / f"struck_{number}")
+            if not told:
+                yield None
+                continue
+            at = float(told[0].split()[0])
+            reached = max((step for when, step in done if when <= at), default=-1)
+            new = min((when for when, step in done if step > reached), default=None)
+            yield {
+                "kind": fault.kind,
+                "at_s": at - self._began_s,
+                "recovered_s": None if new is None else new - at,
+                **asdict(KINDS[fault.kind]),
+            }
+
+    def _own_account(self) -> dict[str, Any]:
+        """Return what `echelon report` and report.json say."""
+        run = self._folder / "run_0"
+        if not (run / "report.json").exists():
+            return {}
+        report = json.loads((run / "report.json").read_text())
+        told = subprocess.run(
+            [sys.executable, "-m", "echelon", "report", "--json", str(run)],
+            capture_output=True, text=True, env=self._environ(0), timeout=120, check=False,
+        )  # fmt: skip
+        with contextlib.suppress(ValueError):
+            report["account"] = json.loads(told.stdout)
+        keys = ("decisions", "restarts", "ended_by", "account", "stopped", "error")
+        return {"report": {key: report[key] for key in keys if key in report}}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _kill_all(machine: Host) -> None:
+    """End all processes of a host, also those that they start just now."""
+    for _ in range(20):
+        listed = subprocess.run(
+            ["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=False
+        )
+        pids = [int(pid) for pid in listed.stdout.split()]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _launcher_of(agent: subprocess.Popen[bytes]) -> int:
+    """Return the launcher's process; `ip netns exec` becomes it."""
+    return agent.pid

@@ -1,0 +1,121 @@
+"""The campaign's figures from its records: pure.
+
+*Useful* is a job's share of time by its own log: distinct steps times the step of the fault-free
+jobs under the same launcher, by the time from the launchers' start to their end. Jobs that a fault
+has to end are left out of it: what they take depends on where that fault is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plan import STEP_S
+
+Record = dict[str, Any]
+
+
+def stays(record: Record) -> bool:
+    """Whether one of its faults that struck cannot be got past."""
+    return any(fault["stays"] for fault in record["faults"])
+
+
+def is_wrong_stop(record: Record) -> bool:
+    """Whether a job that could have gone on did not finish."""
+    return not record["finished"] and not stays(record)
+
+
+def restarts(record: Record) -> int:
+    """How often its ranks were started again, as far as they came to their first step."""
+    return max(record["num_attempts"] - 1, 0)
+
+
+def wasted(record: Record) -> int:
+    """Restarts beyond those that its faults need, and that it takes to know one that stays."""
+    needed = sum(fault["restarts"] + fault["granted"] for fault in record["faults"])
+    return max(restarts(record) - needed, 0)
+
+
+def useful(record: Record) -> float:
+    """The share of a job's time that went into steps that count."""
+    return float(record["num_done"] * STEP_S / record["wall_s"])
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return the table, one column per launcher."""
+    names = sorted({one["launcher"] for one in records})
+    of = {name: [one for one in records if one["launcher"] == name] for name in names}
+    rows = [
+        ("jobs, of them without a fault", lambda these: f"{len(these)}, {len(_healthy(these))}"),
+        ("faults that struck", lambda these: str(sum(len(one["faults"]) for one in these))),
+        ("wrong stops", lambda these: str(sum(map(is_wrong_stop, these)))),
+        ("restarts", lambda these: str(sum(map(restarts, these)))),
+        ("of them wasted", _wasted),
+        ("useful time, fault-free jobs", lambda these: _share(_healthy(these))),
+        ("useful time, jobs that can finish", lambda these: _share(_passing(these))),
+        ("of the fault-free jobs'", _relative),
+        ("by `echelon report`", _by_report),
+        ("to recover: median, 90 %", lambda these: _recovery(these, None)),
+    ]
+    kinds = sorted({fault["kind"] for one in records for fault in one["faults"]})
+    lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    lines += [_row(text, [figure(of[name]) for name in names]) for text, figure in rows]
+    lines += [_row(f"`{kind}`", [_recovery(of[name], kind) for name in names]) for kind in kinds]
+    return "\n".join(lines)
+
+
+def _row(text: str, figures: Sequence[str]) -> str:
+    return f"| {text} | {' | '.join(figures)} |"
+
+
+def _healthy(records: Sequence[Record]) -> list[Record]:
+    return [one for one in records if not one["plan"]["faults"]]
+
+
+def _passing(records: Sequence[Record]) -> list[Record]:
+    return [one for one in records if one["plan"]["faults"] and not stays(one)]
+
+
+def _total(records: Sequence[Record], part: Callable[[Record], float]) -> float:
+    """Return a share, each job weighted by its time."""
+    wall_s = sum(one["wall_s"] for one in records)
+    return sum(part(one) * one["wall_s"] for one in records) / wall_s if wall_s else float("nan")
+
+
+def _share(records: Sequence[Record]) -> str:
+    return f"{100 * _total(records, useful):.1f} %" if records else "-"
+
+
+def _relative(records: Sequence[Record]) -> str:
+    healthy, passing = _healthy(records), _passing(records)
+    if not (healthy and passing):
+        return "-"
+    return f"{100 * _total(passing, useful) / _total(healthy, useful):.1f} %"
+
+
+def _wasted(records: Sequence[Record]) -> str:
+    num, total = sum(map(wasted, records)), sum(map(restarts, records))
+    return f"{num} ({100 * num / total:.0f} %)" if total else str(num)
+
+
+def _by_report(records: Sequence[Record]) -> str:
+    told = [one for one in _passing(records) if "account" in one.get("report", {})]
+    if not told:
+        return "-"
+    return f"{100 * _total(told, lambda one: one['report']['account']['goodput']):.1f} %"
+
+
+def _recovery(records: Sequence[Record], kind: str | None) -> str:
+    faults = [
+        fault
+        for one in records
+        for fault in one["faults"]
+        if not fault["stays"] and kind in (None, fault["kind"])
+    ]
+    took = sorted(one["recovered_s"] for one in faults if one["recovered_s"] is not None)
+    if not took:
+        return f"none of {len(faults)}" if faults else "-"
+    lost = f", {len(faults) - len(took)} not" if len(took) < len(faults) else ""
+    high = took[min(len(took) - 1, int(0.9 * len(took)))]
+    return f"{statistics.median(took):.1f} s, {high:.1f} s ({len(took)}{lost})"
