@@ -39,22 +39,25 @@ class Watcher:
         self._running: set[int] = set()
         self._is_behind = False  # jobs have outlasted a flush and still have not all run
         self._wake = threading.Event()
-        self._starting = threading.RLock()
+        # Of what is watched and of the thread; held for moments, also by a signal handler.
+        self._guard = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def add(self, watched: Watched) -> None:
         """Look after an object until its `tick` returns False."""
-        if watched not in self._watched:
+        with self._guard:
+            if watched in self._watched:
+                return
             self._watched.add(watched)
-            self._start()
+        self._start()
 
     def remove(self, watched: Watched) -> None:
         """Stop looking after an object; with the last one the thread ends."""
-        self._watched.discard(watched)
-        thread = self._thread
-        if thread is None or len(self._watched):
-            return
-        with self._starting:
+        with self._guard:
+            self._watched.discard(watched)
+            thread = self._thread
+            if thread is None or len(self._watched):
+                return
             self._thread = None
         self._wake.set()
         if thread is not threading.current_thread() and not self._is_behind:
@@ -82,7 +85,7 @@ class Watcher:
             time.sleep(0.001)
 
     def _start(self) -> None:
-        with self._starting:
+        with self._guard:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name="echelon-watcher", daemon=True
@@ -96,14 +99,18 @@ class Watcher:
         while self._thread is me or self._jobs:
             self._wake.clear()
             self._run_jobs()
-            for watched in list(self._watched):
+            for watched in self._all():
                 self._tick(watched)
                 del watched
             if not self._wake.wait(_TICK_S if len(self._watched) else _LINGER_S):
                 self._end_if_idle(me)
 
+    def _all(self) -> list[Watched]:
+        with self._guard:
+            return list(self._watched)
+
     def _end_if_idle(self, me: threading.Thread) -> None:
-        with self._starting:
+        with self._guard:
             if not len(self._watched) and not self._jobs and self._thread is me:
                 self._thread = None
 
@@ -111,9 +118,11 @@ class Watcher:
         with contextlib.suppress(Exception):  # one group's error is not another's
             if watched.tick():
                 return
-            self._watched.discard(watched)
+            with self._guard:
+                self._watched.discard(watched)
             if watched.tick():  # something began between the two
-                self._watched.add(watched)
+                with self._guard:
+                    self._watched.add(watched)
 
     def _run_jobs(self) -> None:
         me = threading.get_ident()
