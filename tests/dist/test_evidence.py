@@ -15,6 +15,7 @@ import pytest
 
 from echelon.dist.backends.interface import ConnectionBroken, Members
 from echelon.dist.errors import build
+from echelon.dist.membership import board, liveness
 from echelon.dist.membership.board import Board
 from echelon.dist.membership.liveness import Liveness
 from echelon.dist.operation.operation import Operation
@@ -201,6 +202,23 @@ def test_where_the_store_is_gone_the_error_says_so_and_blames_no_rank():
     world.ranks[0].publish(error)
     world.close()
     assert lived_s() - began_s < 3.0
+
+
+def test_a_store_that_stands_still_for_a_moment_is_asked_again(make, monkeypatch):
+    """The machine of the store stops now and then, for longer than one call may take."""
+    world = make({0: 8, 1: 8, 2: 3})
+    refused = [StoreTimeoutError("no answer within 0.5 s"), StoreTimeoutError("nor now")]
+
+    def quick_or_refused(store):
+        if threading.current_thread() is threading.main_thread() and refused:
+            raise refused.pop()
+        return board.quick(store)
+
+    monkeypatch.setattr(liveness, "quick", quick_or_refused)
+    error = world.ranks[0].find(SUM, None, None)
+    assert refused == []
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.ranks == (2,)
 
 
 _FROZEN_SERVER = """

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from echelon.dist.progress.group_state import GroupState
 
 _ANSWER_S = 1.5
+_STORE_STALL_S = 1.5  # for how long a store that does not answer is asked again
+_ASK_AGAIN_S = 0.05
 _OTHERS_ASK_S = 0.4  # before a question of another rank is asked again
 _VERDICT_S = 2.75  # in which a rank that asks the others has its verdict
 _HEARSAY_S = 0.25  # a verdict may be on its way when a connection breaks or a process ends
@@ -122,20 +125,27 @@ class Liveness:
         needed: Sequence[int] | None,
         dead: Sequence[int] = (),
     ) -> CollectiveError:
-        """Return which ranks are at fault, within 2.5 s."""
+        """Return which ranks are at fault, within 2.5 s; 4 s where the store answers late.
+
+        A store that does not answer is asked again for a while: its machine may have stood still.
+        """
         members = self._members
         if broken is None and needed is not None and not dead and self._board is None:
             return build.timed_out(members, operation, needed)
-        try:
-            with contextlib.closing(quick(self._store)) as store:
-                return self._find(operation, broken, needed, dead, store)
-        except StoreError as err:
-            gone = self._peers.dead(self._others)
-            if gone:
-                return build.peer_lost(members, operation, gone)
-            if broken is None and needed is not None:
-                return build.timed_out(members, operation, needed)
-            return build.out_of_reach(members, operation, broken, err)
+        limit_s = time.monotonic() + _STORE_STALL_S
+        while True:
+            try:
+                with contextlib.closing(quick(self._store)) as store:
+                    return self._find(operation, broken, needed, dead, store)
+            except StoreError as err:
+                gone = self._peers.dead(self._others)
+                if gone:
+                    return build.peer_lost(members, operation, gone)
+                if broken is None and needed is not None:
+                    return build.timed_out(members, operation, needed)
+                if time.monotonic() >= limit_s:
+                    return build.out_of_reach(members, operation, broken, err)
+                time.sleep(_ASK_AGAIN_S)
 
     def explain(self, operation: Operation, error: CollectiveError) -> CollectiveError:
         """Return why a rank that the engine saw leave did so, if it published that."""
