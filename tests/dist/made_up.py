@@ -12,6 +12,7 @@ import torch
 
 import echelon.dist as dist
 from echelon.dist.backends import registry
+from echelon.dist.backends.device.launcher import Launcher
 from tests.dist import made_up_library
 from tests.dist.made_up_device import DeviceArray, Event, Graph, Stream, accelerator
 from tests.dist.made_up_library import Faults
@@ -62,6 +63,24 @@ def wait_until(condition, timeout_s=20):
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
         time.sleep(0.005)
+
+
+def pause_after_connecting(pause_s):
+    """Have a thread that makes a first call stand still right after it."""
+    launch = Launcher.launch
+
+    def launch_and_pause(self, job, key):
+        is_first = not self.knows(key)
+
+        def job_and_pause():
+            succeeded = job()
+            if is_first:
+                time.sleep(pause_s)
+            return succeeded
+
+        launch(self, job_and_pause, key)
+
+    Launcher.launch = launch_and_pause
 
 
 def num_launched():

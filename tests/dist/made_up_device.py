@@ -139,6 +139,7 @@ class Accelerator:
     def __init__(self):
         self._here = threading.local()
         self._defaults = {}
+        self._making = threading.Lock()
         self.num_devices = 8
         self.fault = ""  # set: every question to an event raises it
         self.capture = None  # the graph that is being captured, by any thread
@@ -167,9 +168,10 @@ class Accelerator:
     def current_stream(self, device=None):
         index = self.current_device() if device is None else device
         streams = getattr(self._here, "streams", {})
-        if index not in streams and index not in self._defaults:
-            with self.device(index):
-                self._defaults[index] = Stream()
+        with self._making:
+            if index not in streams and index not in self._defaults:
+                with self.device(index):
+                    self._defaults[index] = Stream()
         return streams.get(index, self._defaults.get(index))
 
     @contextlib.contextmanager

@@ -80,6 +80,7 @@ def _post_early(rank: int, world_size: int) -> None:
         world.all_reduce(x)  # a receive that cannot be answered yet holds up no collective
     assert x.read().tolist() == [8, 8]
     assert not any(work.done for work in works)
+    world.barrier()  # or the other rank's sends arrive before this one has looked
     for number in range(4):
         value = array(torch.full((2,), 100.0 * rank + number))
         works.append(world.send(value, 1 - rank, tag=number % 2, async_op=True))
@@ -166,6 +167,29 @@ def _open_before_a_graph(rank: int, world_size: int, backend) -> None:
 @pytest.mark.parametrize("backend", [None, "made-up"])
 def test_a_channel_is_open_once_the_byte_that_connects_has_arrived(backend):
     run_ranks(_open_before_a_graph, 2, backend, timeout_s=60)
+
+
+def _capture_at_once(rank: int, world_size: int) -> None:
+    """The threads that connect pause once they have: a capture need not wait for them."""
+    world, array = made_up.init("made-up", timeout_s=20)
+    made_up.pause_after_connecting(0.5)
+    x, y = array(torch.full((2,), rank + 1.0)), array(torch.zeros(2))
+    lane = world.channel(1 - rank, "ring")
+    lane.open(x)
+    world.all_reduce(y)
+    y.read()
+    graph = made_up.Graph()
+    with made_up.accelerator.graph(graph):
+        lane.recv(y) if rank else lane.send(x)
+        world.all_reduce(y)
+    graph.replay()
+    assert y.read().tolist() == [1.0, 1.0]
+    world.barrier()
+    made_up.shutdown()
+
+
+def test_what_has_connected_can_be_captured_at_once():
+    run_ranks(_capture_at_once, 2, timeout_s=60)
 
 
 def _send_headers(rank: int, world_size: int, backend) -> None:

@@ -576,6 +576,30 @@ def test_the_stream_of_the_array_interface_is_ordered():
     run_ranks(_use_another_stream, 2, timeout_s=60)
 
 
+def _send_from_another_stream(rank: int, world_size: int, backend) -> None:
+    """A blocking send returns before its copy is made: the array's own stream waits for that."""
+    world, array = made_up.init(backend, timeout_s=30)
+    world.all_reduce(array(torch.ones(1)))
+    if rank == 0:
+        other = made_up.Stream()
+        x = array(torch.ones(2), stream=id(other))
+        array(torch.zeros(1)).compute(lambda _: time.sleep(0.3))  # the copy comes behind this
+        world.send(x, 1)
+        other.put(lambda: x.tensor.fill_(-1))
+        other.synchronize()
+    else:
+        y = array(torch.zeros(2))
+        world.recv(y, 0)
+        assert y.read().tolist() == [1, 1]
+    world.barrier()
+    made_up.shutdown()
+
+
+@pytest.mark.parametrize("backend", ["made-up", "shm"])
+def test_an_array_of_another_stream_may_be_written_once_its_send_returns(backend):
+    run_ranks(_send_from_another_stream, 2, backend, timeout_s=60)
+
+
 def _keep_arrays(rank: int, world_size: int) -> None:
     world, array = made_up.init("made-up", timeout_s=30)
     world.all_reduce(array(torch.ones(2)))

@@ -101,9 +101,8 @@ class Opening(Outcome):
     def _opened(self, error: BaseException | None) -> None:
         with self._lock:
             self._num_left -= 1
-            is_last = self._num_left == 0
-        if error is not None or is_last:
-            self.finish(error)
+            if error is not None or self._num_left == 0:
+                self.finish(error)  # one at a time, or a success could hide another's error
 
     def fail(self, error: BaseException) -> None:
         """Note how it failed."""

@@ -163,6 +163,7 @@ class Lane:
             self._go_on(check)
             time.sleep(_ASK_DEVICE_S)
         self._arrival = None
+        self._launcher.note(_MESSAGE)  # before the caller learns of it, who may capture at once
         return handle
 
     def _connect(self, check: Callable[[], None]) -> Handle:

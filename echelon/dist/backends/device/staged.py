@@ -61,7 +61,7 @@ class StagedEngine:
         self._members = members
         self._host = host
         self._streams: dict[int, tuple[Any, Any, DeviceClock]] = {}
-        self._making = threading.Lock()
+        self._making = threading.RLock()
         self._coming: deque[_Staged] = deque()
         self._work = threading.Semaphore(0)
         self._flying: list[DevicePending] = []
@@ -105,15 +105,14 @@ class StagedEngine:
             source, target = (
                 tensor_of(runtime, one) for one in (operation.source, operation.target)
             )
-            pending = DevicePending(
-                runtime, operation, (source, target), index, callers(runtime, operation), _nothing
-            )
+            streams = callers(runtime, operation)
+            pending = DevicePending(runtime, operation, (source, target), index, streams, _nothing)
             pending.begin(down, clock)
             staged = self._stage(operation, watch, pending, down)
             if operation.is_detached:  # the caller may write the array once it is copied
-                runtime.accelerator.current_stream().wait_event(staged.is_down)
-        self._flying = [one for one in self._flying if not one.done]
-        self._flying.append(pending)
+                for stream in streams:
+                    stream.wait_event(staged.is_down)
+        self._fly(pending)
         reason = self._ended_with()
         if reason is not None:  # cut since, and this one was not seen there
             pending.fail(reason)
@@ -122,6 +121,11 @@ class StagedEngine:
         self._start()
         self._work.release()
         return pending
+
+    def _fly(self, pending: DevicePending) -> None:
+        """Register what `cut` must end; threads submit collectives and messages side by side."""
+        with self._making:
+            self._flying = [*(one for one in self._flying if not one.done), pending]
 
     def _ended_with(self) -> BaseException | None:
         return self._reason

@@ -144,6 +144,8 @@ class StreamEngine:
             streams = callers(library, operation)
             if operation.is_detached:
                 tensors = (library.copy(tensors[0], streams), None)
+                for stream in streams[1:]:  # another library's: it may write the array next
+                    stream.wait_stream(streams[0])
             pending = DevicePending(
                 library, operation, tensors, self._index, streams, self._failure
             )
@@ -231,7 +233,7 @@ class StreamEngine:
         self._is_closed = True
         limit_s = time.monotonic() + _END_S
         self._free(limit_s)
-        stuck = [one for one in self._flying if not one.is_at_rest]
+        stuck = [one for one in list(self._flying) if not one.is_at_rest]
         if stuck:  # their memory must not be used for anything else
             _kept.extend(stuck)
 
@@ -251,6 +253,8 @@ class StreamEngine:
 
     def _launch(self, batch: Sequence[Call]) -> None:
         """Launch collectives as one."""
+        keys = tuple(connection_key(call.operation) for call in batch)
+        key = keys[0] if len(keys) == 1 else keys
 
         def job() -> bool:
             try:
@@ -261,6 +265,7 @@ class StreamEngine:
                     for call in batch:
                         call.pending.begin(self.stream, self._clock)
                     self._put(communicator, batch)
+                    self._launcher.note(key)  # before the callers go on: they may capture at once
                     for call in batch:
                         call.pending.launched(self.stream)
             except Exception as err:  # noqa: BLE001 -- the group decides what it means
@@ -269,8 +274,7 @@ class StreamEngine:
                 return False
             return True
 
-        keys = tuple(connection_key(call.operation) for call in batch)
-        self._launcher.launch(job, keys[0] if len(keys) == 1 else keys)
+        self._launcher.launch(job, key)
 
     def _put(self, communicator: Any, batch: Sequence[Call]) -> None:
         launch = self._collectives.launch
