@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from echelon.host.threads import descendants
+from echelon.launcher.attach.ranks import ranks_below
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "unmodified"
 # The causes that are right for each fault.
@@ -122,7 +123,8 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
         try:
             stands = _wait_for_fault(job, out, fault)
             code, report = _attach(job.pid, Path(folder, "seen")) if stands else (None, {})
-            stands = stands and job.poll() is None  # one that ended meanwhile shows no hang
+            # One that ended during the look shows no hang; the rank that left it may be gone.
+            stands = stands and job.poll() is None and _num_ranks(job.pid) >= ranks - 1
         finally:
             _end(job)
         said = out.read_text(errors="replace")
@@ -187,6 +189,10 @@ def _wait_for_fault(job: subprocess.Popen[bytes], out: Path, fault: str) -> bool
         time.sleep(0.1)
     time.sleep(_SETTLE_S)
     return job.poll() is None
+
+
+def _num_ranks(launcher: int) -> int:
+    return len([one for one in ranks_below(launcher).ranks if not one.is_guessed])
 
 
 def _attach(pid: int, seen: Path) -> tuple[int, dict[str, Any]]:

@@ -45,6 +45,7 @@ def pack(sighting: Sighting, world_size: int) -> bytes:
             "waiting": list(sighting.waiting),
             "went_on": list(sighting.went_on),
             "changed": list(sighting.changed),
+            "ended": [[rank, how] for rank, how in sighting.ended.items()],
             "notes": list(sighting.notes),
             "is_watched": sighting.is_watched,
             "dumps": [pack_dump(record) for record in sighting.records],
@@ -71,6 +72,7 @@ def unpack(host: str, data: bytes, folder: Path) -> Answer:
             waiting=_ranks(values["waiting"]),
             went_on=_ranks(values["went_on"]),
             changed=_ranks(values["changed"]),
+            ended={rank: str(how)[:80] for rank, how in values["ended"] if _ranks([rank])},
             notes=tuple(f"{host}: {str(note)[:300]}" for note in values["notes"][:16]),
             is_watched=values["is_watched"] is True,
         )
@@ -122,6 +124,7 @@ def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
         waiting=_joined(part.waiting for part in parts),
         went_on=_joined(part.went_on for part in parts),
         changed=_joined(part.changed for part in parts),
+        ended={rank: how for part in parts for rank, how in part.ended.items()},
         notes=(*(note for part in parts for note in part.notes), *problems),
         is_whole=any(part.is_whole for part in parts),
         is_watched=any(part.is_watched for part in parts),

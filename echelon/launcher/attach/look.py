@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.analysis.activity import Doing, num_inside, read_activity
@@ -17,6 +17,7 @@ from echelon.errors import DumpFormatError
 from echelon.host.facts import TRACING
 from echelon.host.identity import pid_inside
 from echelon.host.stacks import can_spy
+from echelon.launcher.attach.ended import begun, endings
 from echelon.launcher.attach.motion import Wakes, wakes, went_on
 from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
 from echelon.launcher.incident.harvest import harvest_steps
@@ -38,6 +39,7 @@ class Sighting:
         waiting: ranks that were inside a collective at the first look.
         went_on: of those, the ones that went on in between.
         changed: ranks whose main thread stood elsewhere at the second look.
+        ended: ranks whose process ended between the two looks, and how: "" if that is not known.
     """
 
     records: tuple[Record, ...]
@@ -45,6 +47,7 @@ class Sighting:
     waiting: tuple[int, ...] = ()
     went_on: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    ended: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     is_whole: bool = False  # every rank of the world was to be on this machine
     is_watched: bool = False  # by a launcher that ends the job when a rank fails
@@ -52,6 +55,8 @@ class Sighting:
     @property
     def moves(self) -> bool:
         """Whether the job is proved to move."""
+        if self.ended:
+            return False
         ranks = {record.identity.rank for record in self.records}
         if self.waiting:
             return set(self.waiting) == set(self.went_on)
@@ -70,7 +75,7 @@ def look(
     Args:
         folder: an empty one, for what the collection may write.
     """
-    first = {one.rank: wakes(one.pid) for one in ranks}
+    first, living = {one.rank: wakes(one.pid) for one in ranks}, begun(ranks)
     began_s = time.monotonic()
     records = _collect(ranks, folder, gap_s, idle)
     elapsed_s = time.monotonic() - began_s
@@ -86,6 +91,7 @@ def look(
             if _waits(record) and _went_on(record, first, later, elapsed_s)
         ),
         changed=tuple(r.identity.rank for r in records if _changed(r, first, later)),
+        ended=endings(ranks, living),
         notes=_notes(ranks, records),
         is_whole=any(one.is_whole_world_here for one in ranks),
         is_watched=any(is_watched(one.pid) for one in ranks),

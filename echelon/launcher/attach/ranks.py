@@ -8,7 +8,7 @@ later (`torch.multiprocessing.spawn` and `os.environ`) is not there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from echelon.host.identity import network_of
@@ -16,7 +16,7 @@ from echelon.host.procfs import read_text
 from echelon.host.threads import children, descendants, program_of
 
 _MAX_WORLD = 1 << 18
-_WATCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "echelon")
+_WATCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch", "echelon"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,12 @@ def ancestors(pid: int) -> list[int]:
 def is_watched(pid: int) -> bool:
     """Tell whether a launcher that ends the job when a rank fails is above a process."""
     commands = (read_text(f"/proc/{one}/cmdline", "cmdline", []) for one in ancestors(pid)[:4])
-    return any(name in text for text in commands for name in _WATCHERS)
+    return any(_runs_watcher(text.split("\0")) for text in commands)
+
+
+def _runs_watcher(argv: Sequence[str]) -> bool:
+    """Tell a launcher by its program or module, not by a folder's name that holds the same word."""
+    return any(os.path.basename(word) in _WATCHERS for word in argv[:8])  # noqa: PTH119 -- any text
 
 
 def started_ticks(pid: int) -> int:

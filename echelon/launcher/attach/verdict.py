@@ -36,6 +36,14 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
             origin=f"{origin}: the job moves",
             warnings=sighting.notes,
         )
+    if sighting.ended:
+        return Report(
+            world_size=world_size,
+            ranks_present=present,
+            findings=(_ended(sighting, present),),
+            origin=origin,
+            warnings=sighting.notes,
+        )
     absent = tuple(rank for rank in range(world_size) if rank not in present)
     report = analyze(folder)
     findings = tuple(_bounded(one, sighting, absent) for one in report.findings)
@@ -48,6 +56,33 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
         origin=origin,
         warnings=(*sighting.notes, *report.warnings),
         stacks=report.stacks,
+    )
+
+
+def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
+    """Some ranks ended between the two looks: the job fails or finishes, so that no rank hangs."""
+    ended = tuple(sorted(sighting.ended))
+    left = tuple(rank for rank in present if rank not in sighting.ended)
+    waiting = tuple(rank for rank in left if rank in sighting.waiting)
+    is_dead = bool(waiting) and waiting == left and not sighting.is_watched
+    who = rank_list(ended)
+    ends: dict[str, list[int]] = {}
+    for rank in ended:
+        ends.setdefault(sighting.ended[rank], []).append(rank)
+    lines = tuple(f"{rank_list(ranks)}: {how}" for how, ranks in ends.items() if how)
+    rest = f"; {rank_list(left)} {'runs' if len(left) == 1 else 'run'} still" if left else ""
+    if is_dead:
+        rest = f" and {rank_list(waiting)} {'waits' if len(left) == 1 else 'wait'} in a collective"
+    pronoun = "it was" if len(ended) == 1 else "they were"
+    return Finding(
+        cause=Cause.DEAD_PROCESS if is_dead else Cause.UNKNOWN,
+        culprit_ranks=ended if is_dead else (),
+        confidence=Confidence.LIKELY if is_dead else Confidence.POSSIBLE,
+        summary=f"{who} ended while {pronoun} looked at{rest}",
+        evidence=lines,
+        fallout_ranks=waiting if is_dead else (),
+        would_settle=("the output of the job's launcher: which rank failed first, and how",),
+        next_action=f"Read the output of {who}; fr-analyze LOGDIR reads the logs of all ranks.",
     )
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,45 @@ def test_a_rank_that_is_gone_where_the_whole_world_runs_is_dead(start, attach):
     pids = start("waits", world_size=2, LOCAL_WORLD_SIZE="2")
     verdict = attach("--attach", pids[0])[1]["verdict"]
     assert (verdict["cause"], verdict["culprit_ranks"]) == ("dead_process", [1])
+
+
+def _ended_while(pids: list[int], killed: list[int], folder: Path, **launcher: bool):
+    """Look at ranks of which some are killed between the looks, and judge."""
+
+    def idle(seconds: float) -> None:
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: state_of(pid) == "Z", "it has ended")
+        killed.clear()
+        time.sleep(seconds)
+
+    below = folder / "look"
+    below.mkdir()
+    sighting = replace(look(numbered(pids), below, gap_s=0.5, idle=idle), **launcher)
+    keep(sighting, below, len(pids), "")
+    return judge(sighting, below, len(pids)).verdict
+
+
+def test_a_job_that_ends_during_the_look_is_said_to_have_ended(start, tmp_path):
+    pids = start("waits", "waits")
+    verdict = _ended_while(pids, list(pids), tmp_path, is_watched=False)
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("unknown", ())
+    assert verdict.summary.startswith("ranks 0 and 1 ended while they were looked at")
+    assert verdict.evidence == ("ranks 0 and 1: killed by SIGKILL",)
+
+
+def test_under_a_launcher_that_stops_at_a_failure_no_rank_that_ends_is_blamed(start, tmp_path):
+    pids = start("waits", "waits", "waits")
+    verdict = _ended_while(pids, pids[:2], tmp_path, is_watched=True)
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("unknown", ())
+    assert verdict.summary.startswith("ranks 0 and 1 ended while they were looked at")
+
+
+def test_a_rank_that_ends_during_the_look_while_others_wait_is_dead(start, tmp_path):
+    pids = start("waits", "waits", "waits")
+    verdict = _ended_while(pids, [pids[1]], tmp_path, is_watched=False)
+    assert (verdict.cause.value, verdict.culprit_ranks) == ("dead_process", (1,))
+    assert verdict.fallout_ranks == (0, 2)
 
 
 def test_one_process_alone_says_what_it_cannot_know(start, attach):

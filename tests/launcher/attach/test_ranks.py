@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launcher.attach.ranks import find_ranks, rank_of, ranks_below
+from echelon.launcher.attach.ranks import _runs_watcher, find_ranks, rank_of, ranks_below
 from tests.recorder.conftest import wait_until
 
 _SLEEP = "import time; time.sleep(900)"
@@ -120,3 +120,18 @@ def test_spawned_children_without_an_environment_are_numbered(start):
 def test_nonsense_is_no_rank(start, environ):
     _, (pid,) = start(environ)
     assert rank_of(pid) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "watches"),
+    [
+        (["/usr/bin/python", "/home/me/.venv/bin/torchrun", "train.py"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["python", "-u", "-m", "echelon", "run", "train.py"], True),
+        (["/home/me/echelon/.venv/bin/python", "train.py"], False),
+        (["mpirun", "-n", "2", "python", "/home/me/torchrun/train.py"], False),
+        ([""], False),
+    ],
+)
+def test_a_launcher_that_stops_at_a_failure_is_told_by_its_program(argv, watches):
+    assert _runs_watcher(argv) == watches
