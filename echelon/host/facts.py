@@ -29,6 +29,9 @@ class Socket:
     moved_bytes: int = -1  # both ways, during the snapshot's sample
 
 
+GLOO_THREAD = "pt_gloo_runloop"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostThread:
     """A thread of a rank that records nothing, as its host sees it."""
@@ -40,7 +43,7 @@ class HostThread:
     @property
     def is_gloos(self) -> bool:
         """Whether it is one of those on which torch's Gloo backend runs its collectives."""
-        return self.name == "pt_gloo_runloop"
+        return self.name == GLOO_THREAD
 
     @property
     def is_in_collective(self) -> bool:

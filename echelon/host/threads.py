@@ -42,7 +42,7 @@ _CALL = re.compile(r"(-?\d{1,10})((?: 0x[0-9a-f]{1,16})*)")
 
 def threads(pid: int, denied: list[str], limit: int = MAX_THREADS) -> tuple[HostThread, ...]:
     """Return the threads of a process, the first of them first; what is denied goes to `denied`."""
-    others = sorted(number for number in _numbers(f"/proc/{pid}/task") if number != pid)
+    others = sorted(number for number in numbers(f"/proc/{pid}/task") if number != pid)
     calls = _BY_MACHINE.get(platform.machine(), {})
     return tuple(
         _thread(f"/proc/{pid}/task/{thread}", calls, denied) for thread in [pid, *others][:limit]
@@ -70,7 +70,7 @@ def descendants(pid: int) -> list[int]:
 def children(pid: int) -> tuple[int, ...]:
     """Return the children of a process."""
     below: list[int] = []
-    for thread in _numbers(f"/proc/{pid}/task"):
+    for thread in numbers(f"/proc/{pid}/task"):
         text = read_text(f"/proc/{pid}/task/{thread}/children", "children", [])
         below += [int(word) for word in text.split()]
     return tuple(below)
@@ -90,7 +90,8 @@ def _thread(folder: str, calls: Mapping[int, str], denied: list[str]) -> HostThr
     return HostThread(name=name, call=call, timed=timed and int(arguments[_FUTEX_TIMEOUT], 16) != 0)
 
 
-def _numbers(folder: str) -> list[int]:
+def numbers(folder: str) -> list[int]:
+    """Return the numbers among the names in a folder of /proc; [] if it may not be read."""
     try:
         return [int(name) for name in os.listdir(folder) if name.isdigit()]  # noqa: PTH208 -- names
     except OSError:

@@ -4,22 +4,26 @@ Processor time of the worker and of all that it started, output, and bytes on it
 store's connection does not count: clients ask it about time-outs for as long as they hang.
 
 A worker that does nothing inside a collective of torch's Gloo backend has an operation pending, as
-a ring would say.
+a ring would say. A Gloo thread that waits for the interpreter's lock looks the same at one look: it
+waits with a timeout. But it wakes two hundred times per second to ask for the lock.
 
-Threads that only look at a clock use a little processor time for ever, so less than a fiftieth of a
-core is none. Connections are looked at only once a worker has done nothing for a while.
+Threads that only look at a clock use a little processor time indefinitely, so less than a fiftieth
+of a core is none. Connections are looked at only once a worker has done nothing for a while.
 """
 
 from __future__ import annotations
 
 import os
 
+from echelon.host.facts import GLOO_THREAD
 from echelon.host.identity import stat_fields
+from echelon.host.procfs import read_text
 from echelon.host.sockets import sockets
-from echelon.host.threads import descendants, program_of, threads
+from echelon.host.threads import descendants, numbers, program_of, threads
 
 _NO_SHARE = 0.02  # of a core
 _MIN_TICKS = 2
+_POLLS_PER_S = 20.0  # a thread that wakes more often waits for a lock, not for its peers
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -33,6 +37,8 @@ class Activity:
         self._ticks, self._since_ns = self._cpu_ticks(), now_mono_ns
         self._printed = 0
         self._carried: int | None = None
+        self._wakes: dict[int, int] = {}
+        self._woke_ns = now_mono_ns
         self.last_mono_ns = now_mono_ns
         self.num_signs = 0
         self.has_met = False  # it has a connection to the store
@@ -49,8 +55,9 @@ class Activity:
             self.last_mono_ns = now_mono_ns
             self.rest(num_printed_bytes, now_mono_ns, ticks)
         elif now_mono_ns - self.last_mono_ns >= self._quiet_ns:
-            seen = threads(program_of(self._pid), [])
-            self.is_in_collective = any(thread.is_in_collective for thread in seen)
+            pid = program_of(self._pid)
+            num_waiting = sum(thread.is_in_collective for thread in threads(pid, []))
+            self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
         """Count from now: what it has done so far was noted, or asked for by us."""
@@ -58,6 +65,14 @@ class Activity:
         self._since_ns = now_mono_ns
         self._printed = num_printed_bytes
         self._carried = None
+
+    def _num_polling(self, pid: int, now_mono_ns: int) -> int:
+        """Count the Gloo threads that woke often since they were looked at last."""
+        before, self._wakes = self._wakes, _gloo_wakes(pid)
+        elapsed_s = (now_mono_ns - self._woke_ns) / 1e9
+        self._woke_ns = now_mono_ns
+        limit = max(1.0, _POLLS_PER_S * elapsed_s)
+        return sum(num - before.get(thread, num) > limit for thread, num in self._wakes.items())
 
     def _has_sent(self, now_mono_ns: int) -> bool:
         if now_mono_ns - self.last_mono_ns < self._quiet_ns:
@@ -75,6 +90,19 @@ class Activity:
     def _cpu_ticks(self) -> int:
         """Count the processor time of the worker and of all below it, dead ones included."""
         return sum(_cpu_ticks(pid) for pid in (self._pid, *descendants(self._pid)))
+
+
+def _gloo_wakes(pid: int) -> dict[int, int]:
+    """Return how often each thread of torch's Gloo backend has waited, by thread id."""
+    found: dict[int, int] = {}
+    for thread in numbers(f"/proc/{pid}/task"):
+        folder = f"/proc/{pid}/task/{thread}"
+        if read_text(f"{folder}/comm", "comm", []).strip() == GLOO_THREAD:
+            status = read_text(f"{folder}/status", "status", [])
+            num = status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0].strip()
+            if num.isdigit():
+                found[thread] = int(num)
+    return found
 
 
 def _cpu_ticks(pid: int) -> int:

@@ -20,12 +20,13 @@ S = 1_000_000_000
 @pytest.fixture
 def seen(monkeypatch):
     """Numbers that the kernel would show."""
-    shown = {"ticks": 0, "sockets": [], "threads": []}
+    shown = {"ticks": 0, "sockets": [], "threads": [], "wakes": {}}
     monkeypatch.setattr(activity, "_TICKS_PER_S", 100)
     monkeypatch.setattr(activity, "_cpu_ticks", lambda _pid: shown["ticks"])
     monkeypatch.setattr(activity, "descendants", lambda _pid: [])
     monkeypatch.setattr(activity, "sockets", lambda _pid, _denied: shown["sockets"])
     monkeypatch.setattr(activity, "threads", lambda _pid, _denied: shown["threads"])
+    monkeypatch.setattr(activity, "_gloo_wakes", lambda _pid: dict(shown["wakes"]))
     return shown
 
 
@@ -70,6 +71,40 @@ def test_doing_nothing_inside_a_collective_is_an_operation_pending(seen):
     seen["ticks"] = 500
     worker.look(0, 6 * S)
     assert not worker.is_in_collective
+
+
+def test_a_gloo_thread_that_waits_for_the_interpreters_lock_is_not_in_a_collective(seen):
+    """It waits with a timeout too, of 5 ms at a time, where another thread holds the lock."""
+    worker = Activity(1, 29500, 5.0, 0)
+    one = HostThread(name="pt_gloo_runloop", call="futex", timed=True)
+    seen["threads"] = [one]
+    for second in range(5, 9):
+        seen["wakes"] = {71: 200 * second}
+        worker.look(0, second * S)
+    assert not worker.is_in_collective
+    seen["threads"], seen["wakes"] = [one, one], {71: 200 * 9, 72: 3}
+    worker.look(0, 9 * S)
+    assert worker.is_in_collective, "the other one waits for peers"
+
+
+@pytest.mark.ranks
+def test_the_wakes_of_gloo_threads_are_counted_by_thread():
+    program = (
+        "import sys, threading\n"
+        "def wait():\n"
+        " open(f'/proc/self/task/{threading.get_native_id()}/comm', 'w').write('pt_gloo_runloop')\n"
+        " print(threading.get_native_id(), flush=True)\n"
+        " sys.stdin.read()\n"
+        "threading.Thread(target=wait).start()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        thread = int(worker.stdout.readline())
+        assert activity._gloo_wakes(worker.pid).keys() == {thread}
+        worker.stdin.close()
+    assert worker.returncode == 0
+    assert activity._gloo_wakes(worker.pid) == {}
 
 
 def test_what_we_asked_for_is_no_sign_of_life(seen):
