@@ -1,0 +1,137 @@
+"""Sums over ranks in the order of the canonical tree, on any backend.
+
+    reduce_scatter    all_to_all: each rank sends, of each of its nodes, every other rank's block
+                      of elements; each then adds the nodes of its block in the tree's order.
+    all_reduce        that, and an all_gather of the blocks.
+
+A rank sends (size - 1) / size of its vector per node. With one node per rank, as when every rank
+has the same power of two of micro-batches, that is what an ordinary reduce-scatter moves. Values
+are copied by the backends and added here, so the sums do not depend on how a backend reduces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from echelon.dist.canonical.sums import TreeSums
+from echelon.dist.canonical.tree import Node, Run, maximal_nodes
+from echelon.dist.group import ProcessGroup
+from echelon.errors import CollectiveMismatchError
+
+
+def agree_runs(group: ProcessGroup, run: Run) -> tuple[Run, ...]:
+    """Return every rank's run. Collective; blocks until all ranks called it, or for the timeout.
+
+    Raises:
+        CollectiveMismatchError: the runs are not of one total, or a rank's run does not begin
+            where that of the rank before it ends.
+        CollectiveError: a rank is lost or did not join.
+    """
+    rows = group.all_gather_object([run.start, run.stop, run.total])
+    runs = tuple(Run(*row) for row in rows)
+    for rank, (one, following) in enumerate(itertools.pairwise(runs), start=1):
+        if one.total != following.total or one.stop != following.start:
+            raise CollectiveMismatchError(
+                f"runs of micro-batches in group {group.name!r}: rank {group.ranks[rank]} has "
+                f"{following}, rank {group.ranks[rank - 1]} before it {one}. "
+                "Give the ranks neighbouring runs of one total, such as even_runs(total, size)",
+                group=group.name,
+                operation="agree_runs",
+                ranks=[group.ranks[rank]],
+            )
+    return runs
+
+
+def reduce_scatter(
+    group: ProcessGroup, sums: TreeSums, runs: Sequence[Run], splits: Sequence[int] | None = None
+) -> TreeSums:
+    """Add the ranks' sums; this rank gets its block of elements, over the union of the runs.
+
+    Collective; blocks until all ranks called it, or for the group's timeout.
+
+    Args:
+        group: its ranks have neighbouring runs, in the order of the ranks.
+        sums: complete; its vectors have the same length on all ranks.
+        runs: of all ranks, from `agree_runs`.
+        splits: elements of each rank's block, in order; None: as even as possible.
+
+    Returns:
+        The sums of this rank's block. Its `total()` is the result if the union is all numbers; else
+        reduce it over other ranks that have the same block.
+
+    Raises:
+        ValueError: micro-batches are missing, or `runs` or `splits` do not fit.
+        CollectiveError: a rank is lost, did not join, or passed another length.
+    """
+    splits = even_splits(sums.numel, group.size) if splits is None else list(splits)
+    if len(splits) != group.size or sum(splits) != sums.numel or min(splits) < 0:
+        raise ValueError(f"splits {splits}: want {group.size} that add up to {sums.numel}")
+    if len(runs) != group.size or runs[group.rank] != sums.run:
+        raise ValueError(f"runs {list(runs)}: rank {group.rank} of {group.size} has {sums.run}")
+    union = Run(runs[0].start, runs[-1].stop, sums.run.total)
+    nodes = sums.nodes()
+    if group.size == 1:
+        return TreeSums.joined(union, sums.numel, sums, nodes)
+    counts = [len(maximal_nodes(run)) for run in runs]
+    block = splits[group.rank]
+    received = torch.empty(sum(counts) * block, dtype=sums.dtype, device=sums.device)
+    group.all_to_all(
+        received,
+        _by_destination(nodes, splits, sums),
+        output_splits=[count * block for count in counts],
+        input_splits=[len(nodes) * split for split in splits],
+    )
+    every = [node for run in runs for node in maximal_nodes(run)]
+    rows = received.view(len(every), block).unbind()
+    return TreeSums.joined(union, block, sums, list(zip(every, rows, strict=True)))
+
+
+def all_reduce(group: ProcessGroup, sums: TreeSums, runs: Sequence[Run]) -> torch.Tensor:
+    """Return the sum over all micro-batches of all ranks, [numel], the same bits on every rank.
+
+    Collective; blocks until all ranks called it, or for the group's timeout.
+
+    Args:
+        group: its ranks have neighbouring runs that together are all numbers.
+        sums: complete; its vectors have the same length on all ranks.
+        runs: of all ranks, from `agree_runs`.
+
+    Raises:
+        ValueError: micro-batches are missing, or the runs are not all numbers.
+        CollectiveError: a rank is lost, did not join, or passed another length.
+    """
+    if runs and (runs[0].start, runs[-1].stop) != (0, sums.run.total):
+        raise ValueError(f"runs {list(runs)} are not all of 0 to {sums.run.total - 1}")
+    splits = even_splits(sums.numel, group.size)
+    block = reduce_scatter(group, sums, runs, splits).total()
+    if group.size == 1:
+        return block
+    whole = torch.empty(sums.numel, dtype=sums.dtype, device=sums.device)
+    group.all_gather(whole, block, output_splits=splits)
+    return whole
+
+
+def even_splits(numel: int, size: int) -> list[int]:
+    """Divide elements among ranks, in multiples of 16, which vector instructions like."""
+    grains = -(-numel // 16)
+    ends = [min(numel, (grains * (rank + 1) // size) * 16) for rank in range(size)]
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+def _by_destination(
+    nodes: Sequence[tuple[Node, torch.Tensor]], splits: Sequence[int], sums: TreeSums
+) -> torch.Tensor:
+    """Return [len(nodes) * numel]: for each rank in turn, its block of every node."""
+    if len(nodes) == 1:
+        return nodes[0][1]
+    packed = torch.empty(len(nodes) * sums.numel, dtype=sums.dtype, device=sums.device)
+    at = start = 0
+    for split in splits:
+        for _, vector in nodes:
+            packed[at : at + split].copy_(vector[start : start + split])
+            at += split
+        start += split
+    return packed

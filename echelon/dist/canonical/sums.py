@@ -1,0 +1,123 @@
+"""TreeSums: the sums of one rank's micro-batches, added in the order of the canonical tree.
+
+A binary counter: a value that completes a node is added to its left neighbour at once. At most
+log2(numbers) + 1 vectors are alive for a run that begins at a multiple of its length, and twice
+that for any other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from echelon.dist.canonical.tree import Node, Run, combine
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return in which dtype values of `dtype` are added: float32 for shorter ones, else itself.
+
+    Raises:
+        TypeError: not a floating-point dtype.
+    """
+    if not dtype.is_floating_point:
+        raise TypeError(f"{dtype}: the canonical sum is of floating-point values")
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
+
+
+class TreeSums:
+    """Sums over this rank's run of micro-batches, one vector for each node that is not complete.
+
+    Args:
+        run: the numbers that this rank has.
+        numel: elements of each vector.
+        dtype: of the sums; see `sum_dtype`.
+        device: of the sums.
+
+    Raises:
+        TypeError: `dtype` is shorter than float32, or not floating-point.
+
+    Example:
+        >>> sums = TreeSums(Run(0, 2, 4), numel=3, dtype=torch.float32)
+        >>> sums.add(0, torch.ones(3)); sums.add(1, torch.ones(3))
+        >>> sums.nodes()
+        [(Node(height=1, index=0), tensor([2., 2., 2.]))]
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if sum_dtype(dtype) != dtype:
+            raise TypeError(f"sums in {dtype} lose bits: use {sum_dtype(dtype)}")
+        self.run = run
+        self.numel = numel
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._nodes: list[tuple[Node, torch.Tensor]] = []
+        self._next = run.start
+
+    def __repr__(self) -> str:
+        return f"TreeSums({self.run}, {self._next - self.run.start} added, {self.dtype})"
+
+    def add(self, number: int, vector: torch.Tensor) -> None:
+        """Add the next micro-batch's vector.
+
+        Args:
+            number: of the micro-batch; each of the run once, ascending.
+            vector: [numel]. It is converted to the dtype of the sums. The caller gives it up: its
+                memory may become that of a sum.
+
+        Raises:
+            ValueError: another number is next, or the vector has another length or device.
+        """
+        if number != self._next or number not in self.run:
+            done = self._next == self.run.stop
+            wanted = "none, the run is complete" if done else f"{self._next}"
+            raise ValueError(f"micro-batch {number} of {self.run}: next is {wanted}")
+        if vector.shape != (self.numel,) or vector.device != self.device:
+            raise ValueError(
+                f"micro-batch {number}: a vector {list(vector.shape)} on {vector.device}, "
+                f"the sums are [{self.numel}] on {self.device}"
+            )
+        self._next += 1
+        leaf = (Node(0, number), vector.detach().to(self.dtype))
+        self._nodes = combine([*self._nodes, leaf], self.run, _add)
+
+    def nodes(self) -> list[tuple[Node, torch.Tensor]]:
+        """Return the sums of `maximal_nodes(run)`, ascending.
+
+        Raises:
+            ValueError: micro-batches of the run are missing.
+        """
+        if self._next != self.run.stop:
+            raise ValueError(
+                f"micro-batches {self._next} to {self.run.stop - 1} of {self.run} were not added"
+            )
+        return list(self._nodes)
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of all micro-batches of all ranks.
+
+        Raises:
+            ValueError: the run has only some of them.
+        """
+        nodes = self.nodes()
+        if len(self.run) != self.run.total:
+            raise ValueError(f"{self.run} is a part: reduce it over the ranks first")
+        return nodes[0][1]
+
+    @classmethod
+    def joined(
+        cls, run: Run, numel: int, like: TreeSums, nodes: list[tuple[Node, torch.Tensor]]
+    ) -> TreeSums:
+        """Return sums over `run` made of neighbouring ranks' nodes, whose memory it takes over."""
+        found = cls(run, numel, like.dtype, like.device)
+        found._nodes = combine(nodes, run, _add)
+        found._next = run.stop
+        return found
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.add_(right)

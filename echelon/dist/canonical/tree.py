@@ -1,0 +1,160 @@
+"""The canonical tree: in which order the values of numbered micro-batches are added.
+
+    number        0   1   2   3   4   5   6
+    height 1      [0  1]  [2  3]  [4  5]  6
+    height 2      [0      .   3]  [4  .   6]
+    height 3      [0          .           6]
+
+The leaves are the micro-batches of one step, 0 to `total` - 1. Node (height, index) covers the
+numbers from index * 2^height up to the next multiple, or up to `total`: the last node of a height
+may be incomplete. A node is its left child plus its right child; without a right child it is its
+left child, unchanged. So the order depends on `total` alone. A rank that has a run of numbers adds
+as much of the tree as lies within its run, which leaves at most 2 log2 sums; other ranks add those
+on, in the same tree. Pure arithmetic: no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """One node of the tree: the sum of the numbers that it covers."""
+
+    height: int
+    index: int
+
+    @property
+    def start(self) -> int:
+        """First number covered."""
+        return self.index << self.height
+
+    @property
+    def parent(self) -> Node:
+        """The node that this one is a child of."""
+        return Node(self.height + 1, self.index >> 1)
+
+    def stop(self, total: int) -> int:
+        """Return one past the last number covered, in a tree over `total` numbers."""
+        return min((self.index + 1) << self.height, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The numbers that one rank has: `start` to `stop` - 1, of 0 to `total` - 1; may be empty.
+
+    Raises:
+        ValueError: the numbers are not in order.
+    """
+
+    start: int
+    stop: int
+    total: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 0 <= self.start <= self.stop <= self.total or self.total < 1:
+            raise ValueError(f"{self}: want 0 <= start <= stop <= total and total >= 1")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and self.start <= number < self.stop
+
+    @property
+    def numbers(self) -> range:
+        """The numbers, ascending."""
+        return range(self.start, self.stop)
+
+    def covers(self, node: Node) -> bool:
+        """Return whether all numbers of a node, which must have some, are in the run."""
+        return self.start <= node.start and node.stop(self.total) <= self.stop
+
+
+def even_runs(total: int, size: int) -> tuple[Run, ...]:
+    """Divide `total` numbers among `size` ranks, as evenly as possible; the first ones get more.
+
+    Raises:
+        ValueError: `total` or `size` is below 1.
+    """
+    if total < 1 or size < 1:
+        raise ValueError(f"total {total} and size {size} must be at least 1")
+    most, rest = divmod(total, size)
+    starts = [rank * most + min(rank, rest) for rank in range(size + 1)]
+    return tuple(Run(starts[rank], starts[rank + 1], total) for rank in range(size))
+
+
+def root(total: int) -> Node:
+    """Return the node that covers all numbers."""
+    return Node((total - 1).bit_length(), 0)
+
+
+def maximal_nodes(run: Run) -> tuple[Node, ...]:
+    """Return the largest nodes within a run, ascending: together they cover it exactly once.
+
+    There are at most 2 log2(len(run)) of them, or 1. All numbers are one node, the root.
+    """
+    nodes = []
+    at = run.start
+    while at < run.stop:
+        node = Node(0, at)
+        while node != root(run.total) and node.parent.start == at and run.covers(node.parent):
+            node = node.parent
+        nodes.append(node)
+        at = node.stop(run.total)
+    return tuple(nodes)
+
+
+def combine(
+    nodes: Iterable[tuple[Node, T]], run: Run, add: Callable[[T, T], T]
+) -> list[tuple[Node, T]]:
+    """Add neighbouring nodes as far as the tree allows within a run.
+
+    Args:
+        nodes: with their values, ascending, without gaps from the run's start on.
+        run: the numbers that they may cover.
+        add: adds two values, the left one first.
+
+    Returns:
+        The values of the largest nodes. Once `nodes` cover the run these are `maximal_nodes(run)`.
+    """
+    stack: list[tuple[Node, T]] = []
+    for node, value in nodes:
+        stack.append((node, value))
+        _fold(stack, run, add)
+    return stack
+
+
+def _fold(stack: list[tuple[Node, T]], run: Run, add: Callable[[T, T], T]) -> None:
+    """Lift the last node to its parent for as long as all of the parent is there."""
+    while stack:
+        node, value = stack[-1]
+        parent = node.parent
+        if node == root(run.total) or not run.covers(parent):
+            return
+        if node.index & 1:
+            sibling, left = stack[-2]  # complete, as this node has numbers, so it was folded
+            assert sibling == Node(node.height, node.index - 1), (stack, run)
+            stack[-2:] = [(parent, add(left, value))]
+        elif parent.stop(run.total) == node.stop(run.total):
+            stack[-1] = (parent, value)  # no right child
+        else:
+            return
+
+
+def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
+    """Return the sum of all values in the tree's order, number 0 first.
+
+    Raises:
+        ValueError: there are none.
+    """
+    run = Run(0, len(values), len(values))
+    leaves = ((Node(0, number), value) for number, value in enumerate(values))
+    ((_, total),) = combine(leaves, run, add)
+    return total
