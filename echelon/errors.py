@@ -12,6 +12,7 @@
     ├── CheckpointError             a checkpoint cannot be saved or loaded; carries `.path`
     ├── TokenShardsError            token shards cannot be read or written; carries `.path`
     ├── NonFiniteGradientError      steps in a row had infinite or NaN gradients; carries `.rank`
+    ├── NotReproducibleError        a micro-batch gave other bits again; carries `.ranks`
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as asked
 
@@ -156,6 +157,18 @@ class NonFiniteGradientError(EchelonError):
         super().__init__(message)
         self.rank = rank
         self.parameter = parameter
+
+
+class NotReproducibleError(EchelonError):
+    """A micro-batch gave other bits when it was computed again, or on another rank.
+
+    Attributes:
+        ranks: the ranks (global) whose bits differ.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class LaunchError(EchelonError):

@@ -1,0 +1,100 @@
+"""Sums of squares in fixed blocks of elements, wherever shards begin and end.
+
+A parameter is divided into blocks of 1024 elements, counted from its first one. The squares of a
+block are added by halving, in float64, and the blocks of a parameter by the canonical tree. A block
+that lies in two shards is put together first: each rank fills in its own elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BLOCK = 1024
+_ROWS = 256  # blocks at a time: they stay in the cache
+
+
+def block_sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each block, [ceil(numel / 1024)], float64.
+
+    Args:
+        values: [numel], from a block's first element on; the last block may be incomplete.
+    """
+    sums = [_halved(rows) for rows in torch.split(values, BLOCK * _ROWS)]
+    return torch.cat(sums) if sums else values.new_zeros(0, dtype=torch.float64)
+
+
+def _halved(values: torch.Tensor) -> torch.Tensor:
+    count = -(-values.numel() // BLOCK)
+    squares = torch.zeros(count * BLOCK, dtype=torch.float64, device=values.device)
+    squares[: values.numel()] = values
+    rows = squares.mul_(squares).view(count, BLOCK)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows.view(count)
+
+
+def tree_total(sums: torch.Tensor) -> torch.Tensor:
+    """Return the sum of [n] numbers in the order of the canonical tree, as a tensor without dims.
+
+    Number 0 stands for an absent right child: none of the numbers may be -0.
+    """
+    while sums.numel() > 1:
+        if sums.numel() % 2:
+            sums = torch.cat([sums, sums.new_zeros(1)])
+        sums = sums[0::2] + sums[1::2]
+    return sums.sum() if sums.numel() == 0 else sums[0]
+
+
+class PartialBlocks:
+    """Block sums of one parameter of which ranks have parts.
+
+    The message of each rank is zero wherever another rank's values go, so a sum over the ranks puts
+    it together exactly, in any order.
+
+    Args:
+        numel: of the whole parameter.
+        bounds: start and stop of each rank's part, in elements of the parameter.
+    """
+
+    def __init__(self, numel: int, bounds: Sequence[tuple[int, int]]) -> None:
+        self._numel = numel
+        self._num_blocks = -(-numel // BLOCK)
+        edges = {edge for start, stop in bounds if start < stop for edge in (start, stop)}
+        self._cut = sorted({edge // BLOCK for edge in edges if edge % BLOCK and edge != numel})
+
+    @property
+    def message_numel(self) -> int:
+        """Elements of the message: a sum per block, and every element of each block that is cut."""
+        return self._num_blocks + len(self._cut) * BLOCK
+
+    def write(self, message: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Fill in this rank's values.
+
+        Args:
+            message: [message_numel], float64, zeros.
+            values: [n], this rank's part.
+            start: its first element in the parameter.
+        """
+        stop = start + values.numel()
+        first, last = -(-start // BLOCK), stop // BLOCK
+        if stop == self._numel:
+            last = self._num_blocks
+        if first < last:
+            inside = values[first * BLOCK - start : last * BLOCK - start]
+            message[first:last] = block_sums(inside)
+        for row, block in enumerate(self._cut):
+            begin, end = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
+            if begin < end:
+                at = self._num_blocks + row * BLOCK - block * BLOCK
+                message[at + begin : at + end] = values[begin - start : end - start]
+
+    def read(self, message: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares of the whole parameter from the sum of all messages."""
+        sums = message[: self._num_blocks].clone()
+        for row, block in enumerate(self._cut):
+            at = self._num_blocks + row * BLOCK
+            sums[block] = block_sums(message[at : at + BLOCK])[0]
+        return tree_total(sums)

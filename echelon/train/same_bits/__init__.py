@@ -1,0 +1,7 @@
+"""Training with the same bits on any number of ranks, replicated or sharded."""
+
+from echelon.train.same_bits.fingerprint import fingerprint
+from echelon.train.same_bits.micro_random import micro_batch_random, micro_batch_seed
+from echelon.train.same_bits.same_bits import SameBits
+
+__all__ = ["SameBits", "fingerprint", "micro_batch_random", "micro_batch_seed"]

@@ -1,0 +1,70 @@
+"""A hash of all weights and of the optimizer's state, equal for any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.dist.fsdp.states import Shard, is_part, shards
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
+
+    Replicated or sharded, on any number of ranks, equal values give equal fingerprints. Of a
+    sharded model it is collective, and puts one parameter at a time together.
+
+    Args:
+        model: plain, or sharded by `fully_shard`.
+        optimizer: of its parameters; None: the weights alone.
+
+    Raises:
+        CollectiveError: a rank is lost or did not join.
+    """
+    found = hashlib.sha256()
+    divided = {id(shard.parameter): shard for shard in shards(model).values()}
+    groups = {id(one.shard): one.flat.group for one in _members(model)}
+    for name, parameter in model.named_parameters():
+        shard = divided.get(id(parameter))
+        values = {"": parameter.detach()}
+        if optimizer is not None:
+            values |= _state(optimizer, parameter)
+        for key, value in values.items():
+            found.update(f"{name} {key} ".encode())
+            if shard is not None and is_part(value, shard):
+                found.update(_bytes(_whole(value, shard, groups[id(parameter)])))
+            else:
+                found.update(_bytes(value))
+    for name, buffer in model.named_buffers():
+        found.update(f"{name} ".encode() + _bytes(buffer))
+    return found.hexdigest()
+
+
+def _members(model: nn.Module) -> list[Any]:
+    from echelon.dist.fsdp.parameters.flat import member_of
+
+    found = (member_of(parameter) for parameter in model.parameters())
+    return [member for member in found if member is not None]
+
+
+def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    return dict(sorted(optimizer.state.get(parameter, {}).items()))
+
+
+def _whole(part: torch.Tensor, shard: Shard, group: Any) -> torch.Tensor:
+    """Return the whole of what ranks have parts of, as bytes: zeros elsewhere add nothing."""
+    numel = torch.Size(shard.shape).numel()
+    whole = torch.zeros(numel, dtype=part.dtype, device=part.device)
+    whole[shard.start : shard.start + shard.length] = part.detach().reshape(-1)
+    message = whole.view(torch.uint8)
+    group.all_reduce(message, op="sum")
+    return message
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, torch.Tensor):
+        return repr(value).encode()
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,36 @@
+"""Random numbers that belong to a micro-batch, whichever rank computes it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+
+def micro_batch_seed(seed: int, step: int, number: int) -> int:
+    """Return the seed of one micro-batch: 63 bits, a hash of the three."""
+    text = f"{seed} {step} {number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@contextlib.contextmanager
+def micro_batch_random(
+    seed: int, step: int, number: int, device: torch.device | str = "cpu"
+) -> Iterator[None]:
+    """Seed torch's generators for one micro-batch, and restore them afterwards.
+
+    Dropout and other random operations inside draw numbers that depend on the arguments alone.
+
+    Args:
+        seed: of the whole run.
+        step: of the optimizer.
+        number: of the micro-batch in the step.
+        device: where the micro-batch is computed; the host's generator is seeded too.
+    """
+    device = torch.device(device)
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type):
+        torch.manual_seed(micro_batch_seed(seed, step, number))
+        yield

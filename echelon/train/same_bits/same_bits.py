@@ -1,0 +1,277 @@
+"""SameBits: training whose weights have the same bits on any number of ranks.
+
+Each micro-batch is computed at its own shape by one rank, with its own random numbers. Gradients,
+losses and the norm are added in the canonical tree over the numbers of the micro-batches. Sharded
+units are held whole while a step's micro-batches are computed, so that ranks may have different
+numbers of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import echelon.dist as dist
+from echelon.dist.canonical import Run, TreeSums, agree_runs, even_runs, tree_sum
+from echelon.dist.fsdp import reshard, unshard
+from echelon.dist.fsdp.parameters.flat import member_of
+from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.group import ProcessGroup
+from echelon.errors import NotReproducibleError
+from echelon.train.same_bits.micro_random import micro_batch_random
+from echelon.train.same_bits.norm import grad_norm
+from echelon.train.same_bits.vectors import vectors_of
+
+Compute = Callable[[int], torch.Tensor]
+
+
+class SameBits:
+    """Gradients, losses and norms that do not depend on the number of ranks.
+
+    Its making is collective: whole parameters and buffers are copied from the group's first rank.
+
+    Args:
+        model: plain, or sharded by `fully_shard` among ranks of `group`.
+        optimizer: of its parameters.
+        micro_batches: of each step, over all ranks. It decides the bits; the number of ranks, which
+            need not divide it, does not.
+        group: the ranks that share the micro-batches; None: the world.
+        seed: of the run; random numbers depend on it, the step and the micro-batch's number.
+        run: this rank's micro-batches; the ranks' runs are neighbours. None: even runs.
+        probe: check at the first step whether one micro-batch gives the same bits twice and on all
+            ranks.
+
+    Attributes:
+        run: this rank's micro-batches.
+
+    Raises:
+        ValueError: a bad argument, a fused optimizer, or a model that cannot be reproduced.
+        CollectiveMismatchError: the ranks' runs are not neighbours of one total.
+
+    Example:
+        >>> same = SameBits(model, optimizer, micro_batches=24, seed=1)
+        >>> for step in range(1000):
+        ...     loss = same.backward(step, lambda number: loss_of(model, data.batch(step, number)))
+        ...     norm = same.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batches: int,
+        group: ProcessGroup | None = None,
+        seed: int = 0,
+        run: Run | None = None,
+        probe: bool = True,
+    ) -> None:
+        _check_optimizer(optimizer)
+        self._model = model
+        self._group = dist.world() if group is None else group
+        self._seed = seed
+        self._must_probe = probe
+        if run is None:
+            run = even_runs(micro_batches, self._group.size)[self._group.rank]
+        self.run = run
+        self._runs = agree_runs(self._group, run)
+        whole = Run(0, micro_batches, micro_batches)
+        if Run(self._runs[0].start, self._runs[-1].stop, run.total) != whole:
+            raise ValueError(f"runs {list(self._runs)} are not all {micro_batches} micro-batches")
+        self._vectors = vectors_of(model, self._group, self._runs)
+        if not self._vectors:
+            raise ValueError("no parameter of the model requires a gradient")
+        self._device = self._vectors[0].device
+        self._copy_whole_parameters()
+
+    def backward(self, step: int, compute: Compute) -> float:
+        """Compute this rank's micro-batches of a step and put the average gradients into `.grad`.
+
+        Gradients from before are dropped. Collective; blocks until all ranks have computed theirs,
+        or for the group's timeout.
+
+        Args:
+            step: of the optimizer; a part of the key of the random numbers.
+            compute: given a micro-batch's number in the step, returns its loss, without dims. It
+                must depend on the number alone, not on how often or on which rank it is called, and
+                always compute at the same shape.
+
+        Returns:
+            The mean of the micro-batches' losses, the same bits on every rank.
+
+        Raises:
+            NotReproducibleError: at the first step, a micro-batch gave other bits when it was
+                computed again, or on another rank; on all ranks.
+            ValueError: a loss has dims, or a forward changed a buffer of the model.
+            CollectiveError: a rank is lost or did not join.
+        """
+        with self._held():
+            if self._must_probe:
+                self._probe(step, compute)
+                self._must_probe = False
+            sums = [TreeSums(self.run, one.numel, one.dtype, one.device) for one in self._vectors]
+            present = [[False] * len(one.owners) for one in self._vectors]
+            losses = []
+            for number in self.run.numbers:
+                losses.append(self._compute(step, number, compute))
+                for vector, total, flags in zip(self._vectors, sums, present, strict=True):
+                    gradients, some = vector.take()
+                    total.add(number, gradients)
+                    flags[:] = [a or b for a, b in zip(flags, some, strict=True)]
+        self._reduce(sums, present)
+        return self.mean(losses)
+
+    def mean(self, values: list[float]) -> float:
+        """Return the mean of a value of each micro-batch, such as a metric, in the tree's order.
+
+        Collective; the same bits on every rank.
+
+        Args:
+            values: of this rank's micro-batches, by number.
+
+        Raises:
+            ValueError: not one value for each of this rank's micro-batches.
+        """
+        if len(values) != len(self.run):
+            raise ValueError(f"{len(values)} values for the {len(self.run)} micro-batches here")
+        rows = self._group.all_gather_object([float(value) for value in values])
+        every = [value for row in rows for value in row]
+        total: float = tree_sum(every, lambda left, right: left + right)
+        return total / self.run.total
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their 2-norm is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: upper bound; infinite: only measure.
+
+        Returns:
+            The norm before scaling, the same bits on every rank.
+
+        Raises:
+            ValueError: `max_norm` is negative or not a number.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm {max_norm!r} must be >= 0")
+        norm = grad_norm(self._model)
+        scale = max_norm / (norm + 1e-6)
+        if math.isinf(max_norm) or scale >= 1.0:
+            return norm
+        for vector in self._vectors:
+            for owner in vector.owners:
+                if owner.grad is not None:
+                    owner.grad.mul_(scale)
+        return norm
+
+    # ---- one micro-batch ----
+
+    def _compute(self, step: int, number: int, compute: Compute) -> float:
+        with micro_batch_random(self._seed, step, number, self._device):
+            before = {name: (one, one._version) for name, one in self._model.named_buffers()}
+            loss = compute(number)
+            if not isinstance(loss, torch.Tensor) or loss.dim():
+                raise ValueError(f"compute({number}) must return a loss without dims, got {loss!r}")
+            after = {name: (one, one._version) for name, one in self._model.named_buffers()}
+            changed = [name for name, was in before.items() if not _is_same(was, after.get(name))]
+            if changed:
+                raise ValueError(
+                    f"the forward changed buffer {changed[0]!r}: its value would depend on which "
+                    "micro-batches a rank computes. Freeze such statistics, as with eval()"
+                )
+            torch.autograd.backward(loss)
+            return float(loss.detach())
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold sharded units whole, and drop whatever an exception left in gradients."""
+        for vector in self._vectors:
+            vector.drop()
+        sharded = bool(units_of(self._model))
+        if sharded:
+            unshard(self._model)
+        try:
+            yield
+        except BaseException:
+            for vector in self._vectors:
+                vector.drop()
+            raise
+        finally:
+            if sharded:
+                reshard(self._model)
+
+    # ---- over the ranks ----
+
+    def _reduce(self, sums: list[TreeSums], present: list[list[bool]]) -> None:
+        mine = torch.tensor([flag for flags in present for flag in flags], dtype=torch.int32)
+        flags = mine.to(self._device)
+        if self._group.size > 1:
+            self._group.all_reduce(flags, op="max")
+        rows = torch.split(flags.bool(), [len(one.owners) for one in self._vectors])
+        while sums:  # each vector's memory is released before the next one is reduced
+            index = len(self._vectors) - len(sums)
+            self._vectors[index].give(sums.pop(0), rows[index].tolist())
+
+    def _copy_whole_parameters(self) -> None:
+        if self._group.size == 1:
+            return
+        tensors = [one for one in self._model.parameters() if member_of(one) is None]
+        for tensor in [*tensors, *self._model.buffers()]:
+            self._group.broadcast(tensor.detach(), root=0)
+
+    # ---- the probe ----
+
+    def _probe(self, step: int, compute: Compute) -> None:
+        """Compute number 0 twice on every rank, with another one between; compare the bits."""
+        first = self._digest(step, 0, compute)
+        if self.run.total > 1:
+            self._digest(step, self.run.total - 1, compute)
+        again = self._digest(step, 0, compute)
+        rows = self._group.all_gather_object([first, again])
+        ranks = self._group.ranks
+        unstable = [rank for rank, (one, two) in zip(ranks, rows, strict=True) if one != two]
+        if unstable:
+            raise NotReproducibleError(
+                f"micro-batch 0 of step {step} gave other bits when it was computed again, on rank "
+                f"{unstable[0]}. Does compute() depend on more than the number, or use a "
+                "non-deterministic operation? See torch.use_deterministic_algorithms(True)",
+                ranks=unstable,
+            )
+        strays = [rank for rank, row in zip(ranks, rows, strict=True) if row[0] != rows[0][0]]
+        if strays:
+            raise NotReproducibleError(
+                f"micro-batch 0 of step {step} gave other bits on rank {strays[0]} than on rank "
+                f"{ranks[0]}: do they have the same processors, libraries, number of threads "
+                "(OMP_NUM_THREADS), and data by the micro-batch's number?",
+                ranks=strays,
+            )
+
+    def _digest(self, step: int, number: int, compute: Compute) -> str:
+        """Return a hash of a micro-batch's loss and gradients."""
+        found = hashlib.sha256(repr(self._compute(step, number, compute)).encode())
+        for vector in self._vectors:
+            gradients, present = vector.take()
+            found.update(bytes(present))
+            found.update(_bytes(gradients))
+        return found.hexdigest()
+
+
+def _is_same(was: tuple[torch.Tensor, int], now: tuple[torch.Tensor, int] | None) -> bool:
+    return now is not None and now[0] is was[0] and now[1] == was[1]
+
+
+def _bytes(vector: torch.Tensor) -> bytes:
+    return vector.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{type(optimizer).__name__}(fused=True) rounds the last elements of a tensor "
+            "differently from the others, so bits depend on where shards end: use fused=False"
+        )
