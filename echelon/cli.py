@@ -21,7 +21,7 @@ usage: echelon COMMAND [...]
   plot     draw the figures of runs
   plan     say which layouts of a training fit, and which should be fastest
   witness  let one of a job's two nodes continue where the other is lost
-  store    serve a key-value store for torch's TCPStore clients and ours
+  store    serve a key-value store for torch's and echelon's TCPStore clients
 
 `echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps, `fr-analyze --attach` a
 running job.

@@ -16,8 +16,8 @@
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
     └── LaunchError                 a job cannot be started as asked
 
-Who is at fault decides the type: a caller's mistake is a `ValueError` or `TypeError` at the public
-boundary, a failing world is one of these, and our own bug is an `AssertionError`.
+The type depends on what is at fault: a caller's mistake is a `ValueError` or `TypeError` at the
+public boundary, a failing world is one of these, and our own bug is an `AssertionError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EchelonError(Exception):
 
 
 class StoreError(EchelonError):
-    """Say that a store operation failed.
+    """A store operation failed.
 
     Attributes:
         key: the key (or the first of the keys) it was about, None if about none.
@@ -45,7 +45,7 @@ class StoreError(EchelonError):
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """Say that a store operation's deadline passed.
+    """A store operation's deadline passed.
 
     Attributes:
         missing: the keys that were not there, or the ranks that did not come.
@@ -64,15 +64,15 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """Say that the server cannot be reached, or that the connection to it broke."""
+    """The server cannot be reached, or the connection to it broke."""
 
 
 class StoreProtocolError(StoreError):
-    """Say that the peer does not speak the store's protocol, or broke one of its limits."""
+    """The peer does not follow the store's protocol, or exceeded one of its limits."""
 
 
 class CollectiveError(EchelonError):
-    """Say that an operation of a process group failed.
+    """An operation of a process group failed.
 
     Attributes:
         group: the group's name.
@@ -98,19 +98,19 @@ class CollectiveError(EchelonError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Say that ranks called different operations under the same sequence number of a group."""
+    """Ranks called different operations under the same sequence number of a group."""
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Say that ranks did not come to an operation within its timeout."""
+    """Ranks did not join an operation within its timeout."""
 
 
 class PeerLostError(CollectiveError):
-    """Say that a rank of the group died or left while others needed it."""
+    """A rank of the group died or left while others needed it."""
 
 
 class DumpFormatError(EchelonError):
-    """Say that a ring or dump file cannot be read.
+    """A ring or dump file cannot be read.
 
     Attributes:
         path: the file.
@@ -122,7 +122,7 @@ class DumpFormatError(EchelonError):
 
 
 class CheckpointError(EchelonError):
-    """Say that a checkpoint cannot be saved, or cannot be loaded.
+    """A checkpoint cannot be saved or loaded.
 
     Attributes:
         path: the file or folder; empty if it is about none.
@@ -172,4 +172,4 @@ class NotReproducibleError(EchelonError):
 
 
 class LaunchError(EchelonError):
-    """Say that a job cannot be started as asked."""
+    """A job cannot be started as requested."""

@@ -41,7 +41,7 @@ class FaultyTrainer(Trainer):
     at_step = 0
 
     def is_due(self) -> bool:
-        """Say whether this is the step that goes wrong."""
+        """Return whether this is the step that goes wrong."""
         return self.step == self.at_step
 
 
@@ -57,7 +57,7 @@ class Kill(FaultyTrainer):
 
 
 class Raise(FaultyTrainer):
-    """Meet a corrupt batch, and say so in an exception that nobody catches."""
+    """Meet a corrupt batch, and raise an exception that is not caught."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Compute the loss of targets that have been checked."""
@@ -68,7 +68,7 @@ class Raise(FaultyTrainer):
         return super().compute_loss(batch)
 
     def check(self, targets: Tensor) -> None:
-        """Refuse what is no byte."""
+        """Refuse what is not a byte."""
         largest = int(targets.max())
         if largest > 255:
             raise ValueError(f"step {self.step}: target {largest} is outside the vocabulary of 256")
@@ -103,7 +103,7 @@ class StarveOfData(FaultyTrainer):
     def next_from_loader(self) -> Batch:
         """Start a loader thread and take its first batch."""
         batches: queue.Queue[Batch] = queue.Queue()
-        mount_is_back = threading.Event()  # never: think of a network file system that went away
+        mount_is_back = threading.Event()  # never: think of a network file system that hangs
         loader = threading.Thread(target=mount_is_back.wait, name="loader", daemon=True)
         loader.start()
         return batches.get()

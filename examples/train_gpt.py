@@ -72,7 +72,7 @@ def build_report(job: Job, trainer: Trainer) -> Report:
 
 
 def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] | None) -> None:
-    """Report what is trained on what, and what else was set in a run that goes on."""
+    """Report what is trained on what, and what else was set in a run that continues."""
     config, corpus, unit = job.config, job.corpus, job.corpus.vocabulary.unit
     half = {torch.float16: "fp16 over fp32", torch.bfloat16: "bf16 over fp32"}
     report.say(
@@ -133,7 +133,7 @@ def train(job: Job, trainer: Trainer, report: Report) -> float | None:
 
 
 class Saves:
-    """Saves a run's checkpoints when they are due; all but the last one while training goes on."""
+    """Saves a run's checkpoints when they are due, all but the last one during training."""
 
     def __init__(self, job: Job, trainer: Trainer, report: Report) -> None:
         settings = job.settings.checkpoint
@@ -192,7 +192,8 @@ def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: 
 
 
 def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
-    """Go on from the checkpoint that the run was told of, if there is one; return it. Collective.
+    """Continue from the checkpoint that was passed to the run, if there is one; return it.
+    Collective.
 
     Raises:
         CheckpointError: it is damaged, or of another run.
@@ -221,7 +222,7 @@ def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
 
 
 def is_any(path: str) -> bool:
-    """Tell whether there is a checkpoint, be it damaged: then a run does not begin again."""
+    """Return whether there is a checkpoint, be it damaged: then a run does not begin again."""
     try:
         peek(path)
     except (DamagedError, OSError):  # what cannot be read may be there
@@ -232,7 +233,7 @@ def is_any(path: str) -> bool:
 
 
 def begin(job: Job, world: ProcessGroup) -> tuple[Trainer, dict[str, Any] | None]:
-    """Make this rank's trainer; return it and the checkpoint that it goes on from. Collective.
+    """Make this rank's trainer; return it and the checkpoint that it continues from. Collective.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or is of another run.

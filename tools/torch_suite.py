@@ -9,7 +9,7 @@ The tests are `torch.testing._internal.distributed.distributed_test` of the inst
 need `pip install expecttest`). Many of them skip every backend whose name they do not know. So the
 module is told that it runs over Gloo, which opens all that Gloo runs, and where it makes a group,
 the backend under test takes Gloo's place: what runs is what Gloo runs. Results are written after
-each test, and a run goes on where an earlier one with the same file stopped. Torch's harness
+each test, and a run continues where an earlier one with the same file stopped. Torch's harness
 compares exit codes with rank 0's alone; here every rank's counts.
 """
 
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_open(known: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Tell whether a test that has run is to run again."""
+    """Return whether a test that has run is to run again."""
     if known["result"] == "skip":
         return known["why"] == _NEEDS_MORE_RANKS and options.world_size == "8"
     return known["result"] == "fail" and options.again

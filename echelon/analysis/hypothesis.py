@@ -127,7 +127,7 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Tell whether two roots can share a finding. Endings cannot: each has its place in time."""
+    """Return whether two roots can share a finding. Endings cannot: each has its place in time."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
@@ -158,7 +158,7 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Tell whether a proposal names ranks that are named already."""
+    """Return whether a proposal names ranks that are named already."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named
@@ -203,7 +203,7 @@ def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
 
 
 def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
-    """Say what separates a rival from the root; "" if nothing does."""
+    """Describe what separates a rival from the root; "" if nothing does."""
     ranks = rival.finding.culprit_ranks
     if not ranks:
         return "singles out no rank"
@@ -220,7 +220,7 @@ def _against(picture: Picture, root: Hypothesis, rival: Hypothesis) -> str:
 
 
 def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
-    """Tell whether one operation waits for both: then both are roots, not alternatives."""
+    """Return whether one operation waits for both: then both are roots, not alternatives."""
     return picture.graph.is_joint(one.culprit_ranks, other.culprit_ranks)
 
 

@@ -64,7 +64,7 @@ def current(path: Path) -> Evidence:
 
     Raises:
         DumpFormatError: nothing there can be read.
-        ValueError: nothing is there.
+        ValueError: the path does not exist.
     """
     place = find(path)
     rings = find_rings(path) if place is not None and place.incident.kind else None
@@ -80,7 +80,7 @@ def current(path: Path) -> Evidence:
 
 
 def has_overtaken(evidence: Evidence, live: Evidence) -> bool:
-    """Tell whether every rank of a snapshot has recorded more since."""
+    """Return whether every rank of a snapshot has recorded more since."""
     return bool(evidence.ranks) and all(
         rank in live.ranks and _recorded(live.ranks[rank]) > _recorded(facts)
         for rank, facts in evidence.ranks.items()

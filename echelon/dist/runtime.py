@@ -87,7 +87,7 @@ class _World:
         while self.agreements:
             self.agreements.pop().close()
         self._maker.close()
-        with contextlib.suppress(OSError):  # the store may have ended before: that is no error
+        with contextlib.suppress(OSError):  # the store may have ended before: that is not an error
             self.connection.close()
 
 
@@ -193,7 +193,7 @@ def world() -> ProcessGroup:
 
 
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | None:
-    """Make a group of some of the world's ranks; blocks until its members have come.
+    """Make a group of some of the world's ranks; blocks until its members have joined.
 
     Every rank of the world calls this, in the same order; those left out get None.
 
@@ -355,7 +355,7 @@ def _clock_offset(state: _World, rendezvous: Rendezvous) -> ClockOffset | None:
             min(state.timeout_s, _CLOCKS_S),
         )
     except StoreError:
-        return None  # records then line up less well; that is no reason not to train
+        return None  # records then line up less well; that must not stop training
 
 
 def _connect(rendezvous: Rendezvous, timeout_s: float) -> TCPStore | MemoryStore:

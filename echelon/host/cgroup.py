@@ -151,7 +151,7 @@ def _row(text: str, name: str) -> int | None:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None  # "max" is no limit
+    return int(text) if text.isdecimal() else None  # "max" means no limit
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:

@@ -56,7 +56,7 @@ def _exit_code(fields: list[str]) -> int | None:
 
 
 def _is_python(pid: int) -> bool:
-    """Tell whether py-spy could read it: a compiler or a shell is not worth the start of one."""
+    """Return whether py-spy could read it: a compiler or a shell is not worth the start of one."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 

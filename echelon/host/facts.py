@@ -21,7 +21,7 @@ class Socket:
     local: str = ""  # "10.0.0.1:29500"
     peer: str = ""
     state: str = ""  # "ESTABLISHED", ...
-    unread_bytes: int = 0  # they have come, and the rank has not taken them
+    unread_bytes: int = 0  # they have arrived, and the rank has not taken them
     unsent_bytes: int = 0  # or sent, and not acknowledged
     retransmits: int = -1
     sent_bytes: int = -1  # and acknowledged, since it was opened

@@ -96,7 +96,7 @@ def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
 def oom_kills(pid: int) -> int | None:
     """Return how many processes the kernel killed for memory in a process's cgroup, or None.
 
-    Read it before and after: a difference says that somebody in there was killed for memory.
+    Read it before and after: a difference says that a process in there was killed for memory.
     """
     return limits(pid, []).oom_kills
 

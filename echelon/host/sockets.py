@@ -89,7 +89,7 @@ def _link(path: str) -> str:
     try:
         return os.readlink(path)  # noqa: PTH115 -- no path, a label
     except FileNotFoundError:
-        return ""  # closed meanwhile
+        return ""  # closed in the meantime
 
 
 def _from_kernel(inodes: set[int]) -> Iterator[tuple[int, Socket]]:

@@ -1,7 +1,7 @@
 """The threads of another process: their names, and which kernel call each of them waits in.
 
 Where a process neither records nor may be traced, this is what tells a rank that waits for its
-peers from one that sleeps: the kernel shows a blocked thread's call and its arguments to whoever
+peers from one that sleeps: the kernel shows a blocked thread's call and its arguments to all who
 may trace the process (the user's own launcher, mostly), and its wait channel to more.
 """
 

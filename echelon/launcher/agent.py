@@ -324,7 +324,7 @@ class _Agent:
         former = self._link
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(former.fileno())
-        # One that is connected to nobody may take seconds to end.
+        # One that is connected to no node may take seconds to end.
         threading.Thread(target=former.close, name="echelon-hang-up", daemon=True).start()
         if self._failover is not None and self._failover.hosting is not self.hosting:
             if self.hosting is None:  # its events arrive where those of any later one do

@@ -169,7 +169,7 @@ class Failover:
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Go on looking for a host; return the link to one, which may be this node."""
+        """Continue to look for a host; return the link to one, which may be this node."""
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
             return None

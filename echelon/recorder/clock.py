@@ -64,7 +64,7 @@ def measure_offset(
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """One moment by three clocks of a host. `boot_ns` goes on while the host is suspended."""
+    """One moment by three clocks of a host. `boot_ns` continues while the host is suspended."""
 
     mono_ns: int
     wall_ns: int

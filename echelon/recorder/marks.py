@@ -50,7 +50,7 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
 
 
 def step(number: int | None = None) -> None:
-    """Say that a training step begins: number `number`, or one more than the last."""
+    """Mark the beginning of a training step: number `number`, or one more than the last."""
     recorder = current()
     if recorder is not None:
         by_hand.add("step")

@@ -120,7 +120,7 @@ class Store(ABC):
         self._do_append(arguments.key(key), arguments.value(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether all keys are there; waits for nobody."""
+        """Return whether all keys exist, without blocking."""
         return self._do_check(arguments.keys(keys))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -133,7 +133,7 @@ class Store(ABC):
         )
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key and the queue of that name; say whether either was there."""
+        """Delete a key and the queue of that name; return whether either existed."""
         return self._do_delete(arguments.key(key))
 
     def wait(
@@ -226,7 +226,7 @@ class Store(ABC):
         *,
         rank: int | None = None,
     ) -> None:
-        """Wait until `world_size` callers have come to the key; it can be used again at once.
+        """Wait until `world_size` callers have joined the key; it can be used again at once.
 
         Give `rank` to have a timeout say which ranks did not come. All callers of one round
         either give it or do not.
@@ -344,7 +344,7 @@ class Store(ABC):
             return None
         try:
             return self._do_get(key, Deadline(_LOOK_S))
-        except StoreTimeoutError:  # deleted meanwhile, or a queue of that name
+        except StoreTimeoutError:  # deleted in the meantime, or a queue of that name
             return None
 
     def _do_pipeline(self, steps: list[Step]) -> None:

@@ -97,7 +97,7 @@ class FileStore(Store):
     # The file.
 
     def _open(self) -> None:
-        """Open the file anew and forget what was read of it."""
+        """Open the file again and forget what was read of it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(self.path, flags, 0o600)

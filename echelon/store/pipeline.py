@@ -1,6 +1,6 @@
 """Several operations in one packet.
 
-Answers come back in order, so a pipeline costs one round trip however many operations it holds,
+Answers arrive in order, so a pipeline costs one round trip however many operations it holds,
 and when its `with` block ends all of them have arrived. Nothing in it waits for others: a `get`
 of a missing key answers None. On stores without a connection it saves nothing and works alike.
 """
@@ -98,7 +98,7 @@ class Pipeline:
         return self._step("append", key, arguments.value(value))
 
     def check(self, key: str) -> Reply[bool]:
-        """Say whether a key is there."""
+        """Return whether a key exists."""
         return self._step("check", key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> Reply[bytes]:

@@ -79,7 +79,7 @@ class Cosine:
 class WarmupStableDecay:
     """A rise, then 1, then a fall over the last `num_decay` steps (Hu et al. 2024, MiniCPM).
 
-    Where the run should go on after all, it continues from a checkpoint before the fall with a
+    Where the run should continue after all, it continues from a checkpoint before the fall with a
     larger `num_steps`: until then all such schedules agree.
 
     Args:

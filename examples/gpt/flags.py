@@ -204,7 +204,7 @@ def add_files(group: argparse._ArgumentGroup) -> None:
         "--resume",
         dest="checkpoint.resume",
         metavar="FOLDER",
-        help="checkpoint to go on from; auto: the newest of --checkpoint, if there is one",
+        help="checkpoint to continue from; auto: the newest of --checkpoint, if there is one",
     )
     add(
         "--export-hf",

@@ -55,7 +55,7 @@ class Job:
         return extras
 
     def require_same_run(self, path: str, saved: dict[str, Any]) -> None:
-        """Check that a checkpoint comes from a run that this one can go on with.
+        """Check that a checkpoint comes from a run that this one can continue with.
 
         Args:
             path: of the checkpoint, for the message.

@@ -85,7 +85,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When it is saved, which are kept, and from where it goes on."""
+    """When it is saved, which are kept, and from where it continues."""
 
     path: str | None = None  # a folder that gets one for each step
     every: int | None = maybe()  # steps

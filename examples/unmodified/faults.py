@@ -2,7 +2,7 @@
 
 Each is what it is called, done by plain code: nothing here or in the examples knows of echelon.
 `evaluation`, `compile_pause`, `saves` and `uneven_work` are healthy: every rank does something that
-takes long, and goes on.
+takes long, and continues.
 """
 
 from __future__ import annotations

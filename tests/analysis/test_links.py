@@ -59,7 +59,7 @@ def test_bytes_that_came_and_are_not_read_are_shown():
     _connect(job, (1, 2, 3), deaf={(0, 2), (1, 2)})
     verdict = job.report("stall").verdict
     assert verdict.culprit_ranks == (2,)
-    assert "8,192 bytes have come and are not read" in " ".join(verdict.evidence)
+    assert "8,192 bytes have arrived and are not read" in " ".join(verdict.evidence)
 
 
 def test_connections_that_are_idle_accuse_nobody():

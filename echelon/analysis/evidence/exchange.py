@@ -74,17 +74,17 @@ class Exchanges:
         return list(first.values())
 
     def is_send(self, row: Any) -> bool:
-        """Tell whether a row sends."""
+        """Return whether a row sends."""
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
-        """Tell whether the peer of a row has posted its side, as far as its record reaches."""
+        """Return whether the peer of a row has posted its side, as far as its record reaches."""
         side = (int(row["peer"]), int(row["group"]), rank, not self.is_send(row))
         latest = self._latest.get(side)
         return latest is not None and latest >= int(row["p2p_sequence"])
 
     def has_done(self, rank: int, row: Any) -> bool:
-        """Tell whether a rank finished an operation like this one with this peer before."""
+        """Return whether a rank finished an operation like this one with this peer before."""
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:

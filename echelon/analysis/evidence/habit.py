@@ -49,7 +49,7 @@ def _keys(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Tell which messages were launched together with the row before them. [num_rows]"""
+    """Return which messages were launched together with the row before them. [num_rows]"""
     is_message = (rows["flags"] & Flag.P2P) > 0
     together = is_message.copy()
     together[:1] = False
@@ -83,11 +83,11 @@ def _up_to_head(streams: Streams, rank: int) -> npt.NDArray[Any]:
 
 
 def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
-    """Tell what a rank did where its latest calls left its habit.
+    """Return what a rank did where its latest calls left its habit.
 
     Returns:
         "left out" and the row, of an earlier round, of the call that did not come; or "extra" and
-        the row of the call that should not have come. None where neither can be told.
+        the row of the call that should not have been made. None where neither can be told.
     """
     rows = streams.evidence.ranks[rank].rows
     known = _up_to_head(streams, rank)

@@ -37,13 +37,13 @@ class BrokenLink:
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
-        """Say what was seen: `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
+        """Describe what was seen: `rank 1 (10.0.0.1) to rank 2 (10.0.0.2): 4,096 bytes ...`."""
         ends = (
             f"rank {self.sender} ({self.sender_host}) to rank {self.receiver}"
             f" ({self.receiver_host})"
         )
         if self.unread_bytes:
-            return f"{ends}: {self.unread_bytes:,} bytes have come and are not read"
+            return f"{ends}: {self.unread_bytes:,} bytes have arrived and are not read"
         again = f", sent again {self.retransmits} times" if self.retransmits > 0 else ""
         return f"{ends}: {self.unsent_bytes:,} bytes sent and not acknowledged{again}"
 

@@ -1,8 +1,8 @@
 """All ranks' records in one common form: what the rules look at.
 
-Readers hand over one record a rank, each with its own string table. Here they are rows over shared
-tables, so that "the same call" is "the same number" and thousands of ranks can be compared as
-arrays. Stamps are on rank 0's clock.
+Readers hand over one record per rank, each with its own string table. Here they are rows over
+shared tables, so that "the same call" is "the same number" and thousands of ranks can be compared
+as arrays. Stamps are on rank 0's clock.
 """
 
 from __future__ import annotations

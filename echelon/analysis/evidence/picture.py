@@ -70,13 +70,13 @@ class Picture:
         return not self.is_in_flight(wait.age_s)
 
     def is_in_flight(self, age_s: float) -> bool:
-        """Tell whether something that has lasted so long is still nothing to wonder at."""
+        """Return whether something that has lasted this long is still normal."""
         if self.evidence.incident.kind == "stall":
             return age_s < _YOUNG_SHARE * self._oldest_s
         return age_s < STUCK_AFTER_S
 
     def is_over(self, wait: Wait) -> bool:
-        """Tell whether all ranks of a wait recorded more between the two looks at them."""
+        """Return whether all ranks of a wait recorded more between the two looks at them."""
         return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
 
     @cached_property
@@ -120,7 +120,7 @@ class Picture:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """Ranks that wait inside an operation, gave up in one, or did not end well."""
+        """Ranks that wait inside an operation, gave up in one, or did not succeed."""
         inside = {rank for wait in self.graph.waits for rank in wait.waiting}
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
@@ -155,7 +155,7 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Tell whether packets vanish between ranks of a wait, or those that completed it."""
+        """Return whether packets vanish between ranks of a wait, or those that completed it."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
@@ -172,7 +172,7 @@ class Picture:
     def dragged_along(self, gone: set[int]) -> set[int]:
         """Return the ranks that share a pending operation with ranks that are gone.
 
-        A rank that died inside an operation had entered it: the others wait for nobody there.
+        A rank that died inside an operation had entered it: the others wait for no rank there.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -211,7 +211,7 @@ def last_row(facts: RankEvidence) -> Any | None:
 
 
 def has_moved(facts: RankEvidence) -> bool:
-    """Tell whether a rank made progress between the two looks at it.
+    """Return whether a rank made progress between the two looks at it.
 
     Its other threads may record too: where both looks saw its main thread at one place, it stayed.
     """
@@ -223,6 +223,6 @@ def has_moved(facts: RankEvidence) -> bool:
 
 
 def is_inside(facts: RankEvidence) -> bool:
-    """Tell whether any operation of a rank is still pending."""
+    """Return whether any operation of a rank is still pending."""
     states = facts.rows["state"]
     return bool(np.isin(states, (State.CREATED, State.STARTED)).any())

@@ -175,7 +175,7 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Tell whether two ranks share more than the group of all: stages of a pipeline do not."""
+    """Return whether two ranks share more than the group of all: stages of a pipeline do not."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
@@ -191,7 +191,7 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Tell whether the calls before a place were followed by another call whenever they came.
+    """Return whether the calls before a place were followed by another call whenever they came.
 
     The longest context that occurred before decides; where none did, nothing is novel.
     """

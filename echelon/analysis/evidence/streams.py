@@ -23,7 +23,7 @@ from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.recorder.format.schema import Flag, State
 
 SENDS = frozenset({"send", "isend"})
-# A member of these may be through before the others have come.
+# A member of these may be through before the others have arrived.
 ROOTED = frozenset({"broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "scatter"})
 _MESSAGE = -1  # in place of a sequence number
 Place = tuple[int, int]  # a collective: group, sequence
@@ -171,7 +171,7 @@ class Streams:
         return known
 
     def is_whole(self, rank: int, group: int) -> bool:
-        """Tell whether a rank lists every launch of messages in a group since the first."""
+        """Return whether a rank lists every launch of messages in a group since the first."""
         known = self._whole.get((rank, group))
         if known is None:
             rows = self.evidence.ranks[rank].rows
@@ -207,7 +207,7 @@ class Streams:
         }
 
     def has_completed(self, rank: int, place: Place) -> bool:
-        """Tell whether a rank is through a collective."""
+        """Return whether a rank is through a collective."""
         group, sequence = place
         facts = self.evidence.ranks.get(rank)
         if facts is None or self.entered(rank, group) < sequence or self._is_lost(facts, place):
@@ -216,7 +216,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Tell whether a collective that was not completed has left a ring that wrapped."""
+        """Return whether a collective that was not completed has left a ring that wrapped."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
@@ -226,12 +226,12 @@ class Streams:
         return is_whole and bool(len(own)) and int(own.min()) > sequence
 
     def is_at(self, rank: int, place: Place) -> bool:
-        """Tell whether a collective is the head of a rank."""
+        """Return whether a collective is the head of a rank."""
         head = self.heads.get(rank)
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Tell whether members of a head's operation may be through before the others come."""
+        """Return whether members of a head's operation may be through before the others come."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 
@@ -260,7 +260,7 @@ class Streams:
         return any(self._is_past(rank, group, slowest) for rank in there)
 
     def _is_past(self, rank: int, group: int, sequence: int) -> bool:
-        """Tell whether a rank completed an unrooted collective beyond a number."""
+        """Return whether a rank completed an unrooted collective beyond a number."""
         entered = self.entered(rank, group)
         if entered <= sequence:
             return False

@@ -94,7 +94,7 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
 
 
 def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
-    """Tell whether stamps of these ranks can be compared: one host, or measured offsets."""
+    """Return whether stamps of these ranks can be compared: one host, or measured offsets."""
     if evidence.foreign:
         return True  # wall clocks: all there is
     identities = [evidence.ranks[rank].identity for rank in ranks]
@@ -106,7 +106,7 @@ def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
 def clocks_contradict(
     lanes: Lanes, created_ns: npt.NDArray[np.int64], ended_ns: npt.NDArray[np.int64]
 ) -> bool:
-    """Tell whether the record proves that the hosts' clocks no longer lie where they were measured.
+    """Return whether the record proves that the hosts' clocks have moved since they were measured.
 
     Offsets are measured once, when the world is made; later a clock drifts, or a host that was
     suspended steps. No member leaves such a collective before the last one has entered it, so a

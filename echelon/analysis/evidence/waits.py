@@ -3,7 +3,7 @@
 A rank inside (group, sequence) waits for every member that has not entered it; a send or receive
 waits for its counterpart. One `Wait` stands for all ranks that wait for the same thing, so a world
 of thousands needs a few of them, not millions of edges. Ranks that others wait for and that wait
-for nobody are the sinks, where the cause is; a closed ring of waits is an order desync.
+for no rank are the sinks, where the cause is; a closed ring of waits is an order desync.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echelon.recorder.format.schema import State
 class Wait:
     """Some ranks inside one operation, and the ranks that they wait for.
 
-    `absent` is empty where everybody is inside: then it is the transport or a device.
+    `absent` is empty where all members are inside: then it is the transport or a device.
     """
 
     group: str
@@ -90,13 +90,13 @@ class WaitGraph:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """Ranks that are waited for and wait for nobody."""
+        """Ranks that are waited for and wait for no rank."""
         return tuple(sorted(self.wanted - self.blocked))
 
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which one of `ranks` is absent.
 
-        Those that wait for nobody else come first, of these the earliest.
+        Those that wait for no other rank come first, of these the earliest.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
@@ -105,7 +105,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Tell whether one operation waits for ranks of both."""
+        """Return whether one operation waits for ranks of both."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 
@@ -154,10 +154,10 @@ def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges)
 
 
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
-    """Yield one wait per column in which somebody is inside.
+    """Yield one wait per column that at least one rank is inside.
 
     Every member's first pending column counts; a column that another member completed proves that
-    all had entered, so nobody is absent from it.
+    all had entered, so no rank is absent from it.
     """
     pending = lane.pending
     for column in sorted(set(pending[pending >= 0].tolist())):

@@ -1,6 +1,6 @@
 """Make recorded strings safe to show.
 
-Whatever a dump holds was written by other processes, and perhaps by somebody who wants to move the
+Whatever a dump holds was written by other processes, and perhaps by one that wants to move the
 cursor, set a title or forge a line. Control characters, bidirectional overrides and line breaks are
 replaced before a string reaches a terminal or a page; markup is escaped where it is put in.
 """

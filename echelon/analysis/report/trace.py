@@ -21,7 +21,7 @@ _STATES = {int(state): state.name.lower() for state in State}
 
 
 def write_trace(evidence: Evidence, path: Path) -> None:
-    """Write the trace, one event a line, without holding it in memory.
+    """Write the trace, one event per line, without holding it in memory.
 
     Raises:
         OSError: the file cannot be written.

@@ -70,7 +70,7 @@ def load(path: Path) -> Evidence:
 
 
 def find(path: Path) -> Place | None:
-    """Choose what to read of our own files; None if the folder holds none of ours."""
+    """Choose which of echelon's own files to read; None if the folder holds none."""
     if path.is_file():
         is_foreign = _looks_foreign(path) or path.suffix in LOG_SUFFIXES
         return None if is_foreign else Place(((-1, path),), f"one file, {path}")
@@ -112,7 +112,7 @@ def load_place(place: Place) -> Evidence:
 
 
 def _ended_well_after_a_stall(run_dir: Path) -> bool:
-    """Tell whether report.json says that the job succeeded and that its last stall recovered."""
+    """Return whether report.json says that the job succeeded and that its last stall recovered."""
     told = _plain(run_dir / "report.json")
     incidents = told.get("incidents")
     if not isinstance(incidents, list) or not incidents or told.get("exit_code") != 0:
@@ -165,7 +165,7 @@ def find_rings(folder: Path) -> Place | None:
 def read_incident(path: Path) -> Incident:
     """Read `incident.json`; fields that are missing or of a wrong type are left at their default.
 
-    A snapshot is worth reading without it, so a missing or broken file is no error.
+    A snapshot is worth reading without it, so a missing or broken file is not an error.
     """
     values = _plain(path)
     return Incident(
@@ -225,7 +225,7 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Pat
 
 
 def _looks_foreign(path: Path) -> bool:
-    """Tell whether a file begins like torch's pickles or JSON, and so cannot be ours."""
+    """Return whether a file begins like torch's pickles or JSON, and so cannot be echelon's."""
     try:
         with path.open("rb") as file:
             head = file.read(2)

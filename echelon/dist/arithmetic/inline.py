@@ -1,7 +1,7 @@
 """Small operations: what a rank gives travels with what it called.
 
 Backends over connections compare calls before every collective, which is an exchange of its own. Up
-to 256 bytes of data go along in it, and each rank works out its result from everybody's: a small
+to 256 bytes of data go along in it, and each rank works out its result from every rank's: a small
 operation costs one exchange instead of two.
 """
 
@@ -31,7 +31,7 @@ def pack(operation: Operation) -> Flat:
 
 
 def are_equal(rows: Flat, mine: Flat) -> bool:
-    """Say whether all called what this rank did; rows: [num_ranks, packed bytes]."""
+    """Return whether all called what this rank did; rows: [num_ranks, packed bytes]."""
     return bool((rows[:, :HEAD_BYTES] == mine[:HEAD_BYTES]).all())
 
 
@@ -49,7 +49,7 @@ def is_small(operation: Operation) -> bool:
 
 
 def finish(operation: Operation, rows: Flat, rank: int) -> None:
-    """Write a small operation's result; rows: everybody's, in rank order, as sums are."""
+    """Write a small operation's result; rows: every rank's, in rank order, as sums are."""
     source, target = operation.source, operation.target
     if target is None:
         return

@@ -17,7 +17,7 @@ _MOST_KEPT_BYTES = 4 << 20
 
 
 def array_of(data: Flat | None) -> Flat:
-    """Return an operation's array, which is there."""
+    """Return an operation's array, which must exist."""
     assert data is not None
     return data
 

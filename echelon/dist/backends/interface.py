@@ -61,7 +61,7 @@ class EndedElsewhere(Exception):  # noqa: N818 -- not an error that a user sees
 
 
 class Refused(ValueError):  # noqa: N818 -- to a user it is a ValueError
-    """All ranks' engines refuse an operation alike, after it got its number: the group goes on."""
+    """All ranks' engines refused an operation, after it got its number: the group continues."""
 
 
 def _keep_waiting() -> None:

@@ -80,7 +80,7 @@ def for_device(device: str) -> tuple[str, str]:
             if name not in names and getattr(made, "device", "cpu") != device:
                 continue
             lack = not_ready()
-        except Exception as err:  # noqa: BLE001 -- a broken plug-in stands in nobody's way
+        except Exception as err:  # noqa: BLE001 -- a broken plug-in must not stop a job that does not use it
             lack = f"{type(err).__name__}: {err}"
         if not lack:
             return name, ""
@@ -89,7 +89,7 @@ def for_device(device: str) -> tuple[str, str]:
 
 
 def needs_own_device(name: str) -> bool:
-    """Tell whether a backend refuses ranks that share a device."""
+    """Return whether a backend refuses ranks that share a device."""
     asks = getattr(_find(name)[0], "needs_own_device", None)
     return asks is not None and bool(asks())
 

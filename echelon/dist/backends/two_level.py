@@ -73,7 +73,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> Engine:
 
 _CHUNK_BYTES = 2 << 20  # of a share, between two hosts
 _LATER_S = 5.0  # a receive inside the host ends so much later than the one between hosts
-_Agree = Callable[[], Flat]  # returns everybody's call and small data, in rank order
+_Agree = Callable[[], Flat]  # returns every rank's call and small data, in rank order
 
 
 class TwoLevelEngine(HostEngine):

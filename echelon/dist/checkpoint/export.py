@@ -30,7 +30,7 @@ def export(
 
     Args:
         path: the checkpoint, or one version of it.
-        file: what to write; replaced if it is there.
+        file: what to write; replaced if it exists.
         key: the entry to write; None: the only module (safetensors), or everything.
 
     Raises:
@@ -63,7 +63,7 @@ def _only_module(source: Version) -> str:
 
 def _write_safetensors(source: Version, path: Path, key: str) -> None:
     if source.manifest.kinds.get(key) != MODULE:
-        raise ValueError(f"{source.path}: {key} is no module in it")
+        raise ValueError(f"{source.path}: {key} is not a module in it")
     prefix = f"{key}/"
     paths = _one_per_name(source.manifest.tensors, prefix)
     tensors = {name: source.manifest.tensors[path] for name, path in paths.items()}

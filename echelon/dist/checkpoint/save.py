@@ -168,12 +168,12 @@ class _Job:
     step: int | None = None  # at which it was begun
 
     def snapshot(self) -> None:
-        """Copy what this rank writes, so that training may go on and change it."""
+        """Copy what this rank writes, so that training may continue and change it."""
         held = self.mine
         self.mine = [_copy(one) for one in held]
         self.contents.held = []
         for device in {one.data.device for one in held if one.data.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # of the copies: other streams go on
+            torch.cuda.current_stream(device).synchronize()  # of the copies: other streams continue
 
     def run_together(self) -> None:
         """Write and commit; the ranks tell each other how it went."""
@@ -190,7 +190,7 @@ class _Job:
     def run_apart(self, deadline_s: float) -> None:
         """Write and commit with no communication: the ranks see each other's files appear.
 
-        A group's operations belong to the training that goes on meanwhile.
+        A group's operations belong to the training that continues in the meantime.
         """
         try:
             self._write()

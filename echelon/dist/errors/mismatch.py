@@ -1,4 +1,4 @@
-"""Say who called something else: the vote over what the members of a group called.
+"""Find the ranks that made another call: the vote over what the members of a group called.
 
 Every rank sees the same calls, so every rank raises the same error: the minority is named; where
 there is no majority, both sides are.

@@ -32,7 +32,7 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
 
 @uncompiled_call
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
-    """Say whether backwards reduce gradients from now on; see `gradient_sync`."""
+    """Set whether backwards reduce gradients from now on; see `gradient_sync`."""
     for unit in units_of(module):
         unit.entry.sync = requires_gradient_sync
 

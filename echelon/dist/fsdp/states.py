@@ -1,4 +1,4 @@
-"""What a sharded model holds: which part of each parameter is mine, and the whole of it.
+"""What a sharded model holds: which part of each parameter is this rank's, and the whole of it.
 
 `model.state_dict()` has the shards, without any communication; `load_state_dict` takes shards or
 whole parameters. `shards` says what each shard is a part of, which is what checkpoints need;
@@ -31,7 +31,7 @@ class Shard:
         shape: the whole parameter's shape.
         dtype: of the whole and of the part.
         start: my first element, counted in the flattened parameter.
-        length: how many elements are mine; may be 0.
+        length: how many elements are this rank's; may be 0.
         data: [length], views the memory of the shard; written to, it changes the model.
         parameter: the optimizer's parameter: `[length, 1, ...]`, the key into `optimizer.state`.
         ranks: the ranks (global) among which the parameter is divided, in order.
@@ -93,7 +93,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
 
 
 def is_part(value: Any, shard: Shard) -> bool:
-    """Tell whether a piece of an optimizer's state is divided as the shard is."""
+    """Return whether a piece of an optimizer's state is divided as the shard is."""
     return (
         isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shard.parameter.shape
     )

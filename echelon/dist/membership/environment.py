@@ -76,7 +76,7 @@ def local_rank() -> int:
 
 
 def wants_python_engine() -> bool:
-    """Tell whether the user asked for the shm backend's pure-Python engine.
+    """Return whether the user asked for the shm backend's pure-Python engine.
 
     Raises:
         ValueError: ECHELON_SHM is something else.

@@ -56,7 +56,7 @@ def next_round(members: Members, store: PrefixStore, deadline_s: float) -> int:
 def exchange(
     members: Members, store: PrefixStore, key: str, mine: Any, deadline_s: float
 ) -> list[Any]:
-    """Exchange one value per member through the store, and watch the members' lives meanwhile.
+    """Exchange one value per member through the store, and watch for members' deaths.
 
     The last rank to arrive opens a gate, so that all wait for one key, however many they are.
 

@@ -55,7 +55,7 @@ class _Descriptors:
         with self._lock:
             if self._poll is not None:
                 for fd, _ in self._poll.poll(0):
-                    if fd not in self._ended:  # a signal handler may have looked meanwhile
+                    if fd not in self._ended:  # a signal handler may have looked in between
                         self._ended.add(fd)
                         self._poll.unregister(fd)
             return self._ended

@@ -149,7 +149,7 @@ class Driver:
         try:
             while self._end is None:
                 self._turn()
-        except Exception as err:  # noqa: BLE001 -- a defect of ours must not leave callers waiting
+        except Exception as err:  # noqa: BLE001 -- an internal error must not leave callers waiting
             self._end = err
         self._finish()
 

@@ -60,7 +60,7 @@ DTYPES = (
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _NUMERIC = frozenset(DTYPES)
 _DLPACK_HOST = 1  # kDLCPU
-# NumPy makes a dtype's name anew each time it is asked, for as long as all the rest takes.
+# NumPy builds a dtype's name on every access, which takes as long as all the rest.
 _PLAIN = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 _TYPES = {name: "<u2" if name == "bfloat16" else np.dtype(name).str for name in DTYPES}
 
@@ -117,12 +117,12 @@ class View:
 
 
 def is_floating(dtype: str) -> bool:
-    """Tell whether a dtype's name is a floating-point one."""
+    """Return whether a dtype's name is a floating-point one."""
     return dtype in _FLOATS
 
 
 def is_numeric(dtype: str) -> bool:
-    """Tell whether a dtype can be reduced, and not only moved."""
+    """Return whether a dtype can be reduced, and not only moved."""
     return dtype in _NUMERIC
 
 

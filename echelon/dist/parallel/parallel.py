@@ -79,7 +79,7 @@ class Parallel:
         Args:
             inputs: a tensor or a tuple of them, [batch_size, ...]: the same on all ranks that share
                 `data[0]`. Stages after the first ignore them.
-            targets: likewise, for the loss; stages before the last ignore them.
+            targets: in the same way, for the loss; stages before the last ignore them.
             loss_scale: of a gradient scaler, the same on all ranks. Gradients are multiplied by it,
                 losses are not.
 

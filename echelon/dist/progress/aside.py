@@ -18,7 +18,7 @@ def make_aside(
     Args:
         make: may block in a library that no call can interrupt.
         drop: releases what was made when the caller has given up; called on either thread.
-        check: called every 0.1 s meanwhile; what it raises is raised here, and `make` is left
+        check: called every 0.1 s until then; what it raises is raised here, and `make` is left
             behind on its thread.
 
     Raises:

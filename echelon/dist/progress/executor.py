@@ -97,7 +97,7 @@ class Lane:
                 pending, job = self._jobs.popleft()
                 self._busy = True
             pending.run(job)
-            del pending, job  # an idle lane keeps nobody's arrays
+            del pending, job  # an idle lane keeps no caller's arrays
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()

@@ -410,7 +410,7 @@ class GroupState:
         """End the group on this rank and release what it holds. Local work only, at most 1 s.
 
         A verdict that is still to be published is waited for within that second; where the store
-        does not answer in time, the watcher goes on with it after this has returned.
+        does not answer in time, the watcher continues with it after this has returned.
         """
         if self.is_closed or self.is_foreign:
             return

@@ -1,4 +1,4 @@
-"""Outcome: how an operation ended, for whoever waits for it; the base of the hosts' `Pending`."""
+"""Outcome: how an operation ended, for its waiters; the base of the hosts' `Pending`."""
 
 from __future__ import annotations
 

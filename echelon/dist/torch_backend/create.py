@@ -1,4 +1,4 @@
-"""Make the group of ours behind a torch group.
+"""Make the echelon group behind a torch group.
 
 Torch hands over its store, a rank and a size; the members meet there, so no second rendezvous is
 needed, and our own `init` may be used in the same program beside it.
@@ -29,7 +29,7 @@ _world_options = Options()
 
 
 def create(torch_options: Any, group_options: Any) -> TorchGroup:
-    """Make the backend of one torch group; every member calls this and blocks until all have come.
+    """Make the backend of one torch group; every member calls this and blocks until all join.
 
     Args:
         torch_options: torch's `_DistributedBackendOptions`.
@@ -68,7 +68,7 @@ class Maker:
         self._meeting: Meeting | None = None
 
     def make(self, description: str) -> ProcessGroup:
-        """Make the group; every member calls this and blocks until all have come.
+        """Make the group; every member calls this and blocks until all have joined.
 
         Args:
             description: torch's `group_desc`, such as "mesh_dp": what verdicts call the group.
@@ -138,7 +138,7 @@ def _offset(store: PrefixStore, rank: int, size: int, timeout_s: float) -> Any:
     try:
         return clocks.agree(PrefixStore("clocks", store), rank, size, timeout_s)
     except StoreError:
-        return None  # records then line up less well; that is no reason not to train
+        return None  # records then line up less well; that must not stop training
 
 
 def _short(name: str) -> str:

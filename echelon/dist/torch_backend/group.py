@@ -63,7 +63,7 @@ class TorchGroup(Identity):
     def __repr__(self) -> str:
         return f"TorchGroup({self._made or self._description!r})"
 
-    # ---- one tensor a rank ----
+    # ---- one tensor per rank ----
 
     def allreduce(
         self, tensor: Any, opts: Any = None, timeout: timedelta | None = None

@@ -2,7 +2,7 @@
 
 The thread dials until the deadline, greets, and then passes frames both ways; it sends an empty
 frame where nothing else has left for as long as the host allows. A stream that ends, or is silent
-for a third of the time that counts as a loss, is dialled again: the session goes on where it was.
+for a third of the time that counts as a loss, is dialled again: the session resumes where it was.
 The coordinator is lost once its host refuses a connection, or once nothing was heard for the whole
 of that time, by a clock that stands still while this process does.
 """
@@ -113,11 +113,11 @@ class GrpcLink:
             self._loop.call_soon_threadsafe(self._put, pack(event))
 
     def fileno(self) -> int:
-        """Readable when commands may have come."""
+        """Readable when commands may have arrived."""
         return self._incoming.fileno()
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have come; None, last: the coordinator is gone."""
+        """Return the commands that have arrived; None, last: the coordinator is gone."""
         return self._incoming.take()
 
     def close(self) -> None:

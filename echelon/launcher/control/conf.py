@@ -40,7 +40,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     """Make sense of the pairs.
 
     Raises:
-        ValueError: a key that nobody knows, or a value that cannot be.
+        ValueError: an unknown key, or a value out of range.
     """
     unknown = settings.keys() - _TORCHRUNS - {
         "is_host", "join_timeout", "timeout", "last_call_timeout", "lost_after", "failover"

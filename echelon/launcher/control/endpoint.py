@@ -1,7 +1,7 @@
 """Where the nodes of a job meet, and who hosts it.
 
 The endpoint is what other nodes dial, and not what is bound: on Debian a machine's own name means
-127.0.1.1, and a service's address can be bound by nobody. Its owner is who says so (`is_host`),
+127.0.1.1, and a service's address cannot be bound at all. Its owner is who says so (`is_host`),
 else node rank 0, else the node that has the address.
 """
 
@@ -53,7 +53,7 @@ class Rendezvous:
 def rendezvous(
     args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
 ) -> Rendezvous | None:
-    """Work out the meeting from the command line; None for one node that meets nobody.
+    """Work out the meeting from the command line; None for a job of one node.
 
     Raises:
         ValueError: what is missing or contradicts itself, in one line.

@@ -1,7 +1,7 @@
 """An agent's link to the coordinator, and the mailbox by which other threads reach the loop.
 
 `LocalLink` is the coordinator's own node: no network, no thread. `client.GrpcLink` is every other
-node's. Both are owned by the agent's loop: it sends, watches `fileno()`, and takes what has come.
+node's. Both are owned by the agent's loop: it sends, watches `fileno()`, and takes what arrived.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mailbox(Generic[_T]):
         self._closed = False
 
     def fileno(self) -> int:
-        """Readable when something may have come."""
+        """Readable when something may have arrived."""
         return self._read_end
 
     @property
@@ -45,7 +45,7 @@ class Mailbox(Generic[_T]):
             self._items.append(item)
 
     def take(self) -> list[_T]:
-        """Return what has come."""
+        """Return what has arrived."""
         with self._lock:
             if not self._items:
                 return []
@@ -74,10 +74,10 @@ class Link(Protocol):
         """Send an event; never blocks."""
 
     def fileno(self) -> int:
-        """Readable when commands may have come."""
+        """Readable when commands may have arrived."""
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have come; None, last, means that the coordinator is gone."""
+        """Return the commands that have arrived; None, last, means that the coordinator is gone."""
 
     def close(self) -> None:
         """Hang up."""
@@ -100,11 +100,11 @@ class LocalLink:
         self._deliver(event)
 
     def fileno(self) -> int:
-        """Readable when commands have come."""
+        """Readable when commands have arrived."""
         return self.commands.fileno()
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have come."""
+        """Return the commands that have arrived."""
         return self.commands.take()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """gRPC, loaded so that it writes nothing of its own to stderr.
 
-Whoever knocks with a wrong certificate would otherwise fill the job's output with its lines; what
+A client with a wrong certificate would otherwise fill the job's output with its lines; what
 matters we say ourselves, in one. A GRPC_VERBOSITY that the user has set counts, and workers never
 see ours.
 """

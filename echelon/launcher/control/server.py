@@ -268,7 +268,7 @@ class ControlServer:
         Raises:
             _TryAgainError: a session of this node has not ended yet, or this node may be about to
                 host the job.
-            LaunchError: no session begins with that, or the one to go on with is over.
+            LaunchError: no session begins with that, or the one to resume has ended.
         """
         if not self._is_open:
             why = "this node does not host the job"

@@ -78,7 +78,7 @@ class Session:
         """Take in a frame; return its message, None if it has none or is a repetition.
 
         Raises:
-            LaunchError: a message is missing, or this is no frame.
+            LaunchError: a message is missing, or this is not a frame.
         """
         if len(frame) < _HEADER.size:
             raise LaunchError("malformed frame")

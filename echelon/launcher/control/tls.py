@@ -1,8 +1,8 @@
 """TLS for the control plane, from certificates that the user brings.
 
-Nodes prove the job's secret in any case; certificates add that nobody else can read along, and that
-a node knows its host before it speaks. The host needs a certificate; where it has the authority's
-too, it asks every node for one of its own.
+Nodes prove the job's secret in any case; certificates add that no third party can read along, and
+that a node knows its host before it speaks. The host needs a certificate; where it has the
+authority's too, it asks every node for one of its own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ segment into parts; the parts of a rank add up to the job's time to the nanoseco
     idle        the rank had ended, or its world had no place for it
     unmarked    the program ran and marked no steps
 
-[Note: numbers of steps after a restart] A program that marks steps by number goes on where its
+[Note: numbers of steps after a restart] A program that marks steps by number continues where its
 checkpoint was. One that does not, as every unmodified program, counts from 0 again. Where an
 attempt has loaded a checkpoint and begins at 0 or 1, it is taken to continue from the step at
 which the newest checkpoint before it was saved.

@@ -43,7 +43,7 @@ class Collection:
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
-        self._present: set[int] = set()  # ranks whose black box has come
+        self._present: set[int] = set()  # ranks whose black box has arrived
 
     def keep(self, part: m.DumpPart) -> None:
         """Write a piece of a dump.

@@ -1,9 +1,10 @@
 """Have an incident explained by `echelon.analysis` in a process of its own.
 
 The job outlives its observers: an analysis may take a minute and gigabytes at thousands of ranks,
-and may fail. So it runs as a niced child with a memory limit of its own; the agent's loop goes on,
-and a restart waits for it a few seconds at most. The child is started when an incident begins to be
-collected, so that it has imported what it needs by the time there is something to read.
+and may fail. So it runs as a niced child with a memory limit of its own; the agent's loop
+continues, and a restart waits for it a few seconds at most. The child is started when an incident
+begins to be collected, so that it has imported what it needs by the time there is something to
+read.
 
     agent -> child   one line of JSON: {incident, shown, columns}
     child -> agent   one JSON object: {report, story, text, file_text, circumstances}
@@ -211,7 +212,7 @@ def main() -> None:
     task = json.loads(line)
     try:
         answer = _explain(Path(task["incident"]), task["columns"])
-    except Exception as err:  # noqa: BLE001 -- reported by the agent; the job goes on
+    except Exception as err:  # noqa: BLE001 -- reported by the agent; the job continues
         message = str(err) if isinstance(err, LaunchError) else f"{type(err).__name__}: {err}"
         answer = {"error": message}
     print(json.dumps(answer), flush=True)

@@ -11,7 +11,7 @@ Looking must not change what is looked at. A signal ends the system call that a 
 with it, often, the hang: a verdict on what was gone by then would be about nothing. So it is the
 last resort, and `HostFacts.stacks_from` says that it was used.
 
-This is a generator that yields how long it wants to wait: the agent's loop goes on between its
+This is a generator that yields how long it wants to wait: the agent's loop continues between its
 steps, so that output keeps flowing, and a user who stops the job is obeyed at once.
 
 A rank that never opened a ring still gets a dump: its exit, its stderr, its stacks and what its

@@ -60,7 +60,7 @@ class Story:
 
 
 def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story | None:
-    """Tell what the first culprit said; None where nobody is named or nothing is known."""
+    """Return what the first culprit wrote last; None without a culprit or a text."""
     for rank in (verdict or {}).get("culprit_ranks", [])[:1]:
         try:
             record = read(incident / f"rank_{int(rank)}")
@@ -71,7 +71,7 @@ def root_cause_story(incident: Path, verdict: Mapping[str, Any] | None) -> Story
 
 
 def story_of(record: Record) -> Story:
-    """Tell what one rank said last."""
+    """Return what one rank wrote last."""
     lines = [_clean(line) for line in record.host.stderr_tail.splitlines()]
     block = last_traceback([_clean(line) for line in record.host.error_file.splitlines()])
     block = block or last_traceback(lines)
@@ -100,7 +100,7 @@ class Victims:
 
     @classmethod
     def of(cls, verdict: Mapping[str, Any] | None, ended: Mapping[int, Ended]) -> Victims:
-        """Sort the ends that are not the culprits'; nobody is a victim where nobody is named."""
+        """Classify how the other ranks ended. Without a culprit there are no victims."""
         culprits = set((verdict or {}).get("culprit_ranks", []))
         others = [one for rank, one in sorted(ended.items()) if culprits and rank not in culprits]
         return cls(

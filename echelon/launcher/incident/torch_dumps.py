@@ -93,7 +93,7 @@ def _is_dynamic(environ: Mapping[str, str]) -> bool:
 
 
 class TorchDump:
-    """The dump of one worker: whether it is there, and how to get one."""
+    """The dump of one worker: whether it exists, and how to get one."""
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         pipe = next((environ[name] for name in _PIPE_NAMES if environ.get(name)), "")
@@ -123,7 +123,7 @@ class TorchDump:
         try:
             fd = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
-            return False  # no pipe, or nobody has it open
+            return False  # no pipe, or no process has it open
         try:
             self._owes = stat.S_ISFIFO(os.fstat(fd).st_mode) and os.write(fd, b"1") == 1
             return self._owes
@@ -133,7 +133,7 @@ class TorchDump:
             os.close(fd)
 
     def has_come(self) -> bool:
-        """Whether the dump that was asked for is there, and no longer grows."""
+        """Whether the dump that was asked for exists, and no longer grows."""
         version, now_s = self._version(), time.monotonic()
         if version != self._seen[0]:
             self._seen = (version, now_s)

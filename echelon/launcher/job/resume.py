@@ -103,7 +103,7 @@ def _has_version(folder: Path) -> bool:
 
 
 class Search:
-    """The newest checkpoint, looked for anew before each attempt.
+    """The newest checkpoint, looked up again before each attempt.
 
     Attributes:
         found: of the last search that ended.

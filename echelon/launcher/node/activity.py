@@ -7,8 +7,8 @@ A worker that does nothing inside a collective of torch's Gloo backend has an op
 a ring would say. A Gloo thread that waits for the interpreter's lock looks the same at one look: it
 waits with a timeout. But it wakes two hundred times per second to ask for the lock.
 
-Threads that only look at a clock use a little processor time indefinitely, so less than a fiftieth
-of a core is none. Connections are looked at only once a worker has done nothing for a while.
+Threads that only poll a clock never reach zero processor time, so less than a fiftieth of a
+core is none. Connections are looked at only once a worker has done nothing for a while.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Count from now: what it has done so far was noted, or asked for by us."""
+        """Count from now: what it has done so far was noted, or was requested by the launcher."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._since_ns = now_mono_ns
         self._printed = num_printed_bytes

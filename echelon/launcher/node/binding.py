@@ -34,7 +34,7 @@ def bind(mode: str, num_workers: int, environ: Mapping[str, str]) -> list[frozen
 
 
 def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
-    """Say what was bound, and how much of it is the machine's own doing."""
+    """Describe what was bound, and how much of it the machine imposed."""
     if len(processors) > 1 and len(set(processors)) == 1:
         shown = f"this machine has one such place: all ranks get processors {runs(processors[0])}"
     else:

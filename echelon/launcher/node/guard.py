@@ -288,7 +288,7 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal every descendant that is no worker; return how many, and those that must live."""
+        """Signal all descendants but workers; return how many, and those that must live."""
         if number == signal.SIGKILL and not self._workers:
             for group in self._groups:
                 _kill_group(group)
@@ -319,7 +319,7 @@ class Guard:
 
     def _flush(self) -> None:
         """Send what the socket takes now. Waiting for the agent could mean waiting for ourselves:
-        it may be sending to us.
+        it may be sending to this process.
         """
         try:
             sent = self._agent.send(self._output, socket.MSG_DONTWAIT)

@@ -134,7 +134,7 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Do what is due: show output held back, go on collecting, kill workers out of time."""
+        """Do what is due: show output held back, continue collecting, kill workers out of time."""
         self._terminal.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
             self._end_hook(-signal.SIGKILL)

@@ -1,6 +1,6 @@
 """How long this node waits for its user, the coordinator and its workers: pure, time handed in.
 
-Two deadlines that nobody else keeps:
+Two deadlines that no other part keeps:
 
 * A user's request to stop goes to the coordinator. If no command to stop follows within a few
   seconds, the node stops alone. A person who asks again (Ctrl-C, not a scheduler's repeated signal)

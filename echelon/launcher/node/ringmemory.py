@@ -66,7 +66,7 @@ class RingMemory:
             return cls(None)
 
     def __str__(self) -> str:
-        """Say where the rings lie while the job runs."""
+        """Describe where the rings lie while the job runs."""
         return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:
@@ -81,7 +81,7 @@ class RingMemory:
             print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
 
     def close(self) -> None:
-        """Remove the folder; what could not be brought home stays, and was said."""
+        """Remove the folder; what could not be collected stays, and was said."""
         if self.folder is not None:
             _remove_if_empty(self.folder)
             os.close(self._lock)
@@ -89,7 +89,7 @@ class RingMemory:
 
 
 def _clear_up_after_the_killed() -> None:
-    """Bring home the rings of launchers of ours that were killed together with their guard."""
+    """Collect the rings of echelon's launchers that were killed together with their guard."""
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.getuid():

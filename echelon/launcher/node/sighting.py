@@ -96,7 +96,7 @@ class Sighting:
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Forget what an incident's own questions made ranks do: that was no sign of life."""
+        """Forget what an incident's own questions made ranks do: that was not a sign of life."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
 

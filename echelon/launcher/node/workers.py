@@ -1,6 +1,7 @@
 """The agent's side of the guard: start workers, signal them, learn of their ends.
 
-Nothing here waits for long: `events()` returns what has come; the agent's loop watches `fileno()`.
+Nothing here waits for long: `events()` returns what has arrived; the agent's loop watches
+`fileno()`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Workers:
         )
 
     def fileno(self) -> int:
-        """Readable when events may have come."""
+        """Readable when events may have arrived."""
         return self._socket.fileno()
 
     def spawn(

@@ -40,7 +40,7 @@ class Exporter:
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing: a client that went away is not the job's business."""
+                """Print nothing: a client that disconnected is not the job's business."""
 
         class _Handler(_Metrics):
             make = staticmethod(text)

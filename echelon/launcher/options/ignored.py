@@ -1,6 +1,6 @@
 """Options of torchrun that are accepted and change nothing here, and why.
 
-Whoever gives one is told so in one line; a job is never refused for it.
+Each one that is given is reported in one line; a job is never refused for it.
 """
 
 from __future__ import annotations

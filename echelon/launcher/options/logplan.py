@@ -46,7 +46,7 @@ class LogPlan:
     fold: bool = False
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        """Tell whether a stream (1: stdout, 2: stderr) of a local rank goes to the terminal."""
+        """Return whether a stream (1: stdout, 2: stderr) of a local rank goes to the terminal."""
         if self.shown_ranks is not None and local_rank not in self.shown_ranks:
             return False
         bit = Std(stream)
@@ -91,9 +91,9 @@ def parse_ranks(text: str) -> frozenset[int]:
         try:
             low, high = int(first), int(last if dash else first)
         except ValueError:
-            raise ValueError(f"{span!r} is no rank and no range of ranks") from None
+            raise ValueError(f"{span!r} is neither a rank nor a range of ranks") from None
         if not 0 <= low <= high <= 1 << 16:
-            raise ValueError(f"{span!r} is no range of ranks")
+            raise ValueError(f"{span!r} is not a range of ranks")
         ranks.update(range(low, high + 1))
     return frozenset(ranks)
 

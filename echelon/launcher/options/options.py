@@ -1,4 +1,4 @@
-"""The options of `echelon run`: torchrun's names, with `-` or `_`, and ours.
+"""The options of `echelon run`: torchrun's names, with `-` or `_`, and echelon's own.
 
 Every option is also an environment variable `PET_<OPTION>`; the command line wins. A bad value is
 one line and exit code 2.
@@ -36,7 +36,7 @@ class Options:
     spares: int
     node_name: str  # unique for this launcher
     node_rank: int  # -1: any
-    rendezvous: Rendezvous | None  # None: one node, nobody to meet
+    rendezvous: Rendezvous | None  # None: one node, no other to meet
     conf: Conf
     witness: str  # "host:port", "" without one
     tls: TlsFiles | None

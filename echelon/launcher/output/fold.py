@@ -1,6 +1,6 @@
 """Show a line that many ranks print at about the same time only once: `0-7| line`.
 
-A line is held back for a fifth of a second from its first rank on; whoever prints the same within
+A line is held back for a fifth of a second from its first rank on; ranks that print the same within
 that time is added to it. Lines of one rank keep their order: a held line goes out before a later
 line of a rank that printed it.
 """
@@ -20,7 +20,7 @@ class _Held:
 
 
 class Fold:
-    """Pure: takes lines with the time, gives back what is due."""
+    """Pure: takes lines with the time, returns what is due."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -45,7 +45,7 @@ class Fold:
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
-        """Return the lines whose time has come."""
+        """Return the lines that are due."""
         return self._take([h for h in self._held.values() if h.due_s <= now_s])
 
     def flush(self) -> list[bytes]:

@@ -37,7 +37,7 @@ class Terminal:
     """
 
     def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
-        # Written to without a buffer: what a full disk has refused must not come back at the end.
+        # Written to without a buffer: what a full disk has refused must not reappear at the end.
         self._fds = {1: sys.stdout.fileno(), 2: sys.stderr.fileno()}
         self._live = b""
         self._as_json = as_json
@@ -87,7 +87,7 @@ class Terminal:
         self.write_error(f"echelon: {text}\n")
 
     def write_error(self, text: str) -> None:
-        """Print whole lines to stderr; a live line makes room, and comes back when it changes."""
+        """Print whole lines to stderr; a live line makes room, and returns when it changes."""
         self.end_live()
         self.write_lines(2, text.encode("utf-8", "replace"))
 
@@ -116,10 +116,11 @@ class Terminal:
                 return
 
     def _lose(self, stream: int, err: OSError) -> None:
-        """Give a stream up, and report it on the other one, unless a reader just went away."""
+        """Give a stream up, and report it on the other one, unless a reader just closed it."""
         del self._fds[stream]
         if not isinstance(err, BrokenPipeError):
-            text = f"echelon: cannot write to {_NAMES[stream]} ({err.strerror}); the job goes on\n"
+            name = _NAMES[stream]
+            text = f"echelon: cannot write to {name} ({err.strerror}); the job continues\n"
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
@@ -162,12 +163,12 @@ class Source:
 
     @property
     def node_prefix(self) -> bytes:
-        """Say which node, if there are several."""
+        """Return the node's label if there are several."""
         return b"%d:" % self.node_rank if self.has_many_nodes else b""
 
     @property
     def prefix(self) -> bytes:
-        """Say who, before a line: `3| `, or `1:3| ` with several nodes."""
+        """Return the label before a line: `3| `, or `1:3| ` with several nodes."""
         return self.node_prefix + b"%d| " % self.rank
 
     def as_json(self, stream: int, line: bytes) -> bytes:
@@ -189,7 +190,7 @@ class Stream:
         terminal: None if it is not shown.
         filters: a line with one of these in it goes to `filtered` as well.
         on_lost: called when a file takes no more: what comes is still shown, and no longer kept.
-        num_bytes: how much has come.
+        num_bytes: how much has arrived.
     """
 
     pipe: int
@@ -204,7 +205,7 @@ class Stream:
     _rest: bytes = field(default=b"", repr=False)
 
     def pump(self) -> bool:
-        """Pass on what has come; return False at the end of the stream."""
+        """Pass on what has arrived; return False at the end of the stream."""
         data = os.read(self.pipe, _READ_BYTES)
         if not data:
             self.flush()

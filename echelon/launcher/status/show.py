@@ -216,7 +216,7 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return a row a rank; the latest, where an answer to the question before came late."""
+    """Return one row per rank; the latest, where an answer to the question before came late."""
     rows: dict[int, Row] = {}
     for answer in answers:
         with contextlib.suppress(ValueError):  # of a node whose version is another

@@ -78,7 +78,7 @@ def ring_paths(run_dir: Path) -> dict[int, Path]:
 
 
 def status_of(record: Record, now_mono_ns: int) -> RankStatus:
-    """Say what a rank does, from its black box. `now` is this host's monotonic clock."""
+    """Describe what a rank does, from its black box. `now` is this host's monotonic clock."""
     live = record.live
     operations = record.operations
     operation, sequence, phase = "", None, "compute"

@@ -257,7 +257,7 @@ OPERATION = np.dtype(
         ("signature", "<u4"),  # into signatures
         ("reduce_op", "<u4"),  # into strings, "" if none
         ("site", "<u4"),  # into strings: "file:line function"
-        ("stack", "<u4"),  # into strings: one frame a line, innermost first
+        ("stack", "<u4"),  # into strings: one frame per line, innermost first
         ("error", "<u4"),  # into strings
         ("root", "<i4"),
         ("peer", "<i4"),

@@ -1,12 +1,12 @@
 /* What must work when the process is about to die, or nearly: async-signal-safe, all of it.
  *
  * Two tasks share the handler. A store into a ring whose file was cut off ends in SIGBUS: the ring's
- * memory is then replaced by anonymous memory, and the program goes on without its record. Any other
+ * memory is then replaced by anonymous memory, and the program continues without its record. Any other
  * fault is written into the ring (signal, address, C frames with their files and offsets) before the
  * handler that was there first gets the signal, as if this one had never been.
  *
  * The frames come from backtrace(), which loads its library at its first call: `prepare` makes that
- * call beforehand. Names of functions are looked up later, by whoever reads the ring.
+ * call beforehand. Names of functions are looked up later, by the reader of the ring.
  */
 #define _GNU_SOURCE /* beyond ISO C: signals, clocks */
 #include "ring.h"

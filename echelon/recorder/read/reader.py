@@ -2,7 +2,7 @@
 
 Read-only and safe on untrusted bytes: counts are bounded by the file's size before anything is
 allocated, nothing is evaluated, and what does not check out is left out and counted in
-`Record.warnings`. A file that is no black box at all is a `DumpFormatError`.
+`Record.warnings`. A file that is not a black box at all is a `DumpFormatError`.
 """
 
 from __future__ import annotations

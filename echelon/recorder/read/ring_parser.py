@@ -171,7 +171,7 @@ class RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Tell which state cells are about their slot's operation, and whole.
+        """Return which state cells are about their slot's operation, and whole.
 
         A cell that still tells of an earlier use of its slot, or of none, is whole, too: the
         operation has been created and not more.

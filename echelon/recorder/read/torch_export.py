@@ -47,7 +47,7 @@ def export_torch(
 
     Args:
         incident_dir: a folder of `rank_<r>` dumps or rings.
-        out_dir: made if need be; gets one file a rank, `<prefix><rank>`.
+        out_dir: made if need be; gets one file per rank, `<prefix><rank>`.
         prefix: what the files' names begin with.
 
     Returns:
@@ -115,7 +115,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """How far a group has come, as its ring tells it."""
+    """How far a group has got, as its ring tells it."""
 
     collectives: int = 0
     p2p: int = 0

@@ -1,4 +1,4 @@
-"""Build record classes from the fields of files that nobody vouches for.
+"""Build record classes from the fields of untrusted files.
 
 Unknown fields are dropped, as a newer minor version may have them; every known one is checked
 against its declared type before anything is made of it.
@@ -26,7 +26,7 @@ def check_version(path: Path, version: object) -> tuple[int, int]:
     """Return a file's version as (major, minor).
 
     Raises:
-        DumpFormatError: it is no version, or of another major one.
+        DumpFormatError: it is not a version, or of another major one.
     """
     if (
         not isinstance(version, Sequence)

@@ -58,7 +58,7 @@ class InsideWatch:
                 continue
             try:
                 folder = self._keep(stall)
-            except Exception as err:  # noqa: BLE001 -- the job goes on, whatever this meets
+            except Exception as err:  # noqa: BLE001 -- the job continues whatever happens here
                 print(f"echelon: the stall was not kept: {err}", file=sys.stderr)
             else:
                 print(f"echelon: {stall.reason}; see {folder}", file=sys.stderr)

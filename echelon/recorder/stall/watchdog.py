@@ -127,7 +127,7 @@ class StallRule:
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
     """Return, for each rank, the number above which a stall that was just seen is over.
 
-    Where ranks without a ring wait in an operation, what the others do ends nobody's waiting.
+    Where ranks without a ring wait in an operation, what the others do ends no wait.
     """
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {

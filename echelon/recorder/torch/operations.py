@@ -1,7 +1,7 @@
 """Every collective and message of torch.distributed, whatever starts it and carries it out.
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
-process group in C++, so patched Python functions would miss them. A process group of ours around
+process group in C++, so patched Python functions would miss them. An echelon process group around
 torch's would see them, but programs ask a group for its type. All of them call an operator of the
 namespace c10d, through torch's dispatcher. A kernel under the key BackendSelect, which c10d does
 not use, stands before the backend's own kernel: it records the call and passes it on unchanged.

@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read the settings; a value that is no number counts as not given."""
+        """Read the settings; a value that is not a number counts as not given."""
         return cls(
             rank_dir=_folder("ECHELON_RANK_DIR"),
             record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),

@@ -1,7 +1,7 @@
 """Operations that have not ended when their slots are needed again.
 
-A hung operation of one group must survive while other groups go on: it is the one that matters. So
-it moves, with its signature, into one of a few places of its own, and leaves it when it ends.
+A hung operation of one group must survive while other groups continue: it is the one that matters.
+So it moves, with its signature, into one of a few places of its own, and leaves it when it ends.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 [Note: why no lock] Where the interpreter lets one thread run at a time and changes threads only
 after calls and at backward jumps (CPython from 3.11 on, with its lock), statements without either
 are one step for all other threads, for signal handlers and for finalizers. So a slot is taken and
-filled by a comparison, a store and one `pack_into`, and an operation ends likewise: nothing is ever
-written over what another thread is writing. What is rare (a slot whose operation has not ended,
-an operation that has left its slot) takes a lock. Where the interpreter promises less,
+filled by a comparison, a store and one `pack_into`, and an operation ends in the same way: nothing
+is ever written over what another thread is writing. What is rare (a slot whose operation has not
+ended, an operation that has left its slot) takes a lock. Where the interpreter promises less,
 `LockedOperations` holds that lock around everything. An exception that a signal handler raises
 leaves a number unused, and never a lock held.
 
@@ -356,7 +356,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless a newer one is there, or one that cannot move."""
+        """Store an operation in a slot, unless it holds a newer one, or one that cannot move."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -364,7 +364,7 @@ class Operations:
                 return False
             if self._owners[slot] == owner and self._starts[slot] == began:
                 break
-            self._kept.ended(owner)  # it started or ended meanwhile, in its slot
+            self._kept.ended(owner)  # it started or ended in the meantime, in its slot
             owner, began = self._owners[slot], self._starts[slot]
         if self._owners[slot] != owner or -owner >= stamp:
             return False

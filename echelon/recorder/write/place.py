@@ -151,7 +151,7 @@ def set_aside(rank_dir: Path) -> None:
 
 
 def is_remote(kind: str) -> bool:
-    """Tell whether a file system of this type is reached through a network."""
+    """Return whether a file system of this type is reached through a network."""
     return kind in _REMOTE or (kind.split(".")[0] == "fuse" and kind not in _LOCAL_FUSE)
 
 
@@ -182,7 +182,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return a folder of our own in the node's temporary folder; nobody else's is trusted."""
+    """Return echelon's own folder in the node's temporary folder; no other is trusted."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

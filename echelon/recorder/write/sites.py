@@ -37,7 +37,7 @@ _MAX_CODES = 1 << 16
 _MAX_SITES = 1 << 14
 
 # By identity: hashing a code object costs as much as all the rest. `_codes` keeps them alive, so
-# that no identity is used twice; a program that makes code without end is classified anew.
+# that no identity is used twice; a program that makes code without end is classified again.
 _user_codes: set[int] = set()
 _other_codes: set[int] = set()
 _codes: list[CodeType] = []
@@ -61,7 +61,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Tell whether a thread whose outermost frame this is was not started by `threading`."""
+    """Return whether a thread whose outermost frame this is was not started by `threading`."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -76,7 +76,7 @@ def _on_main_thread() -> FrameType | None:
 
 
 def is_user_code(code: CodeType) -> bool:
-    """Tell whether a code object comes from the user's own files."""
+    """Return whether a code object comes from the user's own files."""
     if id(code) in _user_codes:
         return True
     if id(code) in _other_codes:
@@ -89,7 +89,7 @@ def is_user_code(code: CodeType) -> bool:
 
 
 def is_user_file(filename: str) -> bool:
-    """Tell whether a source file is the user's own."""
+    """Return whether a source file is the user's own."""
     if filename.startswith("<"):  # "<frozen importlib>"; "<stdin>" and "<string>" are the user's
         return not filename.startswith(_GENERATED)
     return (
@@ -101,7 +101,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def describe(frame: FrameType) -> str:
-    """Say where a frame stands: "file:line function"."""
+    """Return where a frame stands: "file:line function"."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 

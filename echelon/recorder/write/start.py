@@ -35,7 +35,7 @@ from echelon.recorder.write.place import Place, bring_home, choose_place, claim_
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.ring import Ring
 
-# The program dies of these, or cannot catch them: a handler of ours would hide why.
+# The program dies of these, or cannot catch them: a handler of echelon would hide why.
 _FATAL = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGKILL", "SIGSTOP"})
 # What Python says of an exception in a thread that `threading` did not start.
 _RAW_THREAD = "in thread started by"

@@ -61,7 +61,7 @@ def take_wait(channel: Channel, deadline: Deadline) -> bool:
         channel.send(p.encode(p.CANCEL_WAIT), grace)
         if channel.take(1, grace) == p.WAIT_CANCELLED:
             return False
-        channel.take(1, grace)  # it was woken meanwhile; the cancel is answered as well
+        channel.take(1, grace)  # it was woken in the meantime; the cancel is answered as well
     return True
 
 

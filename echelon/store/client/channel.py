@@ -22,7 +22,7 @@ from echelon.store.wire.keepalive import keep_alive
 from echelon.store.wire.seal import Opener, Sealer, stream_keys
 
 _RECEIVE_BYTES = 64 << 10
-_SLICE_S = 1.0  # a receive comes back after this long to look at the deadline
+_SLICE_S = 1.0  # a receive returns after this long to look at the deadline
 _SLICE = struct.pack("ll", int(_SLICE_S), 0)  # struct timeval
 _NO_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _CONNECT_S = 10.0  # for one attempt at one address; the caller's deadline bounds all of them
@@ -101,7 +101,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def is_stale(self) -> bool:
-        """Whether the server has closed, or sent what nobody asked for."""
+        """Whether the server has closed, or sent something unsolicited."""
         return bool(self._poller.poll(0)) or self._at < len(self._buffer)
 
     def send(self, data: bytes, deadline: Deadline) -> None:
@@ -144,7 +144,7 @@ class Channel:
         return data
 
     def _fill(self, size: int, deadline: Deadline) -> None:
-        """Receive until `size` bytes are there, at the start of the buffer."""
+        """Receive until `size` bytes have arrived, at the start of the buffer."""
         pieces = [self._buffer[self._at :]]
         have = len(pieces[0])
         self._at = 0

@@ -113,7 +113,7 @@ class TCPStore(Store):
 
     @property
     def has_extensions(self) -> bool:
-        """Whether the server is ours, so that gather and the like cost one round trip."""
+        """Whether the server is echelon's, so that gather and the like cost one round trip."""
         return isinstance(self._calls, OurCalls)
 
     def clone(self, timeout: Timeout | None = None) -> TCPStore:
@@ -131,7 +131,7 @@ class TCPStore(Store):
         )
 
     def close(self) -> None:
-        """Leave the server; if this store hosts it, stop it once nobody here shares it."""
+        """Leave the server; if this store hosts it, stop it once no store here shares it."""
         hosted = self._leave()
         if hosted is not None:
             hosted.leave()

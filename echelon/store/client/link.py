@@ -215,7 +215,7 @@ class Link:
             self.refusal = payload.decode("utf-8", "replace")
             return
         call = self._calls.get(tag)
-        if call is None:  # nobody waits for it any more
+        if call is None:  # no caller waits for it any more
             return
         self._num_confirmed = max(self._num_confirmed, call._num_quiet)
         if call.frames is not None:

@@ -204,7 +204,7 @@ class Session:
                     self._raise_lost(operation, key, link)
                 continue
             except BaseException:
-                if waiting is not None:  # interrupted: nobody will take what it waits for
+                if waiting is not None:  # interrupted: no caller will take what it waits for
                     link.forget(waiting)
                     with contextlib.suppress(OSError):
                         link.cancel(waiting, Deadline(CANCEL_S))

@@ -130,7 +130,7 @@ class TorchCalls(Store):
             self._wait_present("wait", keys, deadline)
 
     def _wait_present(self, operation: str, keys: list[bytes], deadline: Deadline) -> None:
-        """Wait inside the server until all keys are there."""
+        """Wait inside the server until all keys exist."""
         request = p.encode(p.WAIT, _wires(keys))
         is_there = self._exchanges.hold(
             operation, keys[0], request, take_wait, deadline, can_repeat=True

@@ -2,7 +2,7 @@
 
 Prints its port number, alone, on the first line, and serves until it is told to stop: by SIGTERM
 or SIGINT, and, only when standard input is a pipe, by its end, so that a parent that dies takes
-its server along while a server started from a terminal or with input closed goes on. With
+its server along while a server started from a terminal or with input closed continues. With
 `--parent-only` only that end counts: a signal to all processes of a node is the parent's to handle,
 and its other children may still need the server.
 
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="echelon store",
-        description="Serve a key-value store that torch's TCPStore clients and ours can join.",
+        description="Serve a key-value store that torch's and echelon's TCPStore clients can join.",
     )
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default %(default)s)")

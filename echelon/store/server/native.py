@@ -14,8 +14,8 @@ try:
 except ImportError:
     _native = None
 
-# Called with the received bytes, where to begin, and whether the peer is ours. Returns where it
-# stopped and the replies to what it executed.
+# Called with the received bytes, where to begin, and whether the peer is echelon's. Returns where
+# it stopped and the replies to what it executed.
 Executor = Callable[[bytes, int, bool], tuple[int, bytes]]
 
 

@@ -39,7 +39,7 @@ _LINGER_S = 2.0  # how long a closed connection's last replies may take
 
 
 class Standing(Enum):
-    """How far a peer has come."""
+    """How far a peer has got."""
 
     NEW = "new"  # must say VALIDATE, then PING
     CHALLENGED = "challenged"  # ours; owes a proof of the secret
@@ -53,7 +53,7 @@ class Peer(asyncio.Protocol):
 
     Attributes:
         peer: "address:port" of the peer.
-        standing: how far it has come.
+        standing: how far it has got.
         since: loop time of the accept, or of the first byte of an incomplete command.
         is_inside_command: whether the peer has begun a command and not completed it.
         transcript: of the handshake under way, what its proofs cover.
@@ -351,7 +351,7 @@ class Peer(asyncio.Protocol):
             self.flush()
 
     def _receive_stranger(self, messages: Iterator[p.Message]) -> None:
-        """Carry out what one may ask who is no member, until it has become one."""
+        """Carry out the requests that a peer may make before it is a member."""
         for message in messages:
             if not self._is_admitted(message):
                 return
@@ -361,7 +361,7 @@ class Peer(asyncio.Protocol):
                 return
 
     def _demand_nothing_unsealed(self, rest: Iterator[p.Message]) -> None:
-        """Refuse a peer whose packet went on after its proof: that may be another's bytes."""
+        """Refuse a peer whose packet continued after its proof: that may be another's bytes."""
         if self.is_sealed and (
             self._rest or next(rest, None) is not None or self._parser.is_inside_command
         ):

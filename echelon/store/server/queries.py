@@ -1,4 +1,4 @@
-"""What each query of ours does: one small function for each query byte.
+"""What each of echelon's queries does: one small function for each query byte.
 
 A function gets the connection, the tag and the fields; it returns the payload of its answer, or
 None if the answer is given elsewhere: later, or with another status than success. What cannot be
@@ -302,7 +302,7 @@ _ACTS: Final[dict[int, Act]] = {
     p.RELEASE: _release,
 }
 
-# The function of each query byte, torch's and ours.
+# The function of each query byte, torch's and echelon's.
 HANDLERS: Final[dict[int, Callable[..., None]]] = {
     **TORCH_HANDLERS,
     **{query: _answering(act) for query, act in _ACTS.items()},

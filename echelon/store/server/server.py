@@ -294,7 +294,7 @@ def _finish(loop: asyncio.AbstractEventLoop) -> None:
 
     rest = loop.create_task(wind_down())
     while not rest.done():
-        with contextlib.suppress(RuntimeError):  # a second stop() came meanwhile
+        with contextlib.suppress(RuntimeError):  # a second stop() was called in the meantime
             loop.run_until_complete(rest)
     loop.close()
 

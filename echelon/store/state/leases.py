@@ -2,7 +2,7 @@
 
 A connection tells little about a process: a forked child, an address translation or a machine that
 vanished may keep it open, and a hiccup may close it. So a presence belongs to a session, a client
-that may come back over another connection, and ends when it is released or its lease runs out. When
+that may return over another connection, and ends when it is released or its lease runs out. When
 the session's connection closes, what is left of its leases is cut to a grace in which a client that
 lives will have connected again.
 """

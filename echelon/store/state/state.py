@@ -40,7 +40,7 @@ class StoreState:
         woken: waiters satisfied since the driver last drained it.
         waiting: for each key its waiters, longest waiting first.
         rounds: the open barriers and gathers.
-        present_by: keys that go away with their owner, and that owner.
+        present_by: keys that are deleted with their owner, and that owner.
         watched: keys whose changes are reported.
         on_change: called with (key, value or None) when a watched key changes.
     """
@@ -117,7 +117,7 @@ class StoreState:
         return held
 
     def delete(self, key: bytes) -> bool:
-        """Remove a key and the queue of the same name; say whether either was there."""
+        """Remove a key and the queue of the same name; return whether either existed."""
         queue = self.queues.pop(key, None)
         value = self.values.pop(key, None)
         self.present_by.pop(key, None)
@@ -273,7 +273,7 @@ class StoreState:
                     self._look_again(waiter)
 
     def _look_again(self, waiter: Waiter) -> None:
-        """Satisfy the waiter if all its keys are there, else list what is missing now.
+        """Satisfy the waiter if all its keys exist, else list what is missing now.
 
         A key that was there earlier may have been deleted while the waiter waited for another.
         """
@@ -415,7 +415,7 @@ class StoreState:
         return sum(map(len, self._waiters_of.values()))
 
     def num_presences(self) -> int:
-        """Return how many keys go away with their owner."""
+        """Return how many keys are deleted with their owner."""
         return len(self.present_by)
 
     def _tell(self, key: bytes, value: bytes | None) -> None:

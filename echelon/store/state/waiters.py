@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-# What a waiter that gives up knows of its round: world size, how many had come (itself included),
+# What a waiter that gives up knows of its round: world size, how many had joined (itself included),
 # and the ranks that had not. Of a wait for keys: (0, 0, []).
 RoundStory = tuple[int, int, list[int]]
 

@@ -2,8 +2,9 @@
 
 A connection is a raw stream of commands with no framing, no ids and no error replies, because it
 is the protocol that PyTorch's TCPStore speaks; integers are little-endian, a string is a u64 length
-and its bytes. Queries from 0x80 on are ours, carry a tag, and are understood only after the client
-has sent PING with `OUR_NONCE`, which our server answers with the complement, torch's with an echo.
+and its bytes. Queries from 0x80 on are echelon's, carry a tag, and are understood only after the
+client has sent PING with `OUR_NONCE`, which our server answers with the complement, torch's with an
+echo.
 
 `parser` reads the commands; here are the numbers, the encoders, and the readers of replies.
 """
@@ -45,12 +46,12 @@ ACK_SET: Final = TAGGED | SET  # S key, S value
 ACK_COMPARE_SET: Final = TAGGED | COMPARE_SET  # S key, S expected, S desired -> value
 GET_IF: Final = TAGGED | GET  # S key -> value, or NOTHING
 ACK_ADD: Final = TAGGED | ADD  # S key, i64 amount -> i64 sum
-CHECK_EACH: Final = TAGGED | CHECK  # u64 n, n * S key -> n * u8, 1 where it is there
-AWAIT: Final = TAGGED | WAIT  # u64 n, n * S key -> nothing, once all are there
+CHECK_EACH: Final = TAGGED | CHECK  # u64 n, n * S key -> n * u8, 1 where it exists
+AWAIT: Final = TAGGED | WAIT  # u64 n, n * S key -> nothing, once all exist
 ACK_NUM_KEYS: Final = TAGGED | NUM_KEYS  # -> i64
 ACK_DELETE: Final = TAGGED | DELETE_KEY  # S key -> i64 0/1
 ACK_APPEND: Final = TAGGED | APPEND  # S key, S value
-AWAIT_MULTI_GET: Final = TAGGED | MULTI_GET  # u64 n, n * S key -> n * S, once all are there
+AWAIT_MULTI_GET: Final = TAGGED | MULTI_GET  # u64 n, n * S key -> n * S, once all exist
 ACK_MULTI_SET: Final = TAGGED | MULTI_SET  # u64 n, n * (S key, S value)
 CANCEL: Final = (
     TAGGED | CANCEL_WAIT

@@ -1,6 +1,6 @@
 """The stream after the handshake: records that only the two ends can make.
 
-[Note: why the stream is sealed] A handshake proves who began a connection, not who goes on with it:
+[Note: why the stream is sealed] A handshake proves who began a connection, not who continues it:
 a false server that passes the proofs on to the true one would hold a member's connection once it
 drops the victim. So both ends derive a key per direction from the secret and both nonces, and from
 the proof on every byte travels in a record: u32 length, 16 bytes of keyed BLAKE2b over the record's

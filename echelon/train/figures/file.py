@@ -2,7 +2,7 @@
 
 A run that is killed may leave half a line, and steps that the checkpoint it resumes from does not
 have. Both lie at the end, so the file is cut there and never rewritten: what was written before
-stays, whatever happens meanwhile.
+stays, whatever happens in the meantime.
 """
 
 from __future__ import annotations

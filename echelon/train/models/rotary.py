@@ -66,7 +66,7 @@ class RotaryTable(nn.Module):
             self.table.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the table; its type stays, and its content does not depend on what was there."""
+        """Move the table; its type stays, and its content does not depend on its former content."""
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table.dtype != torch.float32:
             self.table = torch.empty_like(self.table, dtype=torch.float32)

@@ -104,7 +104,7 @@ class Bucket:
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
         """Return this rank's parts of the results; of another replica's round, room for them."""
-        # A replica's momentum moves in every round, whoever computes.
+        # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)
         if not is_mine:

@@ -32,6 +32,6 @@ def generate(
 
 
 def printable(text: bytes) -> str:
-    """Decode text for a terminal: what is no letter, space or newline becomes a question mark."""
+    """Decode text for a terminal: all but letters, spaces and newlines become question marks."""
     decoded = text.decode("utf-8", errors="replace")
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in decoded)

@@ -1,8 +1,8 @@
-"""Say how training goes: a live line where someone is watching, a few plain lines where not.
+"""Report how training goes: a live line where someone is watching, a few plain lines where not.
 
 A live line is one line ended by a carriage return, so that the next one takes its place. It is
 used where standard output is a terminal, and under `echelon run` on a terminal: the launcher reads
-our pipe, keeps such a line at the bottom of its screen, and tells us the width in
+our pipe, keeps such a line at the bottom of its screen, and passes the width in
 ECHELON_TERMINAL_COLUMNS. Rich's own live display cannot do that: it needs the terminal itself.
 """
 

@@ -88,7 +88,7 @@ def remove_outdated(folder: Path) -> None:
 
 
 def is_unchanged(path: str, size: int, changed_ns: int) -> bool:
-    """Say whether a file is as it was when its tokens were made."""
+    """Return whether a file is as it was when its tokens were made."""
     try:
         status = Path(path).stat()
     except OSError:

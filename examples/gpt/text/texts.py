@@ -71,7 +71,7 @@ class Text:
 
 
 def is_held_out(block: int) -> bool:
-    """Say whether a block is for validation."""
+    """Return whether a block is for validation."""
     return block % VALIDATION_EVERY == VALIDATION_EVERY - 1
 
 

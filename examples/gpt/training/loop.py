@@ -221,8 +221,8 @@ class Trainer:
     def count_fair_share(self, batch: Batch) -> float:
         """Return by what a term of the loss is divided: a rank's tokens to train on, on average.
 
-        Collective with masked documents, whose first tokens are no targets: each rank knows its own
-        number alone.
+        Collective with masked documents, whose first tokens are not targets: each rank knows its
+        own number alone.
         """
         if not self.settings.mask_documents:
             return self.settings.batch * batch.targets.shape[1] / self.source.world_size
@@ -327,7 +327,8 @@ class Trainer:
         }
 
     def resume(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, whatever number of ranks saved it; return its state. Collective.
+        """Continue from a checkpoint, whatever number of ranks saved it; return its state.
+        Collective.
 
         Raises:
             CheckpointError: it cannot be read.

@@ -12,7 +12,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def limit_threads() -> None:
-    """Compute with one thread a rank, as ranks share the cores; OMP_NUM_THREADS overrides that."""
+    """Compute with one thread per rank: ranks share the cores. OMP_NUM_THREADS overrides this."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 

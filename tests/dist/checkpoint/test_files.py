@@ -154,7 +154,7 @@ def test_weights_alone_need_one_module_to_go_to(saved, tmp_path):
         load(tmp_path / "m.safetensors", {"a": make()[0], "b": make()[0]})
     with pytest.raises(ValueError, match="there is no other to export"):
         export(path, tmp_path / "m.pt", "other")
-    with pytest.raises(ValueError, match="step is no module in it"):
+    with pytest.raises(ValueError, match="step is not a module in it"):
         export(path, tmp_path / "m.safetensors", "step")
 
 

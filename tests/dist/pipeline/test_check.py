@@ -11,9 +11,9 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 MESSAGES = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
 MISTAKES = [
-    ("0F0,0G1\n1F0,1B0\n", 0, 1, "'0G1' is no action"),
+    ("0F0,0G1\n1F0,1B0\n", 0, 1, "'0G1' is not an action"),
     (GOOD.replace("1F1,1B1", "1B1,1F1"), 1, 2, "1B1 stands before 1F1, see row 1, column 3"),
-    (GOOD.replace("0B1", "0B0"), 0, 3, "0B0 comes twice, see row 0, column 2"),
+    (GOOD.replace("0B1", "0B0"), 0, 3, "0B0 appears twice, see row 0, column 2"),
     (GOOD.replace(",0B1", ""), 0, 1, "neither 0B1 nor 0I1 is there"),
     (GOOD.replace("0F1,", ""), 0, 2, "0F1 is missing"),
     (GOOD.replace("1B0", "1I0"), 1, 1, "1I0 has no 1W0 after it"),

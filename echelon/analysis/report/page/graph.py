@@ -15,7 +15,7 @@ class Node:
     """Ranks that wait in the same operations and are waited for in the same ones."""
 
     ranks: tuple[int, ...]
-    layer: int  # 0: waits for nobody
+    layer: int  # 0: waits for no rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def _operations(rows: npt.NDArray[Any], begin: int, kinds: _Kinds) -> list[int]:
         ended = int(row["ended_ns"])
         length = max(0, (ended - int(row["created_ns"])) // 1000) if ended else -1
         if not ended and row["state"] == State.COMPLETED:
-            length = 0  # torch with Gloo: done, and nobody knows when
+            length = 0  # torch with Gloo: done at an unknown time
         if start + max(length, 0) < 0:
             continue
         number = int(row["sequence"] if row["sequence"] >= 0 else row["p2p_sequence"])

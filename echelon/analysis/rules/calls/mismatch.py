@@ -87,7 +87,7 @@ def divergence(lanes: Lanes) -> Divergence | None:
 
 
 def _was_harmless(lanes: Lanes, column: int) -> bool:
-    """Tell whether all members finished the column and a later one: then it stopped nobody."""
+    """Return whether all members finished the column and a later one: then it stopped no rank."""
     done = (lanes.state == State.COMPLETED).all(axis=0)
     return bool(done[column] and done[column + 1 :].any())
 
@@ -131,7 +131,7 @@ def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
 
 
 def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
-    """Tell whether a member of this side made the same call at the same place before."""
+    """Return whether a member of this side made the same call at the same place before."""
     member = side[0]
     row = found.row(member)
     lanes = found.lanes
@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Say how sure a vote is: ranks whose record is missing may have turned it."""
+    """Return how sure a vote is: ranks whose record is missing may have turned it."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

@@ -45,7 +45,7 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Tell whether a divergence is a slipped stream, and who slipped."""
+    """Return whether a divergence is a slipped stream, and who slipped."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
     if usual is None:  # a tie: try both ways round
@@ -107,7 +107,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Tell whether the two ranks count their steps differently all along, as some programs do."""
+    """Return whether the two ranks count their steps differently all along, as some programs do."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -185,7 +185,7 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Say which of two equally strong sides slipped: the one that ended its loop over a loader, or
+    """Return which of two equal sides slipped: the one that ended its loop over a loader, or
     whose last step has an odd length, or that broke its habit.
     """
     if one is None and other is None:
@@ -229,7 +229,7 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Tell whether a call is not the one that always followed the calls before it on this rank.
+    """Return whether a call is not the one that always followed the calls before it on this rank.
 
     The longest context that occurred before decides; None if none did.
     """
@@ -250,7 +250,7 @@ def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
-    """Tell whether the last step that is finished had another number of calls than usual."""
+    """Return whether the last step that is finished had another number of calls than usual."""
     steps = lanes.column("step")[member, : column + 1]
     steps = steps[steps >= 0]
     if not len(steps):

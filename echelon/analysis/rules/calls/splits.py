@@ -34,7 +34,7 @@ def find_split_mismatch(picture: Picture) -> list[Finding]:
 
 
 def _open_columns(lanes: Lanes) -> list[int]:
-    """Return the columns that somebody is inside and that all members have entered."""
+    """Return the columns that at least one rank is inside and that all members have entered."""
     if lanes.strangers or len(lanes.members) > _MAX_MEMBERS:
         return []
     entered = np.asarray((lanes.rows >= 0).all(axis=0))

@@ -111,7 +111,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Tell whether a kill may have been for the memory that another rank ran out of."""
+    """Return whether a kill may have been for the memory that another rank ran out of."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -151,7 +151,7 @@ def _later(picture: Picture, endings: list[Ending]) -> Finding:
 
 
 def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
-    """Say how a rank ended; None if it runs, exited successfully, or ended because of others."""
+    """Describe how a rank ended; None if it runs, exited cleanly, or was ended by others."""
     host = facts.host
     raised = _raised(facts)
     if host.stopped_by_agent or (host.alive and raised is None):
@@ -225,7 +225,7 @@ def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
 
 
 def _was_asked_to_end(picture: Picture) -> bool:
-    """Tell whether somebody stopped the job, so that its ranks' interrupts are no fault."""
+    """Return whether a user stopped the job: then its ranks' interrupts are not faults."""
     return picture.evidence.incident.kind == "signal"
 
 
@@ -360,7 +360,7 @@ def _moment_ns(facts: RankEvidence) -> int:
 
 
 def exit_words(code: int) -> str:
-    """Say how a process ended: `by SIGKILL`, `with exit code 3`."""
+    """Describe how a process ended: `by SIGKILL`, `with exit code 3`."""
     if code >= 0:
         return f"with exit code {code}"
     try:
@@ -421,7 +421,7 @@ def _reports_of(picture: Picture, rank: int) -> list[str]:
 
 
 def _same_elsewhere(picture: Picture, facts: RankEvidence) -> list[str]:
-    """Say which other ranks raised the same exception at the same line: then no rank is special."""
+    """Return the other ranks that raised the same exception at the same line."""
     words = facts.last_words
     if words is None:
         return []

@@ -43,7 +43,7 @@ _DEVICE = re.compile(
     r"\becc error|uncorrectable|\bxid\b|fallen off the bus|nvlink error|hardware stack error"
     r"|device (?:is )?unavailable|\bgpu is lost\b|hip error: .*hardware"
 )
-_NO_SPACE = "no space left on device"  # of the rank's own machine, whoever reports it
+_NO_SPACE = "no space left on device"  # of the rank's own machine, whichever rank reports it
 # Said of the rank itself, whatever else the text quotes.
 _OWN = re.compile(
     r"duplicate gpu detected|invalid usage|invalid argument|illegal memory access"
@@ -142,7 +142,7 @@ def gloo_timeout_s(stderr: str) -> float:
 
 
 def was_cut_by_gloo(stderr: str) -> bool:
-    """Tell whether a rank's stderr ends with an error of Gloo's transport."""
+    """Return whether a rank's stderr ends with an error of Gloo's transport."""
     return "gloo/transport/" in stderr[-_MAX_ERROR_CHARS:]
 
 
@@ -159,5 +159,5 @@ def is_gloos_exit(stderr: str) -> bool:
 
 
 def died_by_watchdog(stderr: str) -> bool:
-    """Tell whether a process that aborted says that a watchdog, or a lost peer, ended it."""
+    """Return whether a process that aborted says that a watchdog, or a lost peer, ended it."""
     return bool(_DIED_BY_WATCHDOG.search(stderr))

@@ -8,7 +8,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.timing import arrivals
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
 
-_LATE_S = 1.0  # a stall that was over before the snapshot: how late somebody must have been
+_LATE_S = 1.0  # a stall that was over before the snapshot: how late a rank must have been
 
 
 def find_missing(picture: Picture) -> list[Finding]:
@@ -62,7 +62,7 @@ def find_unknown(picture: Picture) -> list[Finding]:
 
 
 def _absent(picture: Picture) -> list[str]:
-    """Say which ranks sent no black box, and why, by reason."""
+    """Return which ranks sent no black box, and why, by reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(picture.evidence.incident.absent.items()):
         by_reason.setdefault(why, []).append(rank)
@@ -120,7 +120,7 @@ def _latest_arrival(picture: Picture) -> Finding | None:
         operation=operation,
         sequence=sequence,
         summary=f"rank {rank} came {late} after all others to {operation} #{sequence} of group "
-        f"'{group}'; the job went on before the snapshot could show why",
+        f"'{group}'; the job continued before the snapshot could show why",
         evidence=(f"rank {rank} came {late} late, and all completed the {operation}",),
         would_settle=(f"a snapshot while rank {rank} is late",),
         next_action=f"Look at what rank {rank} did before that call; mark it by a span.",

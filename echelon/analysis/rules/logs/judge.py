@@ -59,7 +59,7 @@ class Trouble:
     kind: str  # equal for troubles of one kind
     advice: str = ""
     frame: Frame | None = None
-    is_old: bool = False  # much was written after it: the rank went on
+    is_old: bool = False  # much was written after it: the rank continued
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:

@@ -62,7 +62,7 @@ class _Pending:
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return what others posted for this rank, of the other way, and nobody answered."""
+        """Return what others posted for this rank, of the other way, and no rank answered."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 

@@ -158,7 +158,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Tell whether a line of the program had other peers, more than once, and never this one."""
+    """Return whether a line of the program had other peers, more than once, and never this one."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -172,7 +172,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Tell whether a rank waits for one that has nothing to do with it, and always had another."""
+    """Return whether a rank waits for an unrelated one, and always had another peer."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -187,7 +187,7 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
-    """Tell whether a rank never exchanged this with this peer, as far as its record can show.
+    """Return whether a rank never exchanged this with this peer, as far as its record can show.
 
     Where that record has wrapped, the peer's must not show this direction either.
     """
@@ -210,7 +210,7 @@ def _with_peer(rows: Any, group: int, peer: int) -> Any:
 
 
 def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = False) -> bool:
-    """Tell whether a rank completed a message of this direction with this peer before.
+    """Return whether a rank completed a message of this direction with this peer before.
 
     Args:
         or_nothing: what to say of a rank that shows no completed message at all.
@@ -277,7 +277,7 @@ def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
             confidence=Confidence.LIKELY if short is not None else Confidence.POSSIBLE,
             group=picture.evidence.groups[message.way[0]].name,
             operation=one.call.operation,
-            summary=f"{one}, and rank {message.peer} has gone on without the other side of it: "
+            summary=f"{one}, and rank {message.peer} has continued without the other side of it: "
             f"they wait for each other",
             evidence=(
                 f"{one}: rank {message.peer} has posted no counterpart",

@@ -115,7 +115,7 @@ def _host(picture: Picture, facts: RankEvidence) -> Reading:
 
 
 def _waits_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Say what the rank's line waits for, where its stack shows it."""
+    """Describe what the rank's line waits for, where its stack shows it."""
     activity = activity_of(facts)
     if activity.doing in (Doing.USER, Doing.LIBRARY, Doing.UNKNOWN):
         return ()

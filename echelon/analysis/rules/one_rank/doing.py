@@ -35,7 +35,7 @@ def workers_of(facts: RankEvidence) -> list[WorkerState]:
 
 
 def worker_lines(facts: RankEvidence) -> list[str]:
-    """Say what the processes below a rank do."""
+    """Describe what the processes below a rank do."""
     states = workers_of(facts)
     lines = [f"rank {facts.rank}: {one.words()}" for one in states if one.trouble][:_MAX_SHOWN]
     idle = [one for one in states if one.is_idle]
@@ -60,7 +60,7 @@ def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
         words=f"is slow, not stuck: {seconds(host.later_gap_s)} later it is in a collective{at}",
         frame=first.line,
         evidence=(f"rank {facts.rank}: {later.by} at the second look", *process_lines(facts)),
-        would_settle=("whether the others go on: a later snapshot",),
+        would_settle=("whether the others continue: a later snapshot",),
     )
 
 
@@ -109,7 +109,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Tell whether the second look saw the same; what was seen once may have been passing."""
+    """Return whether the second look saw the same; what was seen once may have been passing."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

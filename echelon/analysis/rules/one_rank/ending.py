@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Compare heartbeats where nobody looked from outside: rings read without their host."""
+    """Compare heartbeats where there is no view from outside: rings read without their host."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)
@@ -111,7 +111,7 @@ def _youngest_ns(picture: Picture) -> int:
 
 
 def read_loss(picture: Picture, rank: int) -> Reading:
-    """Say what the launcher knows of a rank whose node is lost, or did not answer."""
+    """Describe what the launcher knows of a rank whose node is lost, or did not answer."""
     why = picture.evidence.incident.absent.get(rank, "its node is lost")
     return Reading(
         cause=Cause.DEAD_PROCESS,

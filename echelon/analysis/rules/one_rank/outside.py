@@ -3,7 +3,7 @@
 torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; a
 backend that has nothing to do waits without one. So the kernel shows who is inside a collective,
 and the rank that is not keeps the others waiting. Before there is a group, ranks sit in a call on a
-connection until all have come to the store.
+connection until all have joined the store.
 
 What this cannot tell: which collective, and where in the code a rank stands. That takes its stacks.
 """
@@ -34,14 +34,14 @@ _WORDS = {
 
 
 def waits_for_peers(facts: RankEvidence) -> bool:
-    """Tell whether a rank is seen inside a collective, or at the rendezvous."""
+    """Return whether a rank is seen inside a collective, or at the rendezvous."""
     if is_in_collective(facts) or activity_of(facts).doing is Doing.MEETING:
         return True
     return _is_at_rendezvous(facts)
 
 
 def is_in_collective(facts: RankEvidence) -> bool:
-    """Tell whether its stack, or one of its Gloo threads, is inside a collective.
+    """Return whether its stack, or one of its Gloo threads, is inside a collective.
 
     The threads say more: a backward pass, a functional collective or a pipeline waits in C++, with
     no Python of a collective on its stack.
@@ -54,12 +54,12 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Tell whether a rank's Gloo threads are seen, and none of them is inside a collective."""
+    """Return whether a rank's Gloo threads are seen, and none of them is inside a collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Say what the main thread does, after "rank R "; "" if that is not known."""
+    """Describe what the main thread does, after "rank R "; "" if that is not known."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -73,7 +73,7 @@ def outside_words(facts: RankEvidence) -> str:
 
 
 def outside_lines(facts: RankEvidence) -> list[str]:
-    """Say what the kernel shows of a rank's threads."""
+    """Describe what the kernel shows of a rank's threads."""
     words = outside_words(facts)
     lines = [f"rank {facts.rank}: its main thread {words}"] if words else []
     gloo = [thread for thread in facts.host.threads if thread.is_gloos]
@@ -123,7 +123,7 @@ def _sleepers(picture: Picture) -> tuple[int, ...]:
 
 
 def waits_unrecorded(picture: Picture, rank: int) -> bool:
-    """Tell whether a rank whose own record is missing is seen inside a collective all the same."""
+    """Return whether a rank without a record is nevertheless seen inside a collective."""
     facts = picture.evidence.ranks.get(rank)
     if facts is None or facts.has_ring or len(facts.rows):
         return False

@@ -46,7 +46,7 @@ def heartbeat_age_s(facts: RankEvidence) -> float:
 
 
 def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Say how old the heartbeat is, if it is old."""
+    """Return how old the heartbeat is, if it is old."""
     age = heartbeat_age_s(facts)
     return (f"rank {facts.rank}: its heartbeat is {seconds(age)} old",) if age > 1 else ()
 
@@ -58,7 +58,7 @@ def users_line(facts: RankEvidence) -> Frame | None:
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Say what the host saw of the process: its state, and whether it is busy."""
+    """Describe what the host saw of the process: its state, and whether it is busy."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -97,7 +97,7 @@ def native_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def fault_lines(facts: RankEvidence) -> list[str]:
-    """Say what the rank itself wrote of the signal that ended it."""
+    """Describe what the rank itself wrote of the signal that ended it."""
     fault = facts.fault
     if fault is None or facts.host.exit_code != -fault.signal:
         return []
@@ -112,13 +112,13 @@ def fault_lines(facts: RankEvidence) -> list[str]:
 
 
 def is_busy(facts: RankEvidence) -> bool:
-    """Tell whether a process computes."""
+    """Return whether a process computes."""
     share = facts.host.cpu_share
     return share is not None and (share > 0.5 or (facts.host.process_state == "R" and share > 0.02))
 
 
 def machine_lines(facts: RankEvidence) -> list[str]:
-    """Say what around the process holds it back: limits of its cgroup, pressure, what is denied."""
+    """Describe what holds the process back: limits of its cgroup, pressure, denied permissions."""
     host = facts.host
     lines = []
     if host.throttled_share is not None and host.throttled_share > 0.1:
@@ -139,7 +139,7 @@ def machine_lines(facts: RankEvidence) -> list[str]:
 
 
 def denied_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Say what the launcher was not permitted to read of a rank."""
+    """Describe what the launcher was not permitted to read of a rank."""
     denied = [name for name in facts.host.not_permitted if name != TRACING]  # see missing_stack
     if not denied:
         return ()

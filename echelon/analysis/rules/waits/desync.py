@@ -62,7 +62,7 @@ def find_desync(picture: Picture) -> list[Finding]:
 
 
 def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
-    """Say how sure a ring as a whole is: with messages, or of more than two ranks, most may be
+    """Return how sure a ring as a whole is: with messages, or of more than two ranks, most may be
     fallout of the one that slipped."""
     if picture.streams is None:
         return Confidence.CERTAIN

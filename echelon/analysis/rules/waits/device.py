@@ -27,7 +27,7 @@ def find_unstarted(picture: Picture) -> list[Finding]:
 
 
 def _peers_started(streams: Streams, head: Head) -> bool:
-    """Tell whether all other members are in the same operation, and their kernels run."""
+    """Return whether all other members are in the same operation, and their kernels run."""
     others = [rank for rank in _members(streams, head) if rank != head.rank]
     there = [streams.heads.get(rank) for rank in others]
     if head.is_message:

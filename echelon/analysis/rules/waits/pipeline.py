@@ -27,7 +27,7 @@ class _Wait:
     """A rank that waits for another inside a pipeline."""
 
     rank: int
-    action: str  # its own, which cannot go on
+    action: str  # its own, which cannot continue
     way: str  # RECV_F, RECV_B, SEND
     thing: str  # the other's action that it waits for; "": for its receive
     peer: int
@@ -113,7 +113,7 @@ def _describe(picture: Picture, root: int, waiting: list[_Wait]) -> Finding:
 
 
 def _is_for(wait: _Wait, facts: RankEvidence | None) -> bool:
-    """Tell whether a wait is for the very action that a rank is in."""
+    """Return whether a wait is for the very action that a rank is in."""
     span = None if facts is None else _computing(facts)
     return span is not None and wait.thing == span.detail.replace("I", "B")
 

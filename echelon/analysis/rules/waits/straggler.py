@@ -3,7 +3,7 @@
 It is a verdict only where it matters: last in at least 80 % of at least 50 collectives of a group,
 and at least 20 % of the time goes into waiting for it. Below that it is worth a line.
 
-Only meetings count: collectives in which somebody really waited. Of four buckets that follow each
+Only meetings count: collectives in which a rank really waited. Of four buckets that follow each
 other, the first takes up the slow rank's delay, and who is last in the other three is chance.
 """
 
@@ -22,7 +22,7 @@ from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seco
 MIN_COLLECTIVES = 50
 LAST_SHARE = 0.8
 COST_SHARE = 0.2
-MEETING_SHARE = 0.3  # of the larger delays: below it nobody really waited
+MEETING_SHARE = 0.3  # of the larger delays: below it no rank really waited
 NOTED_LAST_SHARE = 0.5  # below the verdict: what is still worth a line
 NOTED_COST_SHARE = 0.05
 

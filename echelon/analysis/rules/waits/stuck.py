@@ -1,4 +1,4 @@
-"""Ranks that others wait for and that wait for nobody: here the cause is.
+"""Ranks that others wait for and that wait for no rank: the cause is here.
 
 Each sink of the wait-for graph is read by its own signals (`one_rank/`); sinks with the same cause
 make one finding.
@@ -64,7 +64,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
         alike.setdefault((reading.cause, 0 if wait is None else id(wait)), []).append(rank)
     alike = _bounded(alike)
     lost = alike.get((Cause.DEAD_PROCESS, 0), [])
-    if lost and missing.issuperset(lost):  # whoever left no record may be gone with them
+    if lost and missing.issuperset(lost):  # ranks without a record may be gone with them
         alike[Cause.DEAD_PROCESS, 0] = sorted(missing)
     findings = [
         describe_sinks(
@@ -87,9 +87,9 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 
 
 def find_all_busy(picture: Picture) -> list[Finding]:
-    """Say that all ranks compute where a stall was seen and none of them waits for another.
+    """Report that all ranks compute where a stall was seen and none of them waits for another.
 
-    A long compilation, evaluation or preprocessing looks like this, and is no fault.
+    A long compilation, evaluation or preprocessing looks like this, and is not a fault.
     """
     evidence = picture.evidence
     ranks = evidence.ranks
@@ -176,7 +176,8 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 def accused(picture: Picture) -> tuple[int, ...]:
     """Return the ranks that others' timeouts name as missing, and that did not end of themselves.
 
-    Before there is a group nobody waits in an operation: only these errors say who did not come.
+    Before there is a group no rank waits in an operation: only these errors name the ranks that did
+    not join.
     """
     named: set[int] = set()
     for facts in picture.evidence.ranks.values():
@@ -197,7 +198,7 @@ def _is_at_store(facts: RankEvidence) -> bool:
 
 
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
-    """Tell whether the peers have completed what these ranks are inside, and not just now.
+    """Return whether the peers have completed what these ranks are inside, and not just now.
 
     In foreign dumps, which do not say when they were made, a few ranks may simply have been dumped
     earlier: then most peers must be through and wait in a later operation already, or the
@@ -282,7 +283,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Say what the other ranks of a finding do: the same, or each at a place of its own."""
+    """Describe what the other ranks of a finding do: the same, or each at a place of its own."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
@@ -293,7 +294,7 @@ def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[
 
 
 def _has_contrast(picture: Picture, ranks: Sequence[int]) -> bool:
-    """Tell whether any rank that runs is not among the culprits: `certain` needs one."""
+    """Return whether any rank that runs is not among the culprits: `certain` needs one."""
     if picture.evidence.world_size == 1 or picture.wait_for(ranks) is not None:
         return True
     return any(rank not in ranks for rank in range(picture.evidence.world_size))
@@ -304,7 +305,7 @@ def _confidence(picture: Picture, ranks: Sequence[int], reading: Reading) -> Con
 
 
 def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
-    """Say how many ranks wait for `ranks`, where, and for how long."""
+    """Return how many ranks wait for `ranks`, where, and for how long."""
     waiting = picture.graph.fallout(ranks)
     one = len(waiting) == 1
     number = f"rank {waiting[0]}" if one else f"{len(waiting)} ranks"
@@ -316,7 +317,7 @@ def waiting_words(picture: Picture, ranks: Sequence[int], wait: Wait) -> str:
 
 
 def wait_line(wait: Wait) -> str:
-    """Say who is inside an operation and who has not come."""
+    """Describe which ranks are inside an operation and which have not joined it."""
     return (
         f"{rank_list(wait.waiting)} inside {wait} of group '{wait.group}', "
         f"{rank_list(wait.absent)} not"

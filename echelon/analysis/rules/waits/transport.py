@@ -1,4 +1,4 @@
-"""Everybody is inside and nobody comes out: the transport, or a device beneath it."""
+"""All ranks are inside and none completes: the transport, or a device below it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Say that a rank may be missing, where nothing says how many there were."""
+    """Report that a rank may be missing, where nothing says how many there were."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size
@@ -88,7 +88,7 @@ def _whose(links: tuple[BrokenLink, ...], culprits: tuple[int, ...]) -> str:
 
 
 def _broken(picture: Picture) -> list[Finding]:
-    """Nothing hangs, nobody died, yet ranks lost connections: name the end of most broken pairs."""
+    """No rank hangs or died, yet ranks lost connections: name the end of most broken pairs."""
     texts = {rank: text for rank, text in _errors(picture).items() if text}
     if not texts:
         return []

@@ -16,7 +16,7 @@ from enum import Enum
 from echelon.analysis.finding import Cause
 
 _MAX_LINE_CHARS = 2000
-# A library that warns goes on: torch's `[W1122 ...]`, Python's and elastic's warnings.
+# A library that warns continues: torch's `[W1122 ...]`, Python's and elastic's warnings.
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W |\bWARNING\b|\w*Warning: ")
 # Lines of training have none of these words, and are most of a log: the table is not asked there.
 _TELLING = (
@@ -30,7 +30,7 @@ _TELLING = (
 
 
 class Role(Enum):
-    """What a message says of whoever wrote it."""
+    """What a message says of the process that wrote it."""
 
     ROOT = "its own trouble"
     CONSEQUENCE = "trouble that came from elsewhere"

@@ -54,7 +54,7 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     """Read one dump.
 
     Raises:
-        DumpFormatError: it is no plain pickle and no JSON, or not a flight recorder's dump.
+        DumpFormatError: it is neither a plain pickle nor JSON, or not a flight recorder's dump.
     """
     top = _load(path)
     if not isinstance(top, dict) or not any(key in top for key in _KEYS):
@@ -62,7 +62,7 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     version = _version(path, top.get("version"))
     entries = top.get("entries") or []
     if not isinstance(entries, list):
-        raise DumpFormatError(f"{path}: its entries are no list", path=path)
+        raise DumpFormatError(f"{path}: its entries are not a list", path=path)
     good = [entry for entry in entries if isinstance(entry, dict)]
     lost = len(entries) - len(good)
     return TorchFile(

@@ -53,7 +53,7 @@ def load_torch(path: Path) -> Evidence:
 
 
 def has_dumps(path: Path) -> bool:
-    """Tell whether a folder holds files that begin like dumps and are not logs."""
+    """Return whether a folder holds files that begin like dumps and are not logs."""
     files = _choose(path)[0].values()
     return any(file.suffix not in LOG_SUFFIXES and file.stat().st_size for file in files)
 
@@ -97,11 +97,11 @@ def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError:
-        return []  # what cannot be listed holds nothing for us
+        return []  # what cannot be listed holds nothing to read
 
 
 def _looks_like_dump(file: Path) -> bool:
-    """Tell whether a file may be a rank's dump: it begins like one, or is empty or cut off."""
+    """Return whether a file may be a rank's dump: it begins like one, or is empty or cut off."""
     try:
         with file.open("rb") as opened:
             head = opened.read(1)
@@ -137,7 +137,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Say who is in which group: rows then point to groups, and peers are global ranks."""
+        """Assign ranks to groups: rows then point to groups, and peers are global ranks."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
@@ -146,7 +146,7 @@ class TorchLoader:
         return groups
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
-        """Say who is in which group, and put everything together."""
+        """Assign ranks to groups, and put everything together."""
         groups = self.settle()
         ranks: dict[int, RankEvidence] = {}
         for rank, read in self.files.items():
@@ -256,7 +256,7 @@ class TorchGroups:
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
-        """Say how many collectives each rank has entered in each group, by all counters."""
+        """Return how many collectives each rank has entered in each group, by all counters."""
         files = list(files)
         pairs = list(self._pairs)
         described = descriptions((read.counters for read in files), pairs)

@@ -335,7 +335,7 @@ class TorchRows:
             raise ValueError(f"an operation on {max(len(inputs), len(outputs))} tensors")
         for size in (*inputs, *outputs):
             if not all(type(n) is int and abs(n) < 1 << 62 for n in size):
-                raise ValueError("a size that is no list of whole numbers")
+                raise ValueError("a size that is not a list of whole numbers")
         names = input_dtypes or output_dtypes
         dtype = "+".join(dict.fromkeys(_DTYPES.get(str(name), str(name)[:40]) for name in names))[
             :120

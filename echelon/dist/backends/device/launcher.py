@@ -27,7 +27,7 @@ class Launcher:
         self._known: set[Hashable] = set()
 
     def knows(self, key: Hashable) -> bool:
-        """Tell whether a job of this key has succeeded, so that the next one does not block."""
+        """Return whether a job of this key has succeeded, so that the next one does not block."""
         return key in self._known
 
     def note(self, key: Hashable) -> None:

@@ -64,7 +64,7 @@ class DeviceRuntime:
         return self.accelerator.ExternalStream(pointer, device=f"{self.device}:{index}")
 
     def is_capturing(self) -> bool:
-        """Tell whether this thread's current stream records a graph: then no event may be asked."""
+        """Return whether this thread's stream records a graph: events cannot be queried then."""
         ask = getattr(self.accelerator, "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 

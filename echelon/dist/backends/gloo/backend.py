@@ -70,7 +70,7 @@ def create(members: Members, store: PrefixStore, timeout_s: float) -> GlooEngine
 
 
 class GlooEngine(HostEngine):
-    """Carries out operations over TCP: collectives by Gloo, messages over connections of ours."""
+    """Carries out operations over TCP: collectives by Gloo, messages over its own connections."""
 
     name = "gloo"
 
@@ -229,7 +229,7 @@ class GlooEngine(HostEngine):
             np.copyto(operation.target, whole.reshape(-1)[: len(source)])
 
     def _summed_share(self, operation: Operation, watch: Watch, source: Flat) -> Flat:
-        """Sum my 1/size of everybody's data, padded so that all shares are equal."""
+        """Sum this rank's 1/size of every rank's data, padded so that all shares are equal."""
         length = -(-len(source) // self._size)
         padded = source
         if length * self._size != len(source):

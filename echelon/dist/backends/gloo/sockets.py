@@ -333,9 +333,7 @@ def _hello(secret: bytes, sender: int, receiver: int) -> bytes:
 def _end_of(one: socket.socket) -> str:
     """Return why a connection that nothing comes from has ended; "" if it has not."""
     try:
-        return (
-            "it sent bytes on a connection of ours" if one.recv(1) else "it closed the connection"
-        )
+        return "it sent unexpected bytes" if one.recv(1) else "it closed the connection"
     except _NOT_NOW:
         return ""
     except OSError as err:

@@ -24,7 +24,7 @@ from echelon.store import PrefixStore
 _SLICE_S = 0.1
 _SLICE = timedelta(seconds=_SLICE_S)
 _CLOSE_S = 1.0
-_NEVER_SENT = (1 << 31) - 1  # a tag under which nobody sends
+_NEVER_SENT = (1 << 31) - 1  # a tag under which no rank sends
 _SWAPPED = (1 << 31) - 2  # the tag of `swap`; both are above the users'
 _NO_LIMIT = timedelta(days=365)
 _core: Any = torch._C._distributed_c10d

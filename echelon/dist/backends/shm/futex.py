@@ -26,7 +26,7 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Tell whether this machine's futex call is known."""
+    """Return whether this machine's futex call is known."""
     return _syscall is not None
 
 

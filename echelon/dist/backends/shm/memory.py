@@ -1,10 +1,10 @@
 """The memory that the ranks of a group share, and the marks by which they know it.
 
 [Note: who owns a shared segment] The segment is an anonymous file (memfd) with no name in any file
-system: it lives as long as somebody maps it, so no death leaves anything behind. Group rank 0 makes
-it and hands the descriptor to the others over a Unix socket with a random abstract name
-(handover.py); the descriptor is closed as soon as the memory is mapped,
-where Python does not keep a duplicate of it (before 3.13 it does).
+system: it lives as long as a process maps it, so no death leaves anything behind. Group rank 0
+makes it and hands the descriptor to the others over a Unix socket with a random abstract name
+(handover.py); the descriptor is closed as soon as the memory is mapped, where Python does not keep
+a duplicate of it (before 3.13 it does).
 
     one mark of 32 bytes per rank, up to a page boundary | what the engine puts there
 """

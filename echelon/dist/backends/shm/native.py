@@ -45,7 +45,7 @@ _REDUCE_OPS[""] = 0
 
 
 def available() -> bool:
-    """Tell whether the C core was built."""
+    """Return whether the C core was built."""
     return _native is not None
 
 

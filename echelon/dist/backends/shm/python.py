@@ -9,12 +9,13 @@ error before any result is written) and may read everyone's data.
     larger sums                 each sums its share, all copy shares    2 phases
     everything else                                                     1 phase
 
-Slots are used in turns (even and odd chunks): a rank that writes chunk k+2 has seen everybody
-announce chunk k+1, so everybody is done reading chunk k. That is why no third phase is needed.
+Slots are used in turns (even and odd chunks): a rank that writes chunk k+2 has seen every rank
+announce chunk k+1, so every rank is done reading chunk k. That is why no third phase is needed.
 
 Waiting follows the machine: with more ranks than usable cores it sleeps on the futex at once, else
-it first yields for up to 300 us. A yield that takes over 30 us gave the core to somebody who needed
-it, for a whole time slice: then it sleeps at once for a while (measured beside busy neighbours).
+it first yields for up to 300 us. A yield that takes over 30 us gave the core to a thread that
+needed it, for a whole time slice: then it sleeps at once for a while (measured beside busy
+neighbours).
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class PythonEngine(HostEngine):
     def _reduce_by_shares(
         self, operation: Operation, watch: Watch, parts: list[Flat], out: Flat | None
     ) -> None:
-        """Sum my share of the chunk in my own slot, then copy everybody's share."""
+        """Sum this rank's share of the chunk in its own slot, then copy every rank's share."""
         shares = _shares(len(parts[0]), self._size)
         mine = shares[self._rank]
         reduce_into(
@@ -392,7 +393,7 @@ class PythonEngine(HostEngine):
         self._agreed = operation.sequence
 
     def _check_nobody_gave_up(self, operation: Operation) -> None:
-        """Fail with a member that told its caller so, though what we need of it is there.
+        """Fail with a member that raised, although what this rank needs of it has arrived.
 
         One that has finished this collective, and failed in a later one, has not.
         """

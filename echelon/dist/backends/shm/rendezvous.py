@@ -63,7 +63,7 @@ def join(
     Raises:
         ValueError: the members do not run on one host.
         CollectiveTimeoutError: members did not come within `timeout_s`; names them.
-        PeerLostError: group rank 0 went away meanwhile.
+        PeerLostError: group rank 0 exited in the meantime.
     """
     deadline_s = time.monotonic() + timeout_s
     handover = Handover() if members.rank == 0 and members.size > 1 else None

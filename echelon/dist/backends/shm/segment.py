@@ -77,7 +77,7 @@ class Segment:
         return rings + (sender * self.size + receiver) * (RING_HEAD_BYTES + self.ring_bytes)
 
     def write_header(self, rank: int, parity: int, data: bytes) -> None:
-        """Say what this rank calls; cut to what fits."""
+        """Describe what this rank calls; cut to what fits."""
         start = rank * CONTROL_BYTES + _HEADERS_OFFSET + parity * HEADER_BYTES
         data = data[: HEADER_BYTES - 2]
         self._view[start : start + 2 + len(data)] = len(data).to_bytes(2, "little") + data

@@ -109,7 +109,7 @@ class _Worker:
 
 
 class _Shared:
-    """What all groups of the process have in common; given back with the last of them."""
+    """What all groups of the process have in common; released with the last of them."""
 
     def __init__(self) -> None:
         self.lane = Lane("echelon-xccl-lane")

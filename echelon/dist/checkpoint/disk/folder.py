@@ -80,7 +80,7 @@ class Unfinished:
         return cls(path)
 
     def is_seen(self) -> bool:
-        """Tell whether this rank sees what rank 0 has created."""
+        """Return whether this rank sees what rank 0 has created."""
         if not self.path.is_dir():
             versions(self.path.parent)  # makes NFS look again
         return self.path.is_dir()
@@ -117,7 +117,7 @@ class Unfinished:
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Tell whether this very save was committed, and not another one of the same number."""
+        """Return whether this very save was committed, and not another one of the same number."""
         return is_committed(self.final, self.token)
 
     def commit(self, world_size: int, keep: int) -> None:
@@ -201,7 +201,7 @@ def are_equal(
 
 
 def is_committed(version: Path, token: str | None = None) -> bool:
-    """Tell whether a version has a commit mark that goes with its manifest.
+    """Return whether a version has a commit mark that goes with its manifest.
 
     Args:
         version: the folder.
@@ -309,7 +309,7 @@ def problem_of(version: Path) -> str | None:
 
 
 def is_of_a_save(path: Path) -> bool:
-    """Tell whether an entry of a checkpoint's folder was written by a save."""
+    """Return whether an entry of a checkpoint's folder was written by a save."""
     if _VERSION.fullmatch(path.name):
         return _is_own(path)
     return _HIDDEN.fullmatch(path.name) is not None and not path.is_symlink()
@@ -357,7 +357,7 @@ def _remove_uncommitted(version: Path) -> None:
 
 
 def _is_own(version: Path) -> bool:
-    """Tell whether a numbered folder was written by a save, and not by another program."""
+    """Return whether a numbered folder was written by a save, and not by another program."""
     if version.is_symlink():
         return False
     names = _names(version)
@@ -371,7 +371,7 @@ def _is_own(version: Path) -> bool:
 
 
 def _was_never_committed(version: Path) -> bool:
-    """Tell whether a version has no mark; one that cannot be read may be a good version."""
+    """Return whether a version has no mark; one that cannot be read may be a good version."""
     try:
         (version / COMMIT).read_bytes()
     except FileNotFoundError:

@@ -175,7 +175,7 @@ def decode(data: bytes) -> Manifest:
     try:
         plain = msgpack.unpackb(content, raw=False, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"it is no manifest ({error})") from None
+        raise ValueError(f"not a manifest ({error})") from None
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else None
         raise ValueError(f"format {found}, this version reads {FORMAT}")
@@ -183,7 +183,7 @@ def decode(data: bytes) -> Manifest:
         manifest = _read(plain)
         _check(manifest)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no manifest ({type(error).__name__}: {error})") from None
+        raise ValueError(f"not a manifest ({type(error).__name__}: {error})") from None
     return manifest
 
 
@@ -225,13 +225,13 @@ def _read(plain: dict[str, Any]) -> Manifest:
 
 def _whole(number: Any) -> int:
     if type(number) is not int or number < 0:
-        raise TypeError(f"{number!r} is no count")
+        raise TypeError(f"{number!r} is not a count")
     return number
 
 
 def _text(text: Any) -> str:
     if type(text) is not str:
-        raise TypeError(f"{text!r} is no text")
+        raise TypeError(f"{text!r} is not text")
     return text
 
 

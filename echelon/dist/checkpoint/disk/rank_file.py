@@ -99,7 +99,7 @@ class RankFileReader:
             length = min(len(target), self._size_of(block) - skip)
             piece, target = target[:length], target[length:]
             if length == BLOCK_BYTES:
-                self._read(block, piece)  # no need to keep it: nobody else wants a part of it
+                self._read(block, piece)  # no need to keep it: no other rank wants a part of it
             else:
                 self._keep(block)
                 piece[:] = self._content[skip : skip + length]

@@ -19,7 +19,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_plain(data: Tensor) -> bool:
-    """Say whether the elements can be read and written in place as bytes."""
+    """Return whether the elements can be read and written in place as bytes."""
     return (
         data.device.type == "cpu"
         and data.is_contiguous()

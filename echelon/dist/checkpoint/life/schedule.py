@@ -46,7 +46,7 @@ class SaveSchedule:
         self._agreement: Agreement | None = None
 
     def due(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after this step. Every rank calls it once per step.
+        """Return whether a checkpoint is due after this step. Every rank calls it once per step.
 
         Args:
             step: how many steps are finished.

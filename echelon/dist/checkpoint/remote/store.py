@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 def is_address(path: str | os.PathLike[str] | Remote) -> bool:
-    """Tell whether a path is the address of an object store."""
+    """Return whether a path is the address of an object store."""
     return isinstance(path, Remote) or "://" in os.fspath(path)
 
 

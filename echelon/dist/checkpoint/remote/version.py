@@ -65,7 +65,7 @@ class RemoteUnfinished:
         return cls(path)
 
     def is_seen(self) -> bool:
-        """Tell whether this rank sees what rank 0 has created."""
+        """Return whether this rank sees what rank 0 has created."""
         return _BEGUN in self.path.sizes()
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class RemoteUnfinished:
         return [rank for rank in range(world_size) if INDEX_NAME.format(rank) not in names]
 
     def is_committed(self) -> bool:
-        """Tell whether this save was committed."""
+        """Return whether this save was committed."""
         return COMMIT in self.path.sizes()
 
     def commit(self, world_size: int, keep: int) -> None:

@@ -207,7 +207,7 @@ def _tree_checksum(path: str, value: Any) -> int:
 
 
 def is_part(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    """Tell whether an optimizer keeps an element of `value` for each element of a parameter.
+    """Return whether an optimizer keeps an element of `value` for each element of a parameter.
 
     The shape decides. Parameters of one element have the shape of torch's step count: its name
     decides there.

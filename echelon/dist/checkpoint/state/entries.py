@@ -35,7 +35,7 @@ def entries(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
     Of a pipeline the value is the module of its stages.
 
     Raises:
-        TypeError: a key is no text, or no dict was given.
+        TypeError: a key is not text, or no dict was given.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a dict, not {type(state).__qualname__}")

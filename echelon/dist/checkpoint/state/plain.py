@@ -62,7 +62,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _encode(value: Any) -> Any:
-    """Say what msgpack shall write for a value that it does not know."""
+    """Return what msgpack writes for a value that it does not support."""
     if isinstance(value, TensorAt):
         return msgpack.ExtType(_CODES[value.role], value.path.encode())
     if isinstance(value, tuple):

@@ -158,7 +158,7 @@ class Restore:
         for name, value in tensors.items():
             where = places[name]
             if id(value) in stored and self._source.manifest.tensor(where) is None:
-                continue  # tied to one that is there
+                continue  # tied to one that is present
             self._want_tensor(where, value)
         loaded = {name: self._tree(places[name], None) for name in extra}
         if loaded:

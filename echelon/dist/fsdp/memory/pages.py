@@ -1,9 +1,9 @@
 """Pages: physical memory that moves from the unit that was released to the one that is gathered.
 
-Memory that is given back to the system comes back zeroed, which costs as much as a gather. So what
-one unit releases is moved under the addresses of the next unit of the same size: a change of page
-tables (mremap), 70 us for 64 MB in huge pages against 3 ms of zeroing, or 40 ms in small pages
-(measured). Only as much is kept for that as the budget allows; `trim` returns the rest.
+Memory that is returned to the system is zeroed when it is allocated again, which costs as much as a
+gather. So what one unit releases is moved under the addresses of the next unit of the same size: a
+change of page tables (mremap), 70 us for 64 MB in huge pages against 3 ms of zeroing, or 40 ms in
+small pages (measured). Only as much is kept for that as the budget allows; `trim` returns the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pages:
         self._alike[storage.num_bytes] += 1
 
     def keep(self, storage: HostStorage) -> bool:
-        """Keep the memory of a storage for the next; False if it is to be given back."""
+        """Keep the memory of a storage for the next; False if it is to be released."""
         size = storage.num_bytes
         same = sum(one.num_bytes == size for one in self._idle)
         if same >= self._alike[size] - 1 or not self._has_room(storage) or _mremap() is None:

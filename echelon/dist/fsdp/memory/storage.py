@@ -1,7 +1,7 @@
-"""Memory that can be given back and taken again under the same tensor.
+"""Memory that can be released and allocated again under the same tensor.
 
 Autograd keeps views of a unit's gathered parameters from forward to backward. They stay valid while
-the memory behind them comes and goes, because it always comes back at the same place: on the CPU an
+the memory behind them comes and goes, because it always returns at the same place: on the CPU an
 anonymous mapping whose pages are handed back to the system (no allocator in between that would keep
 or scatter them), on a device a storage that is resized to nothing and back.
 """
@@ -103,7 +103,7 @@ class HostStorage(Storage):
         self._has_memory = True
 
     def release(self, keep: list[tuple[int, int]]) -> None:
-        """Pass the memory on, or give it back."""
+        """Pass the memory on, or release it."""
         if not self._has_memory:
             return
         self._has_memory = bool(keep)
@@ -193,7 +193,7 @@ class Pool:
             self._free.append(raw)
 
     def clear(self) -> None:
-        """Forget all buffers; those still lent are freed by whoever holds them."""
+        """Forget all buffers; those still lent are freed by their holders."""
         self._free.clear()
         self._lent.clear()
 

@@ -10,10 +10,10 @@
     leaf     the parameter's shape        an nn.Parameter that views `full`; what forward and
                                           backward use, and what autograd gives gradients to.
     shard    [length, 1, ...]             an nn.Parameter that views `chunk`: what of the parameter
-                                          is mine. It is the very object that the module had before
-                                          sharding, so that an optimizer made earlier goes on
-                                          working. As many dims as the parameter had, because
-                                          programs group parameters by `p.dim()`.
+                                          is this rank's. It is the very object that the module had
+                                          before sharding, so that an optimizer made earlier
+                                          continues working. As many dims as the parameter had,
+                                          because programs group parameters by `p.dim()`.
     aside    the parameter's shape        gradients of earlier micro-batches that were not reduced,
                                           where they are summed in another dtype than the leaf's;
                                           where the dtypes agree, `leaf.grad` holds them.
@@ -119,7 +119,7 @@ class Member:
 
     def show_shard(self) -> None:
         """Put the shard there. What the program put there in the meantime stays."""
-        if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf was there
+        if self.leaf.requires_grad != self._leaf_trains:  # set while the leaf existed
             self._leaf_trains = self.leaf.requires_grad
             self.shard.requires_grad_(self._leaf_trains)
         for module, name in self.slots:

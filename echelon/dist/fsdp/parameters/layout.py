@@ -4,7 +4,7 @@
     chunks        |   rank 0     |   rank 1     |   rank 2     | ...
 
 Every parameter starts on a boundary that vector instructions like. The chunks of all but small
-units are whole numbers of pages, so that what belongs to others can be given back to the system
+units are whole numbers of pages, so that what belongs to others can be returned to the system
 page by page; of a small unit that would leave most ranks with nothing. Pure arithmetic: no tensors.
 """
 

@@ -30,7 +30,7 @@ class Reduction:
         flat: whose gradients.
         pool: lends the buffers.
         group: reduces; the same ranks as the flat's.
-        replicas: the ranks that hold the same chunk as I do; None: nobody does.
+        replicas: the ranks that hold the same chunk as this one; None: no others do.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Reduction:
         )
 
     def cross(self) -> None:
-        """Begin the sum over the replicas, once this group's is there. Blocks for that.
+        """Begin the sum over the replicas, once this group's is complete. Blocks for that.
 
         [Note: launches of two levels] When it begins is fixed by the order of reductions, never by
         whether the first level happens to be complete: device libraries require that all ranks

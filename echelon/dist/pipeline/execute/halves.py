@@ -81,7 +81,7 @@ def run_input_half(
     Args:
         roots: of the graph: the stage's outputs.
         gradients: of each root.
-        inputs: leaves that are no parameters.
+        inputs: leaves that are not parameters.
     """
     at_once, deferred = _divide(roots, inputs)
     handles = [one.node.register_prehook(one.note) for one in deferred]

@@ -158,7 +158,7 @@ class Pipeline:
         Args:
             inputs: on the first stage's rank: a tensor, or a tuple of them, [batch_size, ...].
                 Those that require gradients get them.
-            targets: on the last stage's rank, likewise.
+            targets: on the last stage's rank, in the same way.
             loss_scale: of a gradient scaler, the same on all ranks: gradients are multiplied by it,
                 losses are not. `GradScaler(over=...)` with a group of all stages' ranks then
                 unscales them, and skips the step on all ranks if one of them had an overflow.

@@ -80,7 +80,7 @@ class Stage:
         return None if first is None else first.device
 
     def keep(self, microbatch: int, inputs: Sequence[Any], outputs: Any) -> None:
-        """Keep what the backward of `outputs` (a loss, or all that goes on) needs."""
+        """Keep what the backward of `outputs` (a loss, or all that is sent on) needs."""
         if not torch.is_grad_enabled():
             return
         leaves = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
@@ -146,7 +146,7 @@ def tensors_of(outputs: Any, stage: Stage) -> Tensors:
     """Return a module's outputs as a list.
 
     Raises:
-        ValueError: something in it is no tensor.
+        ValueError: something in it is not a tensor.
     """
     listed = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     strange = [one for one in listed if not isinstance(one, torch.Tensor)]

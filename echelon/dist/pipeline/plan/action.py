@@ -7,7 +7,7 @@ between the two:
     2I0  2W0             the backward in two parts: gradients of the inputs, of the weights
     (0F4;3B1)OVERLAP_F_B several computations whose communication may overlap
     1SEND_F3  2RECV_F3   stage 1's output of micro-batch 3 goes to stage 2
-    2SEND_B3  1RECV_B3   its gradient comes back
+    2SEND_B3  1RECV_B3   its gradient returns
     1UNSHARD  1RESHARD  1REDUCE_GRAD   what a sharded stage needs around its computations
 
 An action says what and for which micro-batch, never when: that is its place in a row.
@@ -84,14 +84,14 @@ class Action:
         """Read an action's text back.
 
         Raises:
-            ValueError: it is no action's text.
+            ValueError: it is not the text of an action.
         """
         text = text.strip()
         if text.startswith("("):
             return _parse_overlap(text)
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is no action; one reads like 2F0, 1SEND_B3 or 0UNSHARD")
+            raise ValueError(f"{text!r} is not an action; one reads like 2F0, 1SEND_B3 or 0UNSHARD")
         stage, kind, microbatch = found.groups()
         needs_number = Kind(kind) not in SHARDING
         if needs_number and not microbatch:
@@ -104,11 +104,11 @@ class Action:
 def _parse_overlap(text: str) -> Action:
     inside, closing, kind = text[1:].partition(")")
     if not closing or kind.strip() != Kind.OVERLAP.value:
-        raise ValueError(f"{text!r} is no action; an overlap reads like (0F4;3B1)OVERLAP_F_B")
+        raise ValueError(f"{text!r} is not an action; an overlap reads like (0F4;3B1)OVERLAP_F_B")
     parts = tuple(Action.parse(part) for part in inside.split(";"))
     for part in parts:
         if part.kind is Kind.OVERLAP or not part.is_compute:
-            raise ValueError(f"{text!r}: {part} is no computation, only those overlap")
+            raise ValueError(f"{text!r}: {part} is not a computation; only computations overlap")
     return Action(-1, Kind.OVERLAP, parts=parts)
 
 
@@ -128,7 +128,7 @@ def input_grad(stage: int, microbatch: int) -> Action:
 
 
 def weight_grad(stage: int, microbatch: int) -> Action:
-    """Make the part of a backward that nobody waits for."""
+    """Make the part of a backward that no rank waits for."""
     return Action(stage, Kind.WEIGHT_GRAD, microbatch)
 
 

@@ -43,7 +43,7 @@ class _Index:
             for index, action in enumerate(row):
                 for part in action.computations or (action,):
                     if part in self.at and part.kind not in SHARDING:
-                        raise self.error((rank, index), f"{part} comes twice, {self.also(part)}")
+                        raise self.error((rank, index), f"{part} appears twice, {self.also(part)}")
                     self.at[part] = (rank, index)
 
     def error(self, place: _Place, message: str) -> PlanError:
@@ -179,7 +179,7 @@ def _backward(message: Action, index: _Index) -> Action:
 
 
 def _check_sharding(plan: Plan) -> None:
-    """Check, where somebody wrote sharding actions down, that stages compute with parameters."""
+    """Check, where a plan has sharding actions, that stages compute with parameters."""
     for rank, row in enumerate(plan.rows):
         if not any(action.kind in SHARDING for action in row):
             continue

@@ -2,7 +2,7 @@
 
 Two machines are asked. `blocked` has asynchronous messages, as our executor does: only what is
 needed holds an action up. `rendezvous` is the strictest there is: a send does not end before its
-receive begins, and both ranks do nothing else meanwhile. A plan that runs there runs anywhere.
+receive begins, and both ranks do nothing else until then. A plan that runs there runs anywhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Machine:
         self._made: set[Thing] = set()
 
     def run(self) -> bool:
-        """Go as far as possible; return whether somebody is left."""
+        """Go as far as possible; return whether a rank is left."""
         going = True
         while going:
             going = False

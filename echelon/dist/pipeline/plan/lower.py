@@ -3,7 +3,7 @@
 [Note: one order for all messages] A send and its receive are put on their two rows at the same
 moment of one simulated run, so every row is a part of one single order in which both ends of a
 message stand together. Ranks that follow it cannot wait for each other in a ring, even where a send
-blocks until its receiver has come.
+blocks until its receiver has joined.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def add_sharding(plan: Plan, keep: int | None = None) -> Plan:
     """Return the plan with the sharding actions of stages whose parameters are sharded.
 
     A stage's parameters are gathered one computation ahead of need, kept while it is needed again
-    soon, and given back otherwise; its gradients are reduced once, after the last of them.
+    soon, and released otherwise; its gradients are reduced once, after the last of them.
 
     Args:
         plan: with messages or without; one with sharding actions stays as it is.
-        keep: give parameters back unless one of the next `keep` computations needs them; None:
+        keep: release parameters unless one of the next `keep` computations needs them; None:
             twice the rank's number of stages, so that a steady state gathers nothing.
     """
     if any(action.kind in SHARDING for row in plan.rows for action in row):

@@ -1,6 +1,6 @@
 """A plan: for each rank, the row of actions that it carries out in order. Plain data.
 
-A plan holds computations; it may hold messages and sharding actions too, if somebody wrote them
+A plan holds computations; it may hold messages and sharding actions too, if its author wrote them
 down, but needs none: `lower.py` adds them. What a plan does not hold is time. Which rank runs after
 which follows from the rows and from what each action needs.
 """
@@ -71,7 +71,7 @@ class Plan:
         return rank, self.columns[rank][index] if self.columns else index
 
     def to_csv(self) -> str:
-        """Return PyTorch's CSV: one line a rank, one field an action."""
+        """Return PyTorch's CSV: one line per rank, one field per action."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.rows)
         return out.getvalue()
@@ -87,7 +87,7 @@ class Plan:
         The plan is not checked beyond its text; `check.check_plan` does that.
 
         Raises:
-            PlanError: a field is no action, or there is none at all.
+            PlanError: a field is not an action, or there is none at all.
         """
         rows: list[list[Action]] = []
         columns: list[tuple[int, ...]] = []

@@ -2,8 +2,8 @@
 
 Urgent are input gradients, the earliest stage's first to be free of memory; then forwards, as far
 as the memory goes; weight gradients fill what would be idle, and come first once memory is short.
-It is no closed form but a simulated run whose order is kept, so it cannot deadlock, and it may beat
-the named schedules where stages differ in cost.
+It is not a closed form but a simulated run whose order is kept, so it cannot deadlock, and it may
+beat the named schedules where stages differ in cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulated plan as text: a line a step of time, a column a rank."""
+"""A simulated plan as text: one line per step of time, one column per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_LINES = 2000
 
 
 def draw_grid(simulation: Simulation, step: float | None = None) -> str:
-    """Return the grid: an action's text where it begins, `|` while it goes on, `.` where idle.
+    """Return the grid: an action's text where it begins, `|` while it runs, `.` where idle.
 
     Args:
         simulation: what to show.

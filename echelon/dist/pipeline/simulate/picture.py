@@ -1,4 +1,4 @@
-"""A simulated plan as an SVG: a lane a rank, time to the right, the critical path outlined."""
+"""A simulated plan as an SVG: one lane per rank, time to the right, the critical path outlined."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a plan would cost: when each action runs, who idles, what is held, and the critical path.
 
 Every rank carries out its row in order; an action begins when the rank is free and everything that
-it needs is there. Messages are asynchronous and travel beside computations, as they do in `run.py`.
-Nothing is sampled: with the rows fixed, times follow one from the other.
+it needs has arrived. Messages are asynchronous and travel beside computations, as they do in
+`run.py`. Nothing is sampled: with the rows fixed, times follow one from the other.
 """
 
 from __future__ import annotations

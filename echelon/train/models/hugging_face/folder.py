@@ -107,7 +107,7 @@ class HuggingFaceFolder:
         return columns.t() if part.transposed else columns
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return one of their tensors; the last one is kept, as several of ours are made of it."""
+        """Return one of their tensors; the last one is kept: several of echelon's may need it."""
         if self._last is None or self._last[0] != name:
             self._last = None
             stored = self._stored(name)

@@ -1,7 +1,7 @@
-"""The names of `transformers` for a model's tensors, and how theirs are made of ours.
+"""The names of `transformers` for a model's tensors, and how they are made of echelon's.
 
-Llama's tensors are ours under other names. GPT-2 stores its linear layers transposed, and queries,
-keys and values as one: theirs = cat([ours.T, ours.T, ours.T], dim=-1).
+Llama's tensors are echelon's under other names. GPT-2 stores its linear layers transposed, and
+queries, keys and values as one: theirs = cat([ours.T, ours.T, ours.T], dim=-1).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Whole:
-    """One of their tensors, and ours that it is made of."""
+    """One of their tensors, and echelon's that it is made of."""
 
     name: str
     parts: tuple[Part, ...]

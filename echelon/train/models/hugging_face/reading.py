@@ -114,7 +114,7 @@ def config_of(model: nn.Module) -> ModelConfig:
     """Return the config of a model, whatever wraps it, or of a rank's stages.
 
     Raises:
-        ValueError: it is not one of ours.
+        ValueError: it is not one of echelon's models.
     """
     parts = (getattr(one, "config", None) for one in model.modules())
     found = {config for config in parts if isinstance(config, ModelConfig)}

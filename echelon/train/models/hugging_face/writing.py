@@ -186,7 +186,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """Makes their tensors of ours, one at a time."""
+    """Makes their tensors of echelon's, one at a time."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ def _check(
     expected: list[Whole],
     stored: Mapping[str, StoredTensor],
 ) -> None:
-    """Check that all weights of a model are there, and no others.
+    """Check that all weights of a model are present, and no others.
 
     Raises:
         ValueError: they are not.

@@ -2,10 +2,10 @@
  *
  * Data moves in chunks through slots. Chunks are numbered through the life of the group, equally
  * on all ranks; chunk c of a rank lies in its slot c % EC_SLOTS. A rank
- *     writes  its part of a chunk, once everybody has read the chunk EC_SLOTS before it;
- *     folds   (large all_reduce and reduce) its share of everybody's parts, in rank order;
+ *     writes  its part of a chunk, once every rank has read the chunk EC_SLOTS before it;
+ *     folds   (large all_reduce and reduce) its share of every rank's parts, in rank order;
  *     reads   what it needs of the others' parts.
- * Every operation has at least one chunk, and nobody reads before everybody has written its first
+ * Every operation has at least one chunk, and no rank reads before every rank has written its first
  * one and all calls have been found equal: a mismatch never touches a result.
  */
 #include "engine.h"
@@ -99,7 +99,7 @@ static void begin_rows(struct ec_engine *engine, struct ec_op *op)
                 (op->kind == EC_BROADCAST && !is_root);
 }
 
-/* Its first chunk holds every rank's splits; how many follow is known once all have come. */
+/* Its first chunk holds every rank's splits; how many follow is known once all have arrived. */
 static void begin_all_to_all(struct ec_engine *engine, struct ec_op *op)
 {
     op->piece = lines(engine->slot_bytes / (size_t)engine->size);
@@ -151,7 +151,7 @@ static void write_all_to_all(struct ec_engine *engine, struct ec_op *op, uint64_
                    piece_at(op, op->splits[rank], number - 1));
 }
 
-/* When folding, nobody but this rank reads its own share of its part. */
+/* When folding, only this rank reads its own share of its part. */
 static void write_part(struct ec_engine *engine, struct ec_op *op, uint64_t number, uint8_t *slot)
 {
     size_t width = piece_at(op, op->source_bytes, number);
@@ -179,7 +179,7 @@ static void write_chunk(struct ec_engine *engine, struct ec_op *op, uint64_t num
 
 /* ---- folding ---- */
 
-/* Sum my share of everybody's part in rank order, and leave the result in my own part. */
+/* Sum this rank's share of every rank's part in rank order, into its own part. */
 static void fold_chunk(struct ec_engine *engine, struct ec_op *op, uint64_t number)
 {
     const void *parts[EC_MAX_RANKS];
@@ -438,7 +438,7 @@ static void end(struct ec_engine *engine, struct ec_op *op)
 {
     struct ec_control *mine = &engine->controls[engine->rank];
     engine->position = op->base + op->num_chunks;
-    if (!op->folds) /* nobody waits on it between operations: no need to tell */
+    if (!op->folds) /* no rank waits on it between operations, so none is woken */
         atomic_store_explicit(&mine->reduced, engine->position, memory_order_release);
     if (!op->reads)
         ec_announce(engine, &mine->consumed, engine->position, -1);

@@ -172,7 +172,7 @@ static void wait_changed(struct ec_engine *engine, int64_t until)
     engine->num_waiting--;
 }
 
-/* End the group for the reason that the caller of abort or leave gave: peers go on when a member left
+/* End the group for the reason that the caller of abort or leave gave: peers continue when a member left
  * after its last operation, and fail when it aborted. */
 static bool was_ended(struct ec_engine *engine)
 {
@@ -213,7 +213,7 @@ void ec_abort(struct ec_engine *engine)
     end_group(engine, EC_ABORTED);
 }
 
-/* The same, but in order: peers that need nothing more from us go on. */
+/* The same, but in order: peers that need nothing more from this rank continue. */
 void ec_leave(struct ec_engine *engine)
 {
     end_group(engine, EC_LEFT);

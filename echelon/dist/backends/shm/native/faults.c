@@ -74,7 +74,7 @@ static int end_of(const struct ec_engine *engine, const struct ec_op *op)
     return is_message(op) && op->root != EC_ANY ? op->root + 1 : engine->size;
 }
 
-/* Whether an operation can only go on once this rank has done something. */
+/* Whether an operation can only continue once this rank has done something. */
 static bool is_late(const struct look *look, const struct ec_op *op, int rank)
 {
     struct ec_engine *engine = look->engine;
@@ -162,7 +162,7 @@ static bool look_at_all(struct look *look, const struct ec_queue *queue)
     return false;
 }
 
-/* Look at every operation that the driver holds; end the group if one of them cannot end well. */
+/* Look at every operation that the driver holds; end the group if one of them cannot succeed. */
 void ec_look(struct ec_engine *engine, int64_t now)
 {
     struct look look = {.engine = engine, .now = now, .running = engine->collectives.head};

@@ -128,7 +128,7 @@ static struct head read_head(struct ec_engine *engine, int peer)
     return head;
 }
 
-/* Tag and time of the message that is next in a ring, if its head is there. */
+/* Tag and time of the message that is next in a ring, if its head has arrived. */
 bool ec_peek(struct ec_engine *engine, int peer, int *tag, int64_t *sent_ns)
 {
     if (peer == engine->rank || engine->inboxes[peer].open || !ec_has_come(engine, peer))
@@ -171,7 +171,7 @@ static void step_body(struct ec_engine *engine, int peer, size_t skipped)
         close_message(engine, peer);
 }
 
-/* Read the head of the message that is next in a ring, and as much of its body as is there. */
+/* Read the head of the message that is next in a ring, and as much of its body as has arrived. */
 void ec_open_message(struct ec_engine *engine, int peer)
 {
     struct head head = read_head(engine, peer);

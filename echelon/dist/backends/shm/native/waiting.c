@@ -49,7 +49,7 @@ void ec_ring_bell(struct ec_control *control)
     syscall(SYS_futex, &control->bell, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-/* Wake a peer if it sleeps on us. */
+/* Wake a peer if it sleeps on this rank. */
 void ec_tell(struct ec_engine *engine, int peer)
 {
     struct ec_control *control = &engine->controls[peer];
@@ -58,7 +58,7 @@ void ec_tell(struct ec_engine *engine, int peer)
         ec_ring_bell(control);
 }
 
-/* Move a counter that others wait on: `peer`, or everybody if it is negative. */
+/* Move a counter that others wait on: `peer`, or all if it is negative. */
 void ec_announce(struct ec_engine *engine, _Atomic uint64_t *counter, uint64_t value, int peer)
 {
     struct ec_control *mine = &engine->controls[engine->rank];

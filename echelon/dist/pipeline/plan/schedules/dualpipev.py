@@ -25,7 +25,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     down, up = rank, 2 * num_ranks - 1 - rank  # the two stages, in the order of a forward
     behind = num_ranks - 1 - rank  # ranks between here and the corner
     row = RowBuilder()
-    # Down the V until the first micro-batch has come up again.
+    # Down the V until the first micro-batch has returned to the top.
     row.forward(*[down] * (2 * behind))
     row.forward(*[down, up] * (rank + 1))
     # The upper chunk's backwards begin; weight gradients fill the gaps.

@@ -10,7 +10,7 @@ from echelon.dist.pipeline.plan.action import Action, backward, forward
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """Return the rows: a stage a rank."""
+    """Return the rows: one stage per rank."""
     return [_row(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
 
 

@@ -32,7 +32,7 @@ class RowBuilder:
         return self._forwards[stage]
 
     def owes(self, stage: int) -> bool:
-        """Tell whether a stage has input gradients on the row whose weight gradients are not."""
+        """Return whether a stage has input gradients on the row whose weight gradients are not."""
         return any(owed == stage for owed, _ in self._owed)
 
     def forward(self, *stages: int) -> None:

@@ -26,7 +26,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     down, up = rank, 2 * num_ranks - 1 - rank  # the two stages, in the order of a forward
     to_corner = num_ranks - rank  # ranks from here to the corner, with this one
     row = RowBuilder()
-    # Down the V until the first micro-batch has come up again.
+    # Down the V until the first micro-batch has returned to the top.
     row.forward(*[down] * (2 * to_corner - 1))
     row.forward(*[up, down] * rank)
     # The upper chunk's backwards begin.
@@ -43,7 +43,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
         row.forward(up)
         row.inputs(up)
         row.weights(up)
-    # The ramp's end: first what other ranks wait for, then what nobody does.
+    # The ramp's end: first what other ranks wait for, then the rest.
     for _ in range(rank):
         row.inputs(up)
         row.inputs(down)
