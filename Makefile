@@ -33,6 +33,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/english.py
 
 # The C core under ThreadSanitizer, and on ARM64 under qemu. Needs a C compiler; not part of CI.
 check-native:
