@@ -150,7 +150,7 @@ def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
-    """Tell whether a member's last mark of a loader, at one of its calls, is that loader's end."""
+    """Return whether a member's last mark of a loader, at one of its calls, ends that loader."""
     row = lanes.row(member, column)
     if row is None:
         return False

@@ -265,7 +265,7 @@ class StreamEngine:
                     for call in batch:
                         call.pending.begin(self.stream, self._clock)
                     self._put(communicator, batch)
-                    self._launcher.note(key)  # before the callers go on: they may capture at once
+                    self._launcher.note(key)  # before callers continue: they may capture
                     for call in batch:
                         call.pending.launched(self.stream)
             except Exception as err:  # noqa: BLE001 -- the group decides what it means
