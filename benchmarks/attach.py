@@ -100,7 +100,6 @@ def judge(fault: str, code: int, report: dict[str, object]) -> dict[str, object]
     verdict = report.get("verdict") or {}
     assert isinstance(verdict, dict)
     lines = lines_of(fault)
-    is_tie = fault == "uneven" and report.get("world_size") == 2
     if fault == "healthy":
         return {"fault": fault, "cause": code == 0, "culprits": code == 0, "line": True,
                 "said": verdict.get("summary", report.get("error", ""))}  # fmt: skip
@@ -108,8 +107,7 @@ def judge(fault: str, code: int, report: dict[str, object]) -> dict[str, object]
     return {
         "fault": fault,
         "cause": verdict.get("cause") == CAUSES[fault],
-        # Of two ranks at two lines, nothing tells which left the common order.
-        "culprits": verdict.get("culprit_ranks") == ([0, 1] if is_tie else [1]),
+        "culprits": verdict.get("culprit_ranks") == [1],
         "line": not lines or any(f"{line} " in text for line in lines),
         "confidence": verdict.get("confidence"),
         "said": f"{verdict.get('cause')}: {verdict.get('summary', report.get('error'))}",

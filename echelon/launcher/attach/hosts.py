@@ -124,6 +124,7 @@ def merge(here: Sighting | None, answers: Sequence[Answer]) -> Sighting:
         waiting=_joined(part.waiting for part in parts),
         went_on=_joined(part.went_on for part in parts),
         changed=_joined(part.changed for part in parts),
+        left=here.left if here is not None and not seen else (),  # told of one machine's ranks
         ended={rank: how for part in parts for rank, how in part.ended.items()},
         notes=(*(note for part in parts for note in part.notes), *problems),
         is_whole=any(part.is_whole for part in parts),

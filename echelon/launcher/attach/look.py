@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.analysis.activity import Doing, num_inside, read_activity
+from echelon.analysis.evidence.stacks import main_thread
 from echelon.errors import DumpFormatError
 from echelon.host.facts import TRACING
 from echelon.host.identity import pid_inside
 from echelon.host.stacks import can_spy
 from echelon.launcher.attach.ended import begun, endings
+from echelon.launcher.attach.loops import Left, find_left, source_of
 from echelon.launcher.attach.motion import Wakes, wakes, went_on
 from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
 from echelon.launcher.incident.harvest import harvest_steps
@@ -39,6 +41,7 @@ class Sighting:
         waiting: ranks that were inside a collective at the first look.
         went_on: of those, the ones that went on in between.
         changed: ranks whose main thread stood elsewhere at the second look.
+        left: of the ranks that wait, those that have left a loop which another one is in.
         ended: ranks whose process ended between the two looks, and how: "" if that is not known.
     """
 
@@ -47,6 +50,7 @@ class Sighting:
     waiting: tuple[int, ...] = ()
     went_on: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
+    left: tuple[Left, ...] = ()
     ended: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     is_whole: bool = False  # every rank of the world was to be on this machine
@@ -91,6 +95,7 @@ def look(
             if _waits(record) and _went_on(record, first, later, elapsed_s)
         ),
         changed=tuple(r.identity.rank for r in records if _changed(r, first, later)),
+        left=_left(ranks, records, waiting),
         ended=endings(ranks, living),
         notes=_notes(ranks, records),
         is_whole=any(one.is_whole_world_here for one in ranks),
@@ -207,6 +212,18 @@ def _waits(record: Record) -> bool:
     if num_inside(host.threads, host.native_stacks):
         return True
     return read_activity(host.stacks, host.native_stacks).doing is Doing.COLLECTIVE
+
+
+def _left(
+    ranks: Sequence[FoundRank], records: Sequence[Record], waiting: Sequence[int]
+) -> tuple[Left, ...]:
+    """Return the ranks that stand behind a loop which another one is in, where all of them wait."""
+    if len(waiting) != len(records):
+        return ()
+    pids = {one.rank: one.pid for one in ranks}
+    mains = {record.identity.rank: main_thread(record.host.stacks) for record in records}
+    frames = {rank: main.frames for rank, main in mains.items() if main is not None}
+    return find_left(frames, lambda rank, path: source_of(pids[rank], path))
 
 
 def _went_on(

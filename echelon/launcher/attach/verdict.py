@@ -16,6 +16,8 @@ from echelon.launcher.attach.look import Sighting
 _LONG_GAP_S = 30.0
 _SEEN_DIRECTLY = frozenset({Cause.FROZEN_PROCESS, Cause.DEAD_PROCESS, Cause.GIL_HANG})
 
+_OPEN = frozenset({Cause.SKIPPED_COLLECTIVE, Cause.UNKNOWN})  # what stacks alone leave open
+
 
 def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
     """Explain what was seen.
@@ -49,6 +51,9 @@ def judge(sighting: Sighting, folder: Path, world_size: int) -> Report:
     findings = tuple(_bounded(one, sighting, absent) for one in report.findings)
     if absent and present and set(present) <= set(sighting.waiting):
         findings = (_elsewhere(sighting, present, absent),)
+    root = report.verdict
+    if sighting.left and not absent and root is not None and root.cause in _OPEN:
+        findings = (_bounded(_left(sighting, present), sighting, absent),)
     return Report(
         world_size=world_size,
         ranks_present=present,
@@ -83,6 +88,30 @@ def _ended(sighting: Sighting, present: tuple[int, ...]) -> Finding:
         fallout_ranks=waiting if is_dead else (),
         would_settle=("the output of the job's launcher: which rank failed first, and how",),
         next_action=f"Read the output of {who}; fr-analyze LOGDIR reads the logs of all ranks.",
+    )
+
+
+def _left(sighting: Sighting, present: tuple[int, ...]) -> Finding:
+    """Some ranks wait in a collective behind a loop, the others within it: uneven batches."""
+    behind = tuple(sorted(one.rank for one in sighting.left))
+    within = tuple(rank for rank in present if rank not in behind)
+    first = sighting.left[0]
+    culprits, fallout = (behind, within) if len(behind) <= len(within) else (within, behind)
+    return Finding(
+        cause=Cause.SKIPPED_COLLECTIVE,
+        culprit_ranks=culprits,
+        confidence=Confidence.LIKELY,
+        summary=f"{rank_list(behind)} left the loop at {first.loop} and "
+        f"{'waits' if len(behind) == 1 else 'wait'} in a collective at {first.behind}; "
+        f"{rank_list(within)} {'is' if len(within) == 1 else 'are'} still in it",
+        evidence=tuple(
+            f"rank {one.rank} is at {one.behind}, behind the loop at {one.loop}; rank {one.other} "
+            f"is within it, at {one.within}"
+            for one in sighting.left[:4]
+        ),
+        fallout_ranks=fallout,
+        would_settle=("how many batches each rank had",),
+        next_action="Give all ranks equally many batches, or let all leave the loop together.",
     )
 
 

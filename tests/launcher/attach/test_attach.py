@@ -52,7 +52,11 @@ if fault == "load":
     load()
 elif fault == "frozen":
     os.kill(os.getpid(), signal.SIGSTOP)
-all_reduce({"waits": 900, "moves": 0.01}[fault])
+for batch in [1]:
+    if fault == "left":
+        break
+    all_reduce({"waits": 900, "moves": 0.01}[fault])
+all_reduce(900)
 """
 
 
@@ -84,7 +88,7 @@ def start(tmp_path):
             started.append(one)
         for one, fault in zip(started, faults, strict=True):
             assert one.stdout.readline() == "ready\n"
-            if fault in ("load", "waits", "moves"):
+            if fault in ("load", "waits", "moves", "left"):
                 wait_until(lambda one=one: _is_waiting(one.pid), "it waits")
         return [one.pid for one in started]
 
@@ -124,6 +128,24 @@ def test_the_rank_that_does_not_come_is_named_with_its_line(start, attach, tmp_p
     files = {path.name for path in (tmp_path / "kept").iterdir()}
     assert files == {"incident.json", "rank_0", "rank_1", "rank_2"}
     assert analyze([str(tmp_path / "kept"), "--json"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("faults", "culprits"),
+    [
+        (("waits", "left"), [1]),
+        (("left", "waits", "waits"), [0]),
+        (("left", "left", "waits"), [2]),
+    ],
+)
+def test_the_rank_that_left_the_loop_is_told_from_those_in_it(start, attach, faults, culprits):
+    pids = start(*faults)
+    code, report, err = attach("--attach", pids[0])
+    verdict = report["verdict"]
+    assert (code, verdict["cause"]) == (1, "skipped_collective"), err
+    assert (verdict["culprit_ranks"], verdict["confidence"]) == (culprits, "likely")
+    assert "left the loop at train.py:13" in verdict["summary"]
+    assert verdict["fallout_ranks"] == [one for one in range(len(faults)) if one not in culprits]
 
 
 def test_a_job_that_moves_is_healthy(start, attach):

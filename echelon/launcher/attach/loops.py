@@ -1,0 +1,111 @@
+"""Which rank has left a loop that another one is still in, by the sources of their frames.
+
+Where all ranks wait in collectives, a rank whose batches ran out stands behind the loop over them,
+and the others in it. Their stacks part in one function, often a framework's: there one line lies
+within a `for` or `while`, and the other behind its end. Sources are parsed, never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from echelon.analysis.evidence.stacks import Frame, file_name
+
+_MAX_SOURCE_BYTES = 2 << 20
+Read = Callable[[int, str], str]  # a rank and a file's path to its source, "" if it is not known
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """One rank is behind a loop, another in it."""
+
+    rank: int
+    behind: Frame
+    other: int
+    within: Frame
+    first_line: int  # of the loop
+
+    @property
+    def loop(self) -> str:
+        """Show where the loop begins: `train.py:14`."""
+        return f"{file_name(self.within.file)}:{self.first_line}"
+
+
+def find_left(stacks: Mapping[int, tuple[Frame, ...]], read: Read) -> tuple[Left, ...]:
+    """Return each rank that has left a loop in which another one stands, with one such other.
+
+    Args:
+        stacks: the main thread's frames by rank, innermost first.
+    """
+    found: list[Left] = []
+    for rank, frames in stacks.items():
+        pairs = ((other, _parting(frames, theirs)) for other, theirs in stacks.items())
+        for other, parting in pairs:
+            first_line = _loop_left(*parting, read(other, parting[1].file)) if parting else 0
+            if parting and first_line:
+                found.append(Left(rank, parting[0], other, parting[1], first_line))
+                break
+    return tuple(found)
+
+
+def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, Frame] | None:
+    """Return the outermost frames in which two stacks differ, if they are of one function."""
+    for mine, theirs in zip(reversed(one), reversed(other), strict=False):
+        if mine != theirs:
+            is_same = (mine.file, mine.function) == (theirs.file, theirs.function)
+            return (mine, theirs) if is_same and mine.line > theirs.line else None
+    return None
+
+
+def _loop_left(behind: Frame, within: Frame, source: str) -> int:
+    """Return the first line of the innermost loop that one is in and the other behind, or 0."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0
+    scope = _scope(tree, within)
+    if scope is None or _scope(tree, behind) is not scope:
+        return 0
+    loops = [
+        (node.lineno, node.end_lineno or 0)
+        for node in ast.walk(scope)
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+    ]
+    left = [first for first, last in loops if first <= within.line <= last < behind.line]
+    return max(left, default=0)
+
+
+def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
+    """Return the innermost function around a line if it has the frame's name, or the module."""
+    functions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.lineno <= frame.line <= (node.end_lineno or 0)
+    ]
+    if not functions:
+        return tree if frame.function == "<module>" else None
+    innermost = max(functions, key=lambda node: node.lineno)
+    return innermost if innermost.name == frame.function else None
+
+
+def source_of(pid: int, path: str) -> str:
+    """Return a source file as a process sees it, "" if it cannot be read or is too long."""
+    below = f"/proc/{pid}/root{path}" if path.startswith("/") else f"/proc/{pid}/cwd/{path}"
+    try:
+        file = os.open(below, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return ""
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_SOURCE_BYTES:
+            return ""
+        return os.read(file, _MAX_SOURCE_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
