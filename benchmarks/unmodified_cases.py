@@ -128,6 +128,7 @@ def attach_case(script: str, fault: str, ranks: int, keep: Path | None = None) -
         finally:
             _end(job)
         said = out.read_text(errors="replace")
+        stands = stands and "Traceback (most recent call last)" not in said  # a rank is failing
         case: Case = {"script": script, "fault": fault, "ranks": ranks, "rc": code, "attach": True}
         case["alarm"] = bool(code)
         verdict = report.get("verdict")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from echelon.analysis.evidence.stacks import main_thread
 from echelon.host.procfs import read_text
 from echelon.launcher.attach.ranks import FoundRank, started_ticks
 
 _STATE, _STATUS = 0, 49  # fields of /proc/PID/stat behind the program's name
+_EXIT_S, _LOOK_S = 5.0, 0.1  # how long an interpreter that finalises may take, on a busy machine
 
 
 def begun(ranks: Sequence[FoundRank]) -> dict[int, int]:
@@ -29,6 +31,24 @@ def endings(ranks: Sequence[FoundRank], before: Mapping[int, int]) -> dict[int, 
         if one.rank in before
         and (_has_ended(one.pid) or started_ticks(one.pid) != before[one.rank])
     }
+
+
+def is_exiting(stacks: str, later_stacks: str) -> bool:
+    """Tell whether a main thread had no Python frame when it was seen last.
+
+    An interpreter that finalises looks so, for good if a destructor hangs, and so may a torn look
+    at a process that runs: only its end proves it.
+    """
+    main = main_thread(later_stacks or stacks)
+    return main is not None and not main.frames
+
+
+def wait_for_exits(pids: Sequence[int], idle: Callable[[float], None]) -> None:
+    """Let processes that seem to exit do so, for five seconds at most."""
+    for _ in range(int(_EXIT_S / _LOOK_S)):
+        if all(_has_ended(pid) for pid in pids):
+            return
+        idle(_LOOK_S)
 
 
 def _has_ended(pid: int) -> bool:

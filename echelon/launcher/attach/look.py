@@ -18,7 +18,7 @@ from echelon.errors import DumpFormatError
 from echelon.host.facts import TRACING
 from echelon.host.identity import pid_inside
 from echelon.host.stacks import can_spy
-from echelon.launcher.attach.ended import begun, endings
+from echelon.launcher.attach.ended import begun, endings, is_exiting, wait_for_exits
 from echelon.launcher.attach.loops import Left, find_left, source_of
 from echelon.launcher.attach.motion import Wakes, wakes, went_on
 from echelon.launcher.attach.ranks import FoundRank, is_watched, started_ticks
@@ -84,6 +84,9 @@ def look(
     records = _collect(ranks, folder, gap_s, idle)
     elapsed_s = time.monotonic() - began_s
     later = {one.rank: wakes(one.pid) for one in ranks}
+    hosts = {record.identity.rank: record.host for record in records}
+    exiting = {r for r, one in hosts.items() if is_exiting(one.stacks, one.later_stacks)}
+    wait_for_exits([one.pid for one in ranks if one.rank in exiting], idle)
     waiting = tuple(record.identity.rank for record in records if _waits(record))
     return Sighting(
         records=records,

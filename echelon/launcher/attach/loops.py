@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from echelon.analysis.evidence.stacks import Frame, file_name
 
@@ -63,12 +64,9 @@ def _parting(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, F
 
 def _loop_left(behind: Frame, within: Frame, source: str) -> int:
     """Return the first line of the innermost loop that one is in and the other behind, or 0."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return 0
-    scope = _scope(tree, within)
-    if scope is None or _scope(tree, behind) is not scope:
+    tree = _parsed(source)
+    scope = None if tree is None else _scope(tree, within)
+    if tree is None or scope is None or _scope(tree, behind) is not scope:
         return 0
     loops = [
         (node.lineno, node.end_lineno or 0)
@@ -77,6 +75,14 @@ def _loop_left(behind: Frame, within: Frame, source: str) -> int:
     ]
     left = [first for first, last in loops if first <= within.line <= last < behind.line]
     return max(left, default=0)
+
+
+@lru_cache(maxsize=8)  # many pairs of ranks part in the same file
+def _parsed(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _scope(tree: ast.Module, frame: Frame) -> ast.AST | None:
