@@ -76,7 +76,8 @@ def exchange(
     except StoreTimeoutError as err:
         members.check()
         late = [rank for rank, name in enumerate(names) if not store.check([name])]
-        raise _missing(members, late, left_s) from err
+        if late:  # else all have arrived, and this rank stood still past its deadline
+            raise _missing(members, late, left_s) from err
     return [json.loads(text) for text in store.multi_get(names)]
 
 
