@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from echelon.dist.backends.interface import Members
+from echelon.dist.errors import build
 from echelon.dist.errors.mismatch import mismatch_error
 from echelon.dist.operation.operation import Operation, encode_call
 from echelon.dist.progress import group_state
 from echelon.dist.progress.group_state import GroupState
 from echelon.errors import CollectiveError, CollectiveTimeoutError
+from echelon.recorder.write.recorder import NOT_RECORDED
 
 MEMBERS = Members(name="world", rank=0, ranks=(0, 1, 2))
 CALL = encode_call("all_reduce", "sum", "float32", -1, (3,))
@@ -173,6 +176,25 @@ def test_the_start_on_a_device_is_recorded_with_its_own_time(monkeypatch):
     state.admit(SUM)
     state.settle(state.launch(SUM, 5))
     assert recorder.log == [("started", 5, 70), ("completed", 5, 90)]
+    state.close()
+
+
+def test_an_operation_that_ends_while_its_lateness_is_looked_into_has_not_failed():
+    """The thread that checks deadlines may have stood still between its look and its check."""
+    operation = Operation("all_reduce", 0, device="cuda", timeout_s=0.0, call=CALL)
+    pending = SimpleNamespace(done=False, error=None, started_mono_ns=0, ended_mono_ns=90)
+    engine = Engine()
+    engine.submit = lambda *_: pending
+    state = GroupState(MEMBERS, engine)
+
+    def end_meanwhile(operation, *_):
+        pending.done = True
+        return build.timed_out(MEMBERS, operation, [])
+
+    state.evidence.find = end_meanwhile
+    work = state.launch(operation, NOT_RECORDED)
+    state.tick()
+    assert (state.error, work.error) == (None, None)
     state.close()
 
 

@@ -248,6 +248,8 @@ class GroupState:
             try:
                 work.watch.check()
             except CollectiveError as err:
+                if work.pending.done:
+                    continue  # it has ended since the sweep: this thread may have stood still
                 self.fail(err)
                 break
         return bool(works)
