@@ -8,11 +8,13 @@ an injected fault every question raises.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import threading
 import time
 import types
+import typing
 import weakref
 
 import torch
@@ -78,7 +80,8 @@ class Stream:
 class Event:
     """Happens when its stream comes to it."""
 
-    num_asked = 0  # of all events: how often the device was asked
+    # Of all events: how often each thread has asked the device.
+    asked: typing.ClassVar[collections.Counter[int]] = collections.Counter()
 
     def __init__(self, enable_timing=False):
         self.happened = threading.Event()
@@ -99,7 +102,7 @@ class Event:
         stream.put(happen)
 
     def query(self):
-        Event.num_asked += 1
+        Event.asked[threading.get_ident()] += 1
         if accelerator.fault:
             raise DeviceError(accelerator.fault)
         if accelerator.capture is not None and not accelerator.is_relaxed():
