@@ -12,7 +12,7 @@ from echelon.analysis.evidence.model import Evidence
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.evidence.stack_tree import Branch, merge, short_form
 from echelon.analysis.evidence.stacks import main_thread, short_site
-from echelon.analysis.finding import Cause, Finding, Report
+from echelon.analysis.finding import Cause, Confidence, Finding, Report
 from echelon.analysis.hypothesis import Rule, choose, is_joint, propose
 from echelon.analysis.rules.calls.mismatch import find_mismatch
 from echelon.analysis.rules.calls.parted import find_parted
@@ -92,7 +92,7 @@ def report_of(picture: Picture) -> Report:
     """Ask the rules and put their findings in order, the root first."""
     evidence = picture.evidence
     findings = tuple(
-        _named(_with_threads(evidence, _advised(evidence, finding)))
+        _cautious(evidence, _named(_with_threads(evidence, _advised(evidence, finding))))
         for finding in _findings(picture)
     )
     is_healthy = all(finding.info for finding in findings)
@@ -114,6 +114,14 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
         if thread is not None:
             shown[rank] = short_form(thread.frames)
     return merge(shown)
+
+
+def _cautious(evidence: Evidence, finding: Finding) -> Finding:
+    """After an early look, call only that certain in which some ranks differ from the others."""
+    differs = 0 < len(finding.culprit_ranks) < evidence.world_size
+    if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
+        return finding
+    return finding.changed(confidence=Confidence.LIKELY)
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:

@@ -55,6 +55,7 @@ class Incident:
     attempt: int = 0
     world_size: int = 0
     reason: str = ""
+    is_early: bool = False  # a learned limit asked for it: little time has passed yet
     lost: tuple[int, ...] = ()  # ranks of a lost node, if that loss was the first failure
     ended: tuple[int, ...] = ()  # ranks in the order in which the coordinator heard of their ends
     absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it

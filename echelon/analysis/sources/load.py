@@ -174,6 +174,7 @@ def read_incident(path: Path) -> Incident:
         attempt=_count(values.get("attempt")),
         world_size=_count(values.get("world_size")),
         reason=_text(values.get("reason")),
+        is_early=values.get("early") is True,
         lost=_ranks(values.get("ranks_lost")),
         ended=_ended(values.get("ended")),
         absent=_reasons(values.get("ranks_absent")),

@@ -97,12 +97,20 @@ class Sights:
     `ranks` has each other rank: [rank, initialised, progress age, pending age, number of signs of
     activity, whether it has a ring, number of dumps].
     `dumped_rank` is the rank among the folded ones that wrote the last of those dumps; -1: none.
+    The rest is what the folded ranks' own histories say, see `limits.node.Summary`.
     """
 
     attempt: int
     folded: list[int]
     ranks: list[list[int]]
     dumped_rank: int = -1
+    worked_ms: int = -1
+    is_excused: bool = True
+    patience_ms: int = -1
+    late_rank: int = -1
+    late_ms: int = -1
+    limit_ms: int = -1
+    what: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,6 +293,7 @@ class Start:
     resume: str = ""  # the job's newest committed checkpoint
     history: str = ""  # JSON: how the attempts before this one ended
     sights_ms: int = 0  # how often to report ranks that show nothing unusual; 0: at each look
+    learns_limits: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

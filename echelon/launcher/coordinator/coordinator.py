@@ -38,6 +38,7 @@ from echelon.launcher.job.report import NOT_CONCLUDED, Incident, Report
 from echelon.launcher.job.resume import POLL_S, Search
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.job.stopped import where_it_stopped
+from echelon.launcher.limits.rule import DISARMED
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
@@ -303,6 +304,7 @@ class Coordinator:
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
+        self._look_early(world)
         was_stalled = world.rule.is_stalled
         stall = world.look(self._lived_ns())
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
@@ -311,6 +313,19 @@ class Coordinator:
             self._stalls.clear()
         if stall is not None and not self._incidents.covers_stall():
             self._decide(world, decide.StallSeen(stall.reason))
+
+    def _look_early(self, world: World) -> None:
+        """Collect what exceeds its own history, unless a stall is known already."""
+        was_reported = world.limits.is_reported
+        early = world.look_early(self._lived_ns())
+        if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
+            return
+        if was_reported and not world.limits.is_reported:
+            self._incidents.note_progress(world)
+            if world.limits.is_disarmed:
+                self._say(DISARMED)
+        if early is not None:
+            self._decide(world, decide.SlowSeen(early.reason))
 
     def _note_examined(
         self, world: World, event: decide.StallExamined, incident: Incident | None

@@ -68,6 +68,13 @@ class StallSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowSeen:
+    """Something takes longer than its own history, and no rank does anything."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StallExamined:
     """The incident of a stall is complete; `lasts`: no rank has made progress since."""
 
@@ -93,17 +100,24 @@ class TimePassed:
     """Nothing else happened; deadlines may have passed."""
 
 
-Event = WorkerEnded | StallSeen | StallExamined | StopRequested | LeaveRequested | TimePassed
+Event = (
+    WorkerEnded | StallSeen | SlowSeen | StallExamined | StopRequested | LeaveRequested | TimePassed
+)
 
 # ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)
 class CollectIncident:
-    """Snapshot all ranks and explain."""
+    """Snapshot all ranks and explain.
+
+    Attributes:
+        is_early: a learned limit asks for it: nothing is stopped because of it.
+    """
 
     kind: str
     reason: str
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +173,9 @@ class Attempt:
             return []
         if isinstance(event, WorkerEnded):
             return self._on_worker_ended(event, now_s)
-        if isinstance(event, StallSeen):
-            running = self.phase is Phase.RUNNING
-            return [CollectIncident("stall", event.reason)] if running else []
+        if isinstance(event, StallSeen | SlowSeen):
+            is_early, running = isinstance(event, SlowSeen), self.phase is Phase.RUNNING
+            return [CollectIncident("stall", event.reason, is_early)] if running else []
         if isinstance(event, StallExamined):
             return self._on_examined(event, now_s)
         if isinstance(event, StopRequested | LeaveRequested):

@@ -113,22 +113,30 @@ class Incidents:
 
         Where a stall clears node by node, the nodes that still wait look like the next one.
         """
-        if self._collection is None or self._collection.kind != "stall":
+        collection = self._collection
+        if collection is None or collection.kind != "stall" or collection.is_early:
             return False
-        self._collection.is_overtaken = False
+        collection.is_overtaken = False
         return True
 
     def begin(self, world: World, action: decide.CollectIncident) -> None:
         """Ask all nodes for what they have."""
         self._observers.tell(
-            IncidentBegan(attempt=world.number, kind=action.kind, reason=action.reason)
+            IncidentBegan(
+                attempt=world.number,
+                kind=action.kind,
+                reason=action.reason,
+                is_early=action.is_early,
+            )
         )
         stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
         if action.kind == "stall" and stalls >= _MAX_STALLS:
             self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")
-            self._examined(world, decide.StallExamined(lasts=True), None)
+            event = decide.StallExamined(lasts=True)
+            self._note_examined(world, event, None, is_early=action.is_early)
             return
-        self._say(f"{action.kind}: {action.reason}; collecting diagnostics from all ranks")
+        what = "early look" if action.is_early else action.kind
+        self._say(f"{what}: {action.reason}; collecting diagnostics from all ranks")
         self.verdicts.expect()
         try:
             self._collection = Collection(
@@ -138,12 +146,14 @@ class Incidents:
                 attempt=world.number,
                 nodes=world.present,
                 deadline_s=time.monotonic() + _COLLECT_S,
+                is_early=action.is_early,
             )
         except OSError as err:
             self.verdicts.expect_none()
             self._say_not_kept(err)
             if action.kind == "stall":
-                self._examined(world, decide.StallExamined(lasts=True), None)
+                event = decide.StallExamined(lasts=True)
+                self._note_examined(world, event, None, is_early=action.is_early)
             return
         collect = m.Collect(
             incident=self._collection.number, kind=action.kind, reason=action.reason
@@ -191,7 +201,20 @@ class Incidents:
             self.verdicts.withdraw(incident)
             self._say("stall cleared: ranks made progress while it was being examined")
         if is_stall:
-            self._examined(world, decide.StallExamined(lasts=not is_withdrawn), incident)
+            event = decide.StallExamined(lasts=not is_withdrawn)
+            self._note_examined(world, event, incident, is_early=collection.is_early)
+
+    def _note_examined(
+        self,
+        world: World,
+        event: decide.StallExamined,
+        incident: Incident | None,
+        *,
+        is_early: bool,
+    ) -> None:
+        """Hand on an examined stall, which may end its attempt; an early look never does."""
+        if not is_early:
+            self._examined(world, event, incident)
 
     def _give_up(self, world: World | None, err: OSError) -> None:
         """Leave out an incident that cannot be written."""
@@ -199,7 +222,8 @@ class Incidents:
         collection = self._collection
         if world is not None and collection is not None and collection.kind == "stall":
             lasts = not (collection.is_overtaken and world.records)
-            self._examined(world, decide.StallExamined(lasts=lasts), None)
+            event = decide.StallExamined(lasts=lasts)
+            self._note_examined(world, event, None, is_early=collection.is_early)
         if collection is not None:
             with contextlib.suppress(OSError):
                 collection.close()

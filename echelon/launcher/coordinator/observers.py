@@ -38,6 +38,7 @@ class IncidentBegan:
     attempt: int
     kind: str
     reason: str
+    is_early: bool = False  # an early look, before the stall rule's limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

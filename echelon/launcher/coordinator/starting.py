@@ -26,6 +26,7 @@ def world_of(
         grace_s=options.shutdown_timeout_s,
         stop_on_stall=options.on_stall != "report",
         stall_timeout_s=options.stall_timeout_s,
+        report_s=beat_s(len(nodes), options.conf.lost_after_s),
         now_mono_ns=now_mono_ns,
     )
 
@@ -68,6 +69,7 @@ def starts_of(
             resume=resume,
             history=history,
             sights_ms=int(1000 * beat_s(len(nodes), options.conf.lost_after_s)),
+            learns_limits=options.learned_limits == "on",
         )
         for index, (node, first) in enumerate(zip(nodes, firsts, strict=True))
     ]

@@ -10,6 +10,7 @@ from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import decide
 from echelon.launcher.coordinator.roster import Node
 from echelon.launcher.job.report import Ended
+from echelon.launcher.limits.rule import LimitRule, Look, View
 from echelon.recorder.stall.watchdog import Sight, Stall, StallRule
 
 
@@ -42,6 +43,8 @@ class World:
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
     _node_of: dict[int, str] = field(default_factory=dict)
+    limits: LimitRule = field(default_factory=LimitRule)
+    _views: dict[str, View] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -52,11 +55,13 @@ class World:
         grace_s: float,
         stop_on_stall: bool,
         stall_timeout_s: float,
+        report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
         """Return the attempt of these nodes, in rank order, and each node's first rank.
 
         Args:
+            report_s: the longest time between two reports of a node whose ranks run.
             now_mono_ns: of the clock by which ranks will be looked at; None: the monotonic one.
         """
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
@@ -71,6 +76,7 @@ class World:
                 for node, first in zip(nodes, firsts, strict=True)
             },
             hosts={node.name: node.host for node in nodes},
+            limits=LimitRule(report_s),
         )
         return world, firsts
 
@@ -144,11 +150,26 @@ class World:
                 num_ended=moves,
                 num_dumps=dumps,
                 dumped_rank=event.dumped_rank,
+                patient_until_mono_ns=_later(now_mono_ns, event.patience_ms),
             )
+        self._views[node] = View(
+            seen_ns=now_mono_ns,
+            worked_ns=_stamp(now_mono_ns, event.worked_ms),
+            num_moves=event.folded[5] if event.folded else 0,
+            is_excused=event.is_excused or bool(event.ranks),
+            late_rank=event.late_rank,
+            late_since_ns=_stamp(now_mono_ns, event.late_ms),
+            limit_s=event.limit_ms / 1e3,
+            what=event.what,
+        )
 
     def look(self, now_mono_ns: int) -> Stall | None:
         """Return a stall that is new. It takes a pass over all rows: once per tick."""
         return self.rule.look(list(self._sights.values()), now_mono_ns)
+
+    def look_early(self, now_mono_ns: int) -> Look | None:
+        """Return a look that the ranks' own histories ask for, before anything is a stall."""
+        return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
         """Say why an incident has nothing of a rank; `late` nodes have not sent everything."""
@@ -161,6 +182,10 @@ class World:
 def _folded(first_rank: int) -> int:
     """Return the key of a node's folded row: no rank has it."""
     return -1 - first_rank
+
+
+def _later(now_mono_ns: int, left_ms: int) -> int:
+    return 0 if left_ms < 0 else now_mono_ns + left_ms * 1_000_000
 
 
 def _stamp(now_mono_ns: int, age_ms: int) -> int:

@@ -121,7 +121,7 @@ class Book:
         elif isinstance(happening, o.IncidentBegan):
             attempt.reason = happening.reason
             if happening.kind == "stall":
-                self._begin_stall(attempt, now)
+                _begin_stall(attempt, now, 0 if happening.is_early else self._stall_ns)
         elif isinstance(happening, o.StallCleared):
             _end_stall(attempt, now)
         elif isinstance(happening, o.AttemptEnded):
@@ -134,15 +134,6 @@ class Book:
         for attempt in self.job.attempts:
             if attempt.number == known.incident.attempt and known.incident.verdict is not None:
                 attempt.cause = str(known.incident.verdict.get("cause", ""))
-
-    def _begin_stall(self, attempt: Attempt, now: int) -> None:
-        """Note a stall from the last sign of progress on."""
-        if attempt.stalls and attempt.stalls[-1][1] < 0:
-            return
-        seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]
-        since = min(max(seen, default=now), now - self._stall_ns)
-        before = max([attempt.began_ns, *(ended for _, ended in attempt.stalls)])
-        attempt.stalls.append([max(since, before), -1])
 
     def _add_laps(self, attempt: Attempt, laps: m.Laps, now: int) -> None:
         max_laps = min(max(_MAX_LAPS // max(len(attempt.runs), 1), 16), 512)
@@ -164,6 +155,16 @@ class Book:
                 run.step, run.saved_step, run.num_loads = step, saved, loads
                 run.progress_ns = None if age_ms < 0 else now - 1_000_000 * age_ms
                 run.unfinished = _spent(spent)
+
+
+def _begin_stall(attempt: Attempt, now: int, lasted_ns: int) -> None:
+    """Note a stall from the last sign of progress on, at least `lasted_ns` ago."""
+    if attempt.stalls and attempt.stalls[-1][1] < 0:
+        return
+    seen = [run.progress_ns for run in attempt.runs.values() if run.progress_ns is not None]
+    since = min(max(seen, default=now), now - lasted_ns)
+    before = max([attempt.began_ns, *(ended for _, ended in attempt.stalls)])
+    attempt.stalls.append([max(since, before), -1])
 
 
 def _end_stall(attempt: Attempt, now: int) -> None:

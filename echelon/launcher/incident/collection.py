@@ -34,12 +34,14 @@ class Collection:
         attempt: int,
         nodes: Iterable[str],
         deadline_s: float,
+        is_early: bool = False,
     ) -> None:
         self.number, self._folder = directory.open_incident()
         self.waiting = set(nodes)
         self.deadline_s = deadline_s
         self._directory = directory
         self.kind = kind
+        self.is_early = is_early
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}
@@ -90,6 +92,7 @@ class Collection:
             {
                 "format": 1,
                 "kind": self.kind,
+                "early": self.is_early,
                 "number": self.number,
                 "attempt": self._attempt,
                 "world_size": world_size,

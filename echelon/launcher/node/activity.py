@@ -28,9 +28,23 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Activity:
-    """One worker that has no ring. Stamps are monotonic ns."""
+    """One worker, seen from outside. Stamps are monotonic ns.
 
-    def __init__(self, pid: int, store_port: int, quiet_s: float, now_mono_ns: int) -> None:
+    Args:
+        quiet_s: without a sign, after which connections are looked at.
+        looks_inside: whether threads are looked at then, too, for the calls that they wait in.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        store_port: int,
+        quiet_s: float,
+        now_mono_ns: int,
+        *,
+        looks_inside: bool = True,
+    ) -> None:
+        self._looks_inside = looks_inside
         self._pid = pid
         self._store_port = f":{store_port}"
         self._quiet_ns = int(quiet_s * 1e9)
@@ -54,7 +68,7 @@ class Activity:
             self.num_signs += 1
             self.last_mono_ns = now_mono_ns
             self.rest(num_printed_bytes, now_mono_ns, ticks)
-        elif now_mono_ns - self.last_mono_ns >= self._quiet_ns:
+        elif self._looks_inside and now_mono_ns - self.last_mono_ns >= self._quiet_ns:
             pid = program_of(self._pid)
             num_waiting = sum(thread.is_in_collective for thread in threads(pid, []))
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)

@@ -28,6 +28,7 @@ from echelon.launcher.incident.harvest import harvest
 from echelon.launcher.incident.torch_dumps import TorchDump, torch_environment
 from echelon.launcher.incident.worker import Occasion, Worker
 from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.limits.kept import LimitsFile
 from echelon.launcher.node import environment
 from echelon.launcher.node.binding import bind, describe
 from echelon.launcher.node.containment import Containment
@@ -47,6 +48,7 @@ from echelon.recorder.read import read_ring
 _DRAIN_S = 1.0  # for what ended workers left in their pipes
 _SWEEP_S = 2.0
 _NOT_STARTED = 127
+_LIMITS_S = 10.0  # between two times at which the learned limits are written
 
 
 class NodeAgent:
@@ -74,6 +76,8 @@ class NodeAgent:
         self._selector.register(guard.fileno(), selectors.EVENT_READ, self._take_news)
         self._streams: dict[int, Stream] = {}
         self._has_lost_output = False
+        self._next_limits_s = 0.0
+        self._limits_file = LimitsFile()
         self._sighting: Sighting | None = None
         self._laps: LapReports | None = None
         self._grace = Grace()
@@ -149,6 +153,7 @@ class NodeAgent:
         """Start this node's workers."""
         self._start = command
         self._kept = None
+        self._next_limits_s = time.monotonic() + _LIMITS_S
         self._num_ended = 0
         self._grace = Grace()
         self._oom_kills_before = oom_kills(os.getpid())
@@ -415,6 +420,15 @@ class NodeAgent:
         sights = self._sighting.report(at_once=at_once)
         if sights is not None:
             self._tell(sights)
+        self._keep_limits()
+
+    def _keep_limits(self) -> None:
+        """Write what the ranks have learned beside the first one's ring, for `echelon status`."""
+        now_s = time.monotonic()
+        if self._sighting is None or now_s < self._next_limits_s:
+            return
+        self._next_limits_s = now_s + _LIMITS_S
+        self._limits_file.put(self._workers[0].folder, self._sighting.watched())
 
     def _num_printed(self, rank: int) -> int:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)

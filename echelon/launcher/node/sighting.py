@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from echelon.errors import DumpFormatError
 from echelon.launcher.control import messages as m
 from echelon.launcher.control.lived import LivedTime
 from echelon.launcher.incident.worker import Worker
+from echelon.launcher.limits.node import NodeLimits, Row, Summary
 from echelon.launcher.node.activity import Activity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.stall.watchdog import Sight
@@ -49,6 +50,10 @@ class Sighting:
         self._dumped_rank = -1  # of the recording ranks, the one whose dump appeared last
         self._num_moves = 0
         self._lived = LivedTime(_STEP_S, time.monotonic_ns() / 1e9)
+        self._limits: NodeLimits | None = None
+        if start.learns_limits:
+            fixed_s = start.stall_timeout_ms / 1e3
+            self._limits = NodeLimits(start.master_port, fixed_s, num_printed)
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
@@ -62,7 +67,8 @@ class Sighting:
         """Return what the living ranks show; None if there are none."""
         now = time.monotonic_ns()
         self._lived.tick(now / 1e9)
-        sights, rows, own = [], [], {}
+        sights: list[Sight] = []
+        rows, own = [], {}
         for worker in self._workers:
             if not worker.alive:
                 continue
@@ -76,12 +82,23 @@ class Sighting:
         if not sights and not rows:
             return None
         self._note_dumps(own)
+        said = self._sum_up(sights, now)
         return m.Sights(
             attempt=self._attempt,
             folded=self._fold(sights, now, sum(own.values())),
             ranks=rows,
             dumped_rank=self._dumped_rank,
+            **asdict(said),
         )
+
+    def _sum_up(self, sights: list[Sight], now: int) -> Summary:
+        if self._limits is None:
+            return Summary()
+        return self._limits.sum_up(sights, lambda then: self._age_s(now, then))
+
+    def watched(self) -> list[Row]:
+        """Return what the ranks' own histories are, the most frequent first."""
+        return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
         """Note whose dump is new; of several that appeared at once, the lowest rank's."""
@@ -99,6 +116,8 @@ class Sighting:
         """Forget what an incident's own questions made ranks do: that was not a sign of life."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
+        if self._limits is not None:
+            self._limits.rest(time.monotonic_ns())
 
     def close(self) -> None:
         """Unmap the rings."""
@@ -140,10 +159,12 @@ class Sighting:
         uses and prints, and not in its ring.
         """
         sight = ring.sight(worker.rank)
-        if not ring.is_hooked:
-            return sight
-        activity = self._active(worker, now)
-        return replace(sight, progress_mono_ns=max(sight.progress_mono_ns, activity.last_mono_ns))
+        if ring.is_hooked:
+            last_ns = self._active(worker, now).last_mono_ns
+            sight = replace(sight, progress_mono_ns=max(sight.progress_mono_ns, last_ns))
+        if self._limits is not None:
+            self._limits.see(worker, ring, sight, now, lambda then: self._age_s(now, then))
+        return sight
 
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
         """Look at a rank that has no ring, not yet or never, or that is exiting and has closed it.
@@ -167,7 +188,10 @@ class Sighting:
     def _age_ms(self, now_mono_ns: int, then_mono_ns: int) -> int:
         if not then_mono_ns:
             return -1
-        return max(0, int(1e3 * self._lived.since(then_mono_ns / 1e9, now_mono_ns / 1e9)))
+        return max(0, int(1e3 * self._age_s(now_mono_ns, then_mono_ns)))
+
+    def _age_s(self, now_mono_ns: int, then_mono_ns: int) -> float:
+        return self._lived.since(then_mono_ns / 1e9, now_mono_ns / 1e9)
 
 
 class Reports:
@@ -192,7 +216,7 @@ class Reports:
         ages += [max(folded[2], folded[3])] if folded else []
         dumps = (*(row[6] for row in sights.ranks), *folded[6:])
         shape = (folded[1:2], [row[:2] for row in sights.ranks], dumps)
-        is_unusual = max(ages) >= self._unusual_ms
+        is_unusual = max(ages) >= self._unusual_ms or sights.late_rank >= 0
         is_due = (
             at_once
             or is_unusual

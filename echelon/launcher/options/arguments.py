@@ -256,6 +256,14 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
         "restart: end the ranks, and restart them as after a failure",
     )
     watch.add_argument(
+        "--learned-limits",
+        choices=("on", "off"),
+        default=default("learned_limits", "on"),
+        help="on: look at the ranks, and stop nothing, once an operation takes longer than its own "
+        "history while no rank does anything; wait longer for phases that took long before "
+        "(default); off: --stall-timeout alone",
+    )
+    watch.add_argument(
         "--run-dir",
         type=Path,
         default=default("run_dir", None),

@@ -49,6 +49,7 @@ class Options:
     exclude_after: int  # failures of a node's own after which worlds avoid it; 0: never
     stall_timeout_s: float
     on_stall: str  # "report", "stop" or "restart"
+    learned_limits: str  # "on" or "off"
     run_dir: Path | None
     checkpoint_dir: Path | None  # None: what the ranks announce
     rdzv_id: str
@@ -112,6 +113,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         exclude_after=args.exclude_after,
         stall_timeout_s=args.stall_timeout,
         on_stall=args.on_stall,
+        learned_limits=args.learned_limits,
         run_dir=args.run_dir,
         checkpoint_dir=args.checkpoint_dir,
         rdzv_id=args.rdzv_id,

@@ -24,6 +24,7 @@ from echelon import __version__
 from echelon.errors import LaunchError
 from echelon.launcher.control.endpoint import join, read_secret, split
 from echelon.launcher.control.tls import TlsFiles, tls_files
+from echelon.launcher.limits.kept import as_lines, read_limits
 from echelon.launcher.options.texts import listen_at
 from echelon.launcher.status.status import RankStatus, newest_run, read_statuses, ring_paths
 
@@ -55,6 +56,7 @@ class View:
     rows: Sequence[Row]
     missing_nodes: int = 0  # they did not answer
     is_over: bool = False
+    limits: Sequence[str] = ()  # at which operations are watched, a line each
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,8 +139,12 @@ def _show_run(run_dir: Path | None, *, once: bool) -> int:
     def views(run: Path) -> Iterator[View]:
         while True:
             rows = [Row("", status) for status in read_statuses(run)]
+            folders = [path.parent for path in ring_paths(run).values()]
             yield View(
-                str(run), rows, is_over=all(r.status.phase in ("ended", "gone") for r in rows)
+                str(run),
+                rows,
+                is_over=all(r.status.phase in ("ended", "gone") for r in rows),
+                limits=as_lines(read_limits(folders)),
             )
 
     _show(views(run_dir), once=once)
@@ -228,6 +234,7 @@ def _rows(answers: Sequence[Statuses]) -> list[Row]:
 
 def table(view: View) -> Table:
     """Return the table as rich draws it."""
+    from rich.markup import escape
     from rich.table import Table
 
     drawn = Table(title=view.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -248,8 +255,10 @@ def table(view: View) -> Table:
             "-" if status.step is None else str(status.step),
             "-" if status.step_s is None else f"{status.step_s * 1e3:.0f} ms",
         )
+    notes = [escape(line) for line in view.limits]
     if view.missing_nodes:
-        drawn.caption = f"{view.missing_nodes} nodes did not answer"
+        notes.append(f"{view.missing_nodes} nodes did not answer")
+    drawn.caption, drawn.caption_justify = "\n".join(notes) or None, "left"
     return drawn
 
 

@@ -27,6 +27,7 @@ from echelon.recorder.format.schema import (
     NUM_OPEN_SPANS,
     OPERATION_SLOT,
     RING_MAGIC,
+    SPAN_SLOT,
     Live,
     Record,
     State,
@@ -182,6 +183,35 @@ class LiveRing:
             self._map, OPERATION_SLOT, layout.num_operations, layout.operations_offset
         )
         self._kept = np.frombuffer(self._map, KEPT_OPERATION, NUM_KEPT, layout.kept_offset)["slot"]
+        self._spans = np.frombuffer(self._map, SPAN_SLOT, layout.num_spans, layout.spans_offset)
+        self._open_spans = np.frombuffer(self._map, SPAN_SLOT, NUM_OPEN_SPANS, OPEN_SPANS_OFFSET)
+        self._layout = layout
+
+    @property
+    def file(self) -> tuple[int, int]:
+        """Which file is mapped: another one after a later program took the path over."""
+        return self._identity
+
+    @property
+    def operation_slots(self) -> npt.NDArray[Any]:
+        """The slots of operations as they are now, of dtype `OPERATION_SLOT`."""
+        return self._slots
+
+    @property
+    def span_slots(self) -> npt.NDArray[Any]:
+        """The slots of ended spans as they are now, of dtype `SPAN_SLOT`."""
+        return self._spans
+
+    @property
+    def open_span_slots(self) -> npt.NDArray[Any]:
+        """The places of open spans as they are now, of dtype `SPAN_SLOT`."""
+        return self._open_spans
+
+    def text(self, ref: int) -> str:
+        """Return a text of the ring; one that says so if it cannot be read."""
+        # The map's slices are bytes, which is all that is asked of it.
+        data: Any = self._map
+        return RingTexts(data, self._layout, self.words(), Damage()).text(ref)
 
     def words(self) -> tuple[int, ...]:
         """Return the live words, see `Live`."""
@@ -250,7 +280,7 @@ class LiveRing:
     def close(self) -> None:
         """Unmap the file."""
         release(self._protected)
-        del self._live, self._slots, self._kept
+        del self._live, self._slots, self._kept, self._spans, self._open_spans
         self._map.close()
 
 

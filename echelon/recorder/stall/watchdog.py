@@ -12,6 +12,9 @@ One stall is reported once. The next one counts only after progress: the number 
 spans and steps of some rank must have moved. Ranks that report do so one after the other: what one
 said was pending before another one's progress was seen has probably ended with it, and counts again
 only in its next report.
+
+What has taken longer than the limit before and succeeded (a checkpoint, an evaluation) gets more
+time where the caller knows of it: until then, nothing counts as a stall but torch's own dumps.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class Sight:
     num_dumps: int = 0  # that torch's own recorder has written
     named_rank: int = -1  # the rank to name, where this stands for all recording ranks of a node
     dumped_rank: int = -1  # the rank that wrote the last dump, in the same case
+    patient_until_mono_ns: int = 0  # what it does has taken that long before; 0: no longer than any
 
     @property
     def name(self) -> str:
@@ -79,7 +83,9 @@ class StallRule:
                 return None
             self._reported = None
             self._trusted_from_ns = now_mono_ns + _ON_ITS_WAY_NS
-        stall = dumped or self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
+        stall = dumped
+        if not any(now_mono_ns < sight.patient_until_mono_ns for sight in sights):
+            stall = stall or self._pending(sights, now_mono_ns) or self._silent(sights, now_mono_ns)
         if stall is not None:
             self._reported = _over_if_more(sights)
         return stall

@@ -99,6 +99,38 @@ def test_a_launcher_that_stood_still_does_not_take_that_for_its_ranks_stall(tmp_
     assert "has an operation pending for 20 s" in collect.reason
 
 
+def test_an_early_look_stops_nothing_and_the_stall_after_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "Analysis", _Endless)
+    job = Job(tmp_path, "--nnodes", "2", "--stall-timeout", "30", "--on-stall", "stop")
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(now_s * 1e9))
+    nodes = ((job.host, 0), (job.other, 1))
+
+    def see(age_ms: int) -> None:
+        for node, first in nodes:
+            late = {"late_rank": first, "late_ms": age_ms, "limit_ms": 10_000, "what": "train.py:9"}
+            row = [first, 1, age_ms, age_ms, first, 7, 0]
+            seen = m.Sights(attempt=0, folded=row, ranks=[], worked_ms=age_ms, is_excused=False,
+                            **late)  # fmt: skip
+            job.take(node, seen)
+        job.look()
+
+    see(11_000)
+    assert "longer than its history allows: train.py:9" in job.commands(m.Collect)[0].reason
+    for node, _ in nodes:
+        job.take(node, m.Harvested(incident=0, exit_codes=[]))
+    assert len(job.report.incidents) == 1
+    assert job.commands(m.Stop) == []
+    now_s += 20.0
+    see(31_000)
+    assert "pending for 30 s" in job.commands(m.Collect)[-1].reason
+    for node, _ in nodes:
+        job.take(node, m.Harvested(incident=1, exit_codes=[]))
+    assert len(job.commands(m.Stop)) == 2
+    job.coordinator.close()
+
+
 class _Endless:
     """An analysis that never answers: no verdict decides what follows."""
 

@@ -22,7 +22,8 @@ def test_a_rank_that_has_closed_its_ring_is_seen_from_outside(tmp_path: Path) ->
     ring = Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16)
     recorder = Recorder(ring)
     worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
-    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0)
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0,
+                            learns_limits=True)  # fmt: skip
     sighting = Sighting(start, [worker], lambda _: 0)
     first = sighting.look()
     assert first is not None
@@ -43,7 +44,8 @@ def test_a_node_that_stood_still_does_not_count_that_as_its_ranks_silence(
     identity = Identity(rank=0, pid=os.getpid())
     recorder = Recorder(Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16))
     worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
-    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0)
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0,
+                            learns_limits=True)  # fmt: skip
     now_ns = time.monotonic_ns()
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
     sighting = Sighting(start, [worker], lambda _: 0)
@@ -75,7 +77,8 @@ def test_a_program_that_was_hooked_is_not_silent_while_it_prints(tmp_path: Path,
     recorder.mark_initialised()
     ring.live[Live.PROGRESS_MONO_NS] = time.monotonic_ns() - 3_600_000_000_000
     worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
-    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0)
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=60_000, sights_ms=0,
+                            learns_limits=True)  # fmt: skip
     printed = iter(range(1, 9))
     sighting = Sighting(start, [worker], lambda _: next(printed))
     assert sighting.look() is not None

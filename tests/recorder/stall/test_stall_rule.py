@@ -190,3 +190,17 @@ def test_a_busy_rank_does_not_end_the_waiting_of_others():
     assert watched.is_stalled
     assert watched.look([waits(4, 113), busy], 113 * S) is None
     assert not watched.is_stalled
+
+
+def test_what_took_long_before_gets_more_time_than_anything_else():
+    def stall(patient_until_s: float, now_s: float):
+        waits = Sight(rank=0, initialised=True, pending_mono_ns=S, progress_mono_ns=S)
+        saves = Sight(
+            rank=1, initialised=True, progress_mono_ns=S,
+            patient_until_mono_ns=int(patient_until_s * S),
+        )  # fmt: skip
+        return StallRule(60.0, 0).look([waits, saves], int(now_s * S))
+
+    assert stall(0, 62) is not None
+    assert stall(180, 179) is None
+    assert stall(180, 181) is not None

@@ -1,0 +1,1 @@
+"""Limits learned from the job itself: how long its operations and phases usually take."""

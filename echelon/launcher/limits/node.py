@@ -1,0 +1,183 @@
+"""What this node's ranks have learned, and what of it the coordinator has to know.
+
+A rank shows that it works by its ring, and where that stands still, by processor time, output and
+bytes on its connections: `Activity`, asked only of ranks whose rings have been quiet for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from echelon.launcher.incident.worker import Worker
+from echelon.launcher.limits.rank import Judged, Late, RankLimits
+from echelon.launcher.node.activity import Activity
+from echelon.recorder.read import LiveRing
+from echelon.recorder.read.tail import Key, Tail
+from echelon.recorder.stall.watchdog import Sight
+
+_QUIET_S = 2.0  # of a ring, after which its process is looked at
+_QUIET_INSIDE_S = 0.5  # of a process, after which its connections are
+_WAITS = frozenset({"data_wait", "store", "pipeline"})  # phases that end when others do something
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a node reports of its recording ranks; ages and durations in ms, -1: none."""
+
+    worked_ms: int = -1  # since one of them did anything
+    is_excused: bool = True  # one is in a phase that may take its time, or before init
+    patience_ms: int = -1  # that the stall rule should still have
+    late_rank: int = -1
+    late_ms: int = -1
+    limit_ms: int = -1
+    what: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A call site or phase as the user reads it."""
+
+    name: str
+    site: str
+    is_span: bool
+    limit_s: float | None
+    usual_s: float
+    longest_s: float
+    num: int
+
+
+@dataclass(slots=True)
+class _Rank:
+    limits: RankLimits
+    ring: LiveRing
+    tail: Tail = field(default_factory=Tail)
+    activity: Activity | None = None
+    worked_ns: int = 0
+    judged: Judged = field(default_factory=Judged)
+
+
+class NodeLimits:
+    """The histories of one attempt's ranks on this node.
+
+    Args:
+        store_port: of the connections that do not count as work.
+        fixed_s: the stall rule's limit.
+        num_printed: how many bytes a rank has printed.
+    """
+
+    def __init__(self, store_port: int, fixed_s: float, num_printed: Callable[[int], int]) -> None:
+        self._store_port = store_port
+        self._fixed_s = fixed_s
+        self._num_printed = num_printed
+        self._ranks: dict[int, _Rank] = {}
+
+    def see(
+        self,
+        worker: Worker,
+        ring: LiveRing,
+        sight: Sight,
+        now_ns: int,
+        age_s: Callable[[int], float],
+    ) -> None:
+        """Look at one rank that records.
+
+        Args:
+            age_s: how long ago a stamp was, by the time that this process has lived through.
+        """
+        rank = self._ranks.get(worker.rank)
+        if rank is None:
+            rank = self._ranks[worker.rank] = _Rank(self._limits_of(ring), ring)
+        rank.ring = ring
+        news = rank.tail.read(ring)
+        rank.limits.learn(news, now_ns)
+        rank.judged = rank.limits.judge(news, age_s)
+        rank.worked_ns = max(rank.worked_ns, sight.progress_mono_ns)
+        if age_s(sight.progress_mono_ns) < _QUIET_S:
+            rank.activity = None
+            return
+        if rank.activity is None:
+            rank.activity = Activity(
+                worker.pid, self._store_port, _QUIET_INSIDE_S, now_ns, looks_inside=False
+            )
+            rank.activity.rest(self._num_printed(worker.rank), now_ns)  # printed before
+        rank.activity.look(self._num_printed(worker.rank), now_ns)
+        if rank.activity.num_signs:
+            rank.worked_ns = max(rank.worked_ns, rank.activity.last_mono_ns)
+
+    def sum_up(self, sights: list[Sight], age_s: Callable[[int], float]) -> Summary:
+        """Return what to report of the ranks that were just seen."""
+        seen = {s.rank: self._ranks[s.rank] for s in sights if s.rank in self._ranks}
+        if not seen:
+            return Summary()
+        judged = {number: rank.judged for number, rank in seen.items()}
+        patience_s = max(one.patience_s for one in judged.values())
+        summary = Summary(
+            worked_ms=max(0, int(1e3 * min(age_s(rank.worked_ns) for rank in seen.values()))),
+            is_excused=any(one.is_excused for one in judged.values())
+            or not all(sight.initialised for sight in sights),
+            patience_ms=int(1e3 * patience_s) if patience_s > 0 else -1,
+        )
+        late = {number: one.late for number, one in judged.items() if one.late is not None}
+        return self._with_late(summary, late) if late else summary
+
+    def rest(self, now_ns: int) -> None:
+        """Forget what an incident's own questions made ranks do: it is not their work."""
+        for number, rank in self._ranks.items():
+            if rank.activity is not None:
+                rank.activity.rest(self._num_printed(number), now_ns)
+
+    def rows(self) -> list[Row]:
+        """Return what is known of each call site and phase, over all ranks of this node."""
+        rows: dict[tuple[str, str, bool], Row] = {}
+        for row in self._all_rows():
+            key = row.name, row.site, row.is_span
+            known = rows.get(key)
+            rows[key] = row if known is None else joined(known, row)
+        return sorted(rows.values(), key=lambda row: -row.num)
+
+    def _all_rows(self) -> Iterator[Row]:
+        for rank in self._ranks.values():
+            for one in rank.limits.watched():
+                name, site = _words(rank.ring, one.key)
+                yield Row(
+                    name=name, site=site, is_span=one.key.is_span, limit_s=one.limit_s,
+                    usual_s=one.usual_s, longest_s=one.longest_s, num=one.num,
+                )  # fmt: skip
+
+    def _limits_of(self, ring: LiveRing) -> RankLimits:
+        return RankLimits(self._fixed_s, lambda name: ring.text(name) not in _WAITS)
+
+    def _with_late(self, summary: Summary, late: dict[int, Late]) -> Summary:
+        number = max(late, key=lambda rank: late[rank].age_s)
+        one = late[number]
+        name, site = _words(self._ranks[number].ring, one.key)
+        where = f"phase '{name}'" if one.key.is_span else f"group '{name}'"
+        what = (
+            f"{site or '?'} in {where}: limit {one.limit_s:.3g} s, 99.9 % of {one.num} took at "
+            f"most {one.usual_s:.3g} s"
+        )
+        return replace(
+            summary,
+            late_rank=number,
+            late_ms=int(1e3 * one.age_s),
+            limit_ms=int(1e3 * one.limit_s),
+            what=what,
+        )
+
+
+def _words(ring: LiveRing, key: Key) -> tuple[str, str]:
+    name = ring.text(key.name).partition("\n")[0] if key.name else ""
+    return name, ring.text(key.site) if key.site else ""
+
+
+def joined(one: Row, other: Row) -> Row:
+    """Return the row of two ranks: the limit at which the later one is watched."""
+    has_limits = one.limit_s is not None and other.limit_s is not None
+    return Row(
+        name=one.name, site=one.site, is_span=one.is_span,
+        limit_s=max(one.limit_s or 0.0, other.limit_s or 0.0) if has_limits else None,
+        usual_s=max(one.usual_s, other.usual_s),
+        longest_s=max(one.longest_s, other.longest_s),
+        num=one.num + other.num,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""One rank's histories, and what they say about what it does now. Pure but for what is handed in.
+
+[Note: phases excuse] A rank whose innermost open phase has no limit of its own yet, or has not
+passed it, does something that is known to take its time: a checkpoint, a compile, an evaluation. No
+early look is due then on any rank, since the others may well wait for it. A phase in which
+collectives are called (an epoch, a step) is none of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from echelon.launcher.limits.history import QUANTILE, History
+from echelon.recorder.read.tail import Key, News, Open
+
+MAX_KEYS = 128  # per rank; of more call sites, the first ones seen are watched
+_NUM_LONG = 2  # operations beyond the fixed limit that make it a habit
+_NUM_LONG_SPANS = 1  # a phase says what it is for
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Something that has taken longer than its history allows."""
+
+    key: Key
+    age_s: float
+    limit_s: float
+    usual_s: float  # the 99.9th percentile
+    num: int  # samples behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a rank's histories say at one look."""
+
+    late: Late | None = None  # the one that is late for longest
+    is_excused: bool = False  # it is in a phase that may take its time
+    patience_s: float = 0.0  # that the stall rule should still have with it; 0: as with any
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A call site or phase, with the limit at which it is watched."""
+
+    key: Key
+    limit_s: float | None  # None: at the fixed one
+    usual_s: float
+    longest_s: float
+    num: int
+
+
+class RankLimits:
+    """Learns from one rank.
+
+    Args:
+        fixed_s: the stall rule's limit.
+        may_be_long: whether a phase of this name may take longer than `fixed_s` once it has.
+    """
+
+    def __init__(self, fixed_s: float, may_be_long: Callable[[int], bool]) -> None:
+        self._fixed_s = fixed_s
+        self._may_be_long = may_be_long
+        self._histories: dict[Key, History] = {}
+
+    def learn(self, news: News, now_ns: int) -> None:
+        """Take in what has ended."""
+        if news.is_other_ring:
+            self._histories.clear()
+        for key, lasted_ns in news.ended:
+            history = self._histories.get(key)
+            if history is None:
+                if len(self._histories) >= MAX_KEYS:
+                    continue
+                num_long = _NUM_LONG_SPANS if key.is_span else _NUM_LONG
+                history = self._histories[key] = History(self._fixed_s, num_long)
+            history.add(lasted_ns, now_ns)
+
+    def judge(self, news: News, age_s: Callable[[int], float]) -> Judged:
+        """Return what this rank's histories say now.
+
+        Args:
+            age_s: how long ago a stamp of the rank was.
+        """
+        late: Late | None = None
+        is_excused, patience_s = False, 0.0
+        for one, is_phase in _open(news):
+            history = self._histories.get(one.key)
+            age = age_s(one.since_ns)
+            limit_s = None if history is None else history.limit_s
+            if history is not None and (not is_phase or self._may_be_long(one.key.name)):
+                patience_s = max(patience_s, history.patience_s - age)
+            if history is not None and limit_s is not None and age > limit_s:
+                if late is None or age > late.age_s:
+                    usual_s = history.sketch.quantile_s(QUANTILE)
+                    late = Late(one.key, age, limit_s, usual_s, history.sketch.num)
+            elif is_phase:
+                is_excused = True
+        return Judged(late, is_excused, patience_s)
+
+    def watched(self) -> Iterator[Watched]:
+        """Yield what is known of each call site and phase."""
+        for key, one in self._histories.items():
+            usual_s, num = one.sketch.quantile_s(QUANTILE), one.sketch.num
+            yield Watched(key, one.limit_s, usual_s, one.longest_s, num)
+
+
+def _open(news: News) -> Iterator[tuple[Open, bool]]:
+    """Yield what is pending, and each phase without calls inside; True: it is a phase."""
+    for one in news.pending:
+        yield one, False
+    for one in news.spans:
+        if news.last_call_ns.get(one.thread, 0) < one.since_ns:
+            yield one, True

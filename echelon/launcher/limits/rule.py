@@ -1,0 +1,105 @@
+"""When a job is worth a look before the stall rule's limit: pure, over what all nodes report.
+
+A look is due if something has taken longer than its own history allows, and if for as long as that
+limit no rank of the job has advanced, computed, printed or sent anything, and none is in a phase
+that may take its time. So a long evaluation, a checkpoint that is written or a compile raises none:
+some rank works. Without a recent report of every node, with ranks without a ring, and before init
+there is no look: the stall rule with its fixed limit remains.
+
+A look stops nothing. One that clears by itself was a false alarm; after `MAX_CLEARED` of them the
+job's history does not predict it, and no further ones are raised in this attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_CLEARED = 2
+DISARMED = (
+    f"{MAX_CLEARED} early looks have cleared by themselves: from here on --stall-timeout alone "
+    "counts in this attempt"
+)
+_FRESH_S = 4.0  # the age of a report that still counts, at least
+_SLACK_S = 2.0  # a rank's last sign of life may be somewhat younger than what waits for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """What one node reported last; stamps are ns of the coordinator's clock."""
+
+    seen_ns: int
+    worked_ns: int  # the last time at which one of its ranks did anything
+    num_moves: int
+    is_excused: bool  # a rank is in a phase that may take its time, has no ring, or is before init
+    late_rank: int = -1  # -1: nothing is late
+    late_since_ns: int = 0
+    limit_s: float = 0.0
+    what: str = ""  # in words
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look is due."""
+
+    reason: str
+
+
+class LimitRule:
+    """Decide from one look at all nodes to the next. Reads no clock.
+
+    Args:
+        report_s: the longest time between two reports of a node.
+    """
+
+    def __init__(self, report_s: float = 0.0) -> None:
+        self._fresh_ns = int(1e9 * max(_FRESH_S, 1.5 * report_s + 1.0))
+        self._reported: list[int] | None = None
+        self.num_cleared = 0
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether a look was due, and nothing has moved since."""
+        return self._reported is not None
+
+    @property
+    def is_disarmed(self) -> bool:
+        """Whether too many looks have cleared by themselves."""
+        return self.num_cleared >= MAX_CLEARED
+
+    def look(self, views: Sequence[View | None], now_ns: int) -> Look | None:
+        """Return a look that is due and was not reported yet.
+
+        Args:
+            views: of each node that has not been lost; None: it has reported nothing.
+        """
+        known = [view for view in views if view is not None]
+        moves = [view.num_moves for view in known]
+        if self._reported is not None:
+            if len(moves) == len(self._reported) and moves == self._reported:
+                return None
+            self._reported = None
+            self.num_cleared += 1
+        if self.is_disarmed or len(known) < len(views):
+            return None
+        late = self._late(known, now_ns)
+        if late is None:
+            return None
+        self._reported = moves
+        age_s = (now_ns - late.late_since_ns) / 1e9
+        return Look(
+            f"rank {late.late_rank} has waited for {age_s:.1f} s, longer than its history allows: "
+            f"{late.what}"
+        )
+
+    def _late(self, views: Sequence[View], now_ns: int) -> View | None:
+        late = [view for view in views if view.late_rank >= 0]
+        if not late or any(view.is_excused for view in views):
+            return None
+        first = min(late, key=lambda view: view.late_since_ns)
+        if any(now_ns - view.seen_ns > self._fresh_ns for view in views):
+            return None
+        worked_ns = max(view.worked_ns for view in views)
+        if now_ns - worked_ns < (first.limit_s - _SLACK_S) * 1e9:
+            return None
+        return first
