@@ -92,8 +92,9 @@ class TokenLoader:
         sources: where samples come from; their names differ.
         context: T, the tokens of a sample.
         batch: samples of a step, over all ranks.
-        rank, world_size: this rank's place; ranks share a batch as evenly as possible, and a rank's
-            part may be empty if `batch` is below `world_size`.
+        rank: this rank's place in the world.
+        world_size: ranks that share a batch, as evenly as possible; a rank's part may be empty if
+            `batch` is below `world_size`.
         seed: of the order of samples.
         mask_documents: leave the first token of each document out of the targets.
         pack_documents: samples hold whole documents (`packing.py`), not what lies between two cuts;

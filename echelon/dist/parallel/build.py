@@ -66,13 +66,18 @@ def parallelize(
             given; None: the model's output is the loss.
         num_microbatches: into how many a rank's batch is split along dim 0, with a pipeline or
             without: gradients are averaged over them and reduced once.
-        schedule, num_chunks: of the pipeline, by name; chunks are stages per rank.
+        schedule: of the pipeline, by name.
+        num_chunks: of the pipeline: stages per rank.
         sequence: sequence parallelism: norms and residuals hold an even part of each sequence on
             each rank of axis "tp".
-        mp_policy, reshard_after_forward, offload_policy, prefetch, memory_budget_bytes: as in
-            `fully_shard`.
-        device, init: for a model on the meta device, as in `fully_shard`. Slices of ranks of "tp"
-            are drawn from different seeds.
+        mp_policy: as in `fully_shard`.
+        reshard_after_forward: as in `fully_shard`.
+        offload_policy: as in `fully_shard`.
+        prefetch: as in `fully_shard`.
+        memory_budget_bytes: as in `fully_shard`.
+        device: for a model on the meta device, as in `fully_shard`.
+        init: for a model on the meta device, as in `fully_shard`. Slices of ranks of "tp" are drawn
+            from different seeds.
 
     Raises:
         ValueError: a bad argument, or a model, plan and mesh that do not fit each other.

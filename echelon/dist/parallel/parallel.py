@@ -111,7 +111,8 @@ class Parallel:
         """Run forward alone, without gradients.
 
         Args:
-            inputs, targets: as `step`.
+            inputs: as `step`.
+            targets: as `step`.
 
         Returns:
             This rank's term of the mean loss, as `step`.

@@ -39,7 +39,8 @@ class TCPStore(Store):
     """Join the store server at an address, or host it.
 
     Args:
-        host_name, port: the server; the master binds them, and port 0 is any free one.
+        host_name: the server's host; the master binds it.
+        port: the server's port; the master binds it, and 0 is any free one.
         world_size: how many clients to expect; None if that is not known.
         is_master: host the server in this process as well.
         timeout: how long connecting may take, and each call that names no timeout of its own.

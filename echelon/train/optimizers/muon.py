@@ -54,7 +54,8 @@ class Muon(Optimizer):
         nesterov: of Muon.
         num_iterations: of Newton-Schulz.
         scale: of Muon's update: "rms", or "original": sqrt(max(1, n / m)).
-        betas, eps: of AdamW.
+        betas: of AdamW.
+        eps: of AdamW.
         compute_dtype: of Newton-Schulz and the exchange; None: bfloat16 on devices, as Keller
             Jordan's; on the CPU float32 (float64 for float64), where bfloat16 is slow.
         tensor_group: the ranks of axis "tp", where it divides matrices: `mesh.group("tp")`, which

@@ -194,7 +194,8 @@ class Pipeline:
         """Run forwards only, without gradients.
 
         Args:
-            inputs, targets: as `step`; without targets there is no loss.
+            inputs: as `step`.
+            targets: as `step`; without them there is no loss.
 
         Returns:
             On the last stage's rank the losses, or without targets its outputs, by micro-batch;

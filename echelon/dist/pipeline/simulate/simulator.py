@@ -68,8 +68,10 @@ def simulate(
 
     Args:
         plan: any plan; messages and sharding actions in it cost nothing by themselves.
-        forward, input_grad, weight_grad: costs of one chunk's action, for all stages or for each.
-            A whole backward takes input_grad + weight_grad.
+        forward: cost of one chunk's forward action, for all stages or for each.
+        input_grad: cost of the gradient of one chunk's input.
+        weight_grad: cost of the gradient of one chunk's weights; a whole backward takes
+            input_grad + weight_grad.
         costs: everything that can be told, in place of those three.
 
     Raises:
