@@ -7,7 +7,7 @@ NPROC ?= 2
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test check check-native clean
+.PHONY: setup train test check docs docs-serve check-native clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,21 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/english.py
+	$(BIN)/python -m tools.docs.check
+
+# The site's packages, apart from those of the tests: CI needs none of them.
+$(VENV)/.ready-docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# The documentation as a site in build/site. A warning is an error, and so is a resource from elsewhere.
+docs: $(VENV)/.ready-docs
+	$(BIN)/python -m tools.docs.check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m tools.docs.offline build/site
+
+docs-serve: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # The C core under ThreadSanitizer, and on ARM64 under qemu. Needs a C compiler; not part of CI.
 check-native:
