@@ -1,0 +1,114 @@
+"""Follow a tutorial to the letter: `python -m tools.docs.follow PAGE FOLDER`.
+
+The commands of a page are those after `$ ` in its `console` blocks. They run in FOLDER, a
+checkout, in one shell per block title, and the blocks of different shells run beside each other. Of
+the output that a page shows, verdicts and exit codes (the output of `echo $?`) must be what the
+commands print; the rest is an illustration, since it holds times and numbers of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_BLOCK = re.compile(
+    r"^```console(?: title=\"(?P<shell>[^\"]+)\")?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_CHECKED = re.compile(r"^(?:\s*VERDICT .*|HEALTHY .*|\d+)$")
+_MARK = "-- end of command --"
+
+
+@dataclass
+class Step:
+    """One command of a page, and the lines of its output that must be as shown."""
+
+    command: str
+    expected: list[str] = field(default_factory=list)
+
+
+def steps(page: str) -> dict[str, list[Step]]:
+    """Return the commands of each shell of a page, in the page's order."""
+    shells: dict[str, list[Step]] = {}
+    for block in _BLOCK.finditer(page):
+        shell = shells.setdefault(block["shell"] or "shell", [])
+        for line in block["body"].splitlines():
+            if line.startswith("$ "):
+                shell.append(Step(line[2:]))
+            elif shell and _CHECKED.match(line):
+                shell[-1].expected.append(_normal(line))
+    return shells
+
+
+def script(shell: list[Step]) -> str:
+    """Return the shell's commands as one script that marks where each one's output ends."""
+    lines = []
+    for step in shell:
+        lines += [step.command, f"_code=$?; echo; echo '{_MARK}'; (exit $_code)"]
+    return "\n".join(lines)
+
+
+def faults(shell: list[Step], output: str) -> list[str]:
+    """Return what the output of a shell lacks, one line per command."""
+    parts = output.split(f"\n{_MARK}\n")
+    if len(parts) != len(shell) + 1:
+        return [f"{len(parts) - 1} of {len(shell)} commands ended:\n{output}"]
+    found = []
+    for step, printed in zip(shell, parts, strict=False):
+        lines = {_normal(line) for line in printed.splitlines()}
+        missing = [line for line in step.expected if line not in lines]
+        if missing:
+            found.append(f"$ {step.command}\nlacks {missing}, printed:\n{printed}")
+    return found
+
+
+def follow(page: Path, folder: Path, timeout_s: float) -> list[str]:
+    """Run a page's commands in a folder; return what was not as the page shows.
+
+    Raises:
+        TimeoutExpired: a shell did not end within `timeout_s`; all shells have been killed.
+    """
+    shells = steps(page.read_text())
+    running = {
+        name: subprocess.Popen(
+            ["bash", "-c", script(shell)],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for name, shell in shells.items()
+    }
+    found = []
+    try:
+        for name, process in running.items():
+            output, _ = process.communicate(timeout=timeout_s)
+            found += [f"{name}: {fault}" for fault in faults(shells[name], output)]
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    return found
+
+
+def _normal(line: str) -> str:
+    return " ".join(line.split())
+
+
+def main() -> int:
+    """Follow the page that the command line names; return the exit code."""
+    page, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    found = follow(page, folder, timeout_s=600)
+    print("\n".join(found) or f"{page}: every command did what the page shows")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
