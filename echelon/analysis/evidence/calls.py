@@ -76,7 +76,10 @@ class Tables:
 
 
 def comparable_call(call: Call) -> object:
-    """Return what all members of a collective must agree on. [Note: exact calls and comparable calls]."""
+    """Return what all members of a collective must agree on.
+
+    See [Note: exact calls and comparable calls].
+    """
     operation, signature = call.operation, call.signature
     if operation in TRANSPOSED:
         return (operation, signature.dtype, call.root)
