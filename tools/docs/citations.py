@@ -156,7 +156,7 @@ def _lines(part: str, is_code: bool) -> Iterator[str]:
 
 @functools.cache
 def exists(name: str, root: Path) -> bool:
-    """Say whether a dotted name is defined below `echelon`, from the source alone."""
+    """Return whether a dotted name is defined below `echelon`, from the source alone."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         base = root.joinpath(*parts[:end])
