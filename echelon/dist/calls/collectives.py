@@ -337,7 +337,8 @@ class Collectives(Calls):
         """Send rows of `x` to each rank, and put the rows that each rank sends into `out`.
 
         Args:
-            out, x: arrays of rows (dim 0) of one dtype and row shape, without shared memory.
+            out: an array of rows (dim 0), for what this rank receives.
+            x: rows of the same dtype and shape to send; it shares no memory with `out`.
             output_splits: rows that each rank sends here; None: equal parts.
             input_splits: rows that go to each rank; None: equal parts.
             async_op: return a `Work` at once instead of blocking.
