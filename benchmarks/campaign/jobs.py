@@ -177,9 +177,8 @@ class _Job:
             if not told:
                 yield None
                 continue
-            at = float(told[0].split()[0])
-            reached = max((step for when, step in done if when <= at), default=-1)
-            new = min((when for when, step in done if step > reached), default=None)
+            at, reached = float(told[0].split()[0]), int(told[0].split()[1])
+            new = min((when for when, step in done if step >= reached and when > at), default=None)
             yield {
                 "kind": fault.kind,
                 "at_s": at - self._began_s,

@@ -69,6 +69,8 @@ class Board:
                 self._stop = threading.Event()
                 # Not `quick`: a loaded store must not fail the group that is being made.
                 self._client = self._store.clone()
+                # It always waits: observed, that would look like a rank which waits for the store.
+                self._client.observer = None
                 self._thread = threading.Thread(
                     target=self._listen,
                     args=(self._client, self._stop),
