@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 5
+VERSION = 6
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 

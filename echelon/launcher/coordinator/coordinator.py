@@ -105,6 +105,7 @@ class Coordinator:
         self._world: World | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
+        self._latest = -1  # attempt of this job that began
         self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
         self._restarts = self._restarting.restarts
         self._run = directory.path
@@ -259,6 +260,7 @@ class Coordinator:
             return
         if world is None or self._ending is not None:
             self._stop_signal = number
+            self._note_stopped()
             self._finish(EndedBy.SIGNAL, 128 + number)
             return
         self._incidents.hurry()
@@ -375,6 +377,7 @@ class Coordinator:
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
+        self._restarting.inherit(mandate.memory)
         for hello in inherited.hellos:
             self._members.join(hello)
             succession.admit(hello)
@@ -465,10 +468,12 @@ class Coordinator:
             attempt=self._numbers,
             restarts=self._restarts.num_used,
             num_attempts=self._report.attempts,
+            memory=self._restarting.memory(),
         )
 
     def _begin(self, nodes: Sequence[Node]) -> None:
         self._world, firsts = self._world_of(nodes, self._numbers)
+        self._latest = self._numbers
         self._numbers += 1
         if self._succession is not None:
             self._succession.begin(nodes)
@@ -526,14 +531,11 @@ class Coordinator:
         assert world.end is not None
         self._verdicts.release()  # their victims are known now
         self._stalls.clear()
+        self._note_cleared(world, world.end)
         if not self._stop_signal and self._restarting.awaits_verdict(world, world.end, now_s):
             return
         self._report.attempts += 1
         self._report.ranks = [world.ended[rank] for rank in sorted(world.ended)]
-        end = world.end
-        self._observers.tell(
-            o.AttemptEnded(attempt=world.number, failed=end.failed, ended_by=end.ended_by.value)
-        )
         self._todo.clear()
         for node, number in world.leaving.items():
             self._members.let_go(node, number)
@@ -549,6 +551,14 @@ class Coordinator:
         here, low = len(self._roster.nodes), self._options.min_nodes
         if here < low:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
+
+    def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
+        """Report once that nothing is left of a world: what follows may wait for a verdict."""
+        if not world.is_reported:
+            world.is_reported = True
+            how = end.ended_by.value
+            told = o.AttemptEnded(attempt=world.number, failed=end.failed, ended_by=how)
+            self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
         """Conclude the job once its incidents are explained, or it is known that they will not."""
@@ -578,11 +588,17 @@ class Coordinator:
             self._say(f"{which} finished successfully in {elapsed_s:.1f} s")
         ended_by, code = conclude(world, end, report, self._stop_signal)
         if ended_by is EndedBy.SIGNAL:
-            stopped = where_it_stopped(self._run, world.number)
-            report.stopped = stopped.to_json()
-            if stopped.line():
-                self._say(stopped.line())
+            self._note_stopped()
         self._finish(ended_by, code)
+
+    def _note_stopped(self) -> None:
+        """Report at which step the last attempt stopped, if there was one."""
+        if self._latest < 0:
+            return
+        stopped = where_it_stopped(self._run, self._latest)
+        self._report.stopped = stopped.to_json()
+        if stopped.line():
+            self._say(stopped.line())
 
     def _finish(self, ended_by: EndedBy, code: int) -> None:
         self.is_over = True

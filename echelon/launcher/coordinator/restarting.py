@@ -15,6 +15,7 @@ from typing import Any
 from echelon.launcher.coordinator.decide import EndAttempt
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.judging import failure_of, incident_of
+from echelon.launcher.coordinator.policy.memory import Memory, pack, unpack
 from echelon.launcher.coordinator.policy.policy import Action, Decision
 from echelon.launcher.coordinator.restarts import Restarts
 from echelon.launcher.coordinator.roster import Roster
@@ -107,6 +108,26 @@ class Restarting:
     def history(self) -> str:
         """Return how the attempts so far ended, as JSON for the workers of the next one."""
         return json.dumps({"format": 1, "attempts": self._report.decisions[-_MAX_TOLD:]})
+
+    def memory(self) -> str:
+        """Return what another node must know to continue the job's policy."""
+        known = Memory(
+            failures=tuple(self.restarts.failures),
+            avoided=self._roster.avoided,
+            decisions=tuple(self._report.decisions),
+        )
+        return pack(known)
+
+    def inherit(self, memory: str) -> None:
+        """Continue with what a former host knew; one that cannot be read costs one line."""
+        try:
+            known = unpack(memory)
+        except ValueError as err:
+            self._say(f"the history of the job's failures is lost: {err}")
+            return
+        self.restarts.failures = list(known.failures)
+        self._roster.avoid(known.avoided)
+        self._report.decisions = list(known.decisions)
 
     def _revise(self) -> None:
         """Take in verdicts that were late."""

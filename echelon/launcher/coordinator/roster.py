@@ -97,6 +97,11 @@ class Roster:
         """Choose these nodes only where too few others are connected."""
         self._avoided |= set(names)
 
+    @property
+    def avoided(self) -> tuple[str, ...]:
+        """The names of the nodes that worlds avoid."""
+        return tuple(sorted(self._avoided))
+
     def count_without(self, names: Sequence[str]) -> int:
         """Return how many nodes are connected besides these and those that are avoided."""
         return len(self._nodes.keys() - self._avoided - set(names))

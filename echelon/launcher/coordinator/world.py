@@ -26,6 +26,7 @@ class World:
         unkillable: ranks that outlived SIGKILL -> why.
         end: how it ended, once all workers have.
         clearing: then: the nodes that are not idle yet.
+        is_reported: observers know that nothing is left of it.
     """
 
     number: int
@@ -40,6 +41,7 @@ class World:
     end: decide.EndAttempt | None = None
     clearing: set[str] | None = None
     clear_deadline_s: float = 0.0
+    is_reported: bool = False
     started_s: float = field(default_factory=time.monotonic)
     _sights: dict[int, Sight] = field(default_factory=dict)
     _node_of: dict[int, str] = field(default_factory=dict)

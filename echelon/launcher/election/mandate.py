@@ -53,6 +53,7 @@ class Mandate:
         attempt: the world's number.
         restarts: how many of `--max-restarts` are used.
         num_attempts: how many worlds have ended.
+        memory: what the restart policy knows, as `policy/memory.py` writes it.
     """
 
     term: int
@@ -64,6 +65,7 @@ class Mandate:
     attempt: int = -1
     restarts: int = 0
     num_attempts: int = 0
+    memory: str = ""
     witness: str = ""  # its endpoint, "" without one
     founder: str = ""  # the job's first host: no other job has it
 
@@ -113,7 +115,8 @@ def electors_of(
 def ballot_of(mandate: Mandate) -> Mandate:
     """Return what the witness needs of a mandate: its electors alone."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
-    return replace(mandate, members=tuple(one for one in found if one is not None), others=())
+    members = tuple(one for one in found if one is not None)
+    return replace(mandate, members=members, others=(), memory="")
 
 
 def pack_mandate(mandate: Mandate) -> bytes:
@@ -151,7 +154,7 @@ def _check(mandate: Mandate) -> None:
         *(one.num_workers for one in nodes), *(one.node_rank for one in nodes),
     )  # fmt: skip
     texts = (
-        mandate.job_id, mandate.witness, mandate.founder,
+        mandate.job_id, mandate.witness, mandate.founder, mandate.memory,
         *(name for one in mandate.electorates for name in one),
         *(text for one in nodes for text in (one.name, one.host, one.endpoint)),
     )  # fmt: skip

@@ -157,11 +157,13 @@ class Office:
         restarts: int,
         num_attempts: int,
         has_witness: bool = False,
+        memory: str | None = None,
     ) -> None:
         """Make the mandate of a next world; the former electors have a say until it is held.
 
         Args:
             has_witness: the witness answers.
+            memory: the restart policy's; None: as before.
         """
         self._is_following = False
         electors = self._next = electors_of(members, self.name, has_witness=has_witness)
@@ -178,6 +180,7 @@ class Office:
             attempt=attempt,
             restarts=restarts,
             num_attempts=num_attempts,
+            memory=self.mandate.memory if memory is None else memory,
         )
 
     def withdraw(self) -> bool:

@@ -125,7 +125,13 @@ class Succession:
         )
 
     def may_begin(
-        self, nodes: Sequence[Node], *, attempt: int, restarts: int, num_attempts: int
+        self,
+        nodes: Sequence[Node],
+        *,
+        attempt: int,
+        restarts: int,
+        num_attempts: int,
+        memory: str = "",
     ) -> bool:
         """Return whether a world of these nodes may begin; propose it if that is still to be done.
 
@@ -142,7 +148,7 @@ class Succession:
             self._has_world = False
             self._office.propose(
                 members, attempt=attempt, restarts=restarts, num_attempts=num_attempts,
-                has_witness=self._office.is_heard(WITNESS, now_s()),
+                has_witness=self._office.is_heard(WITNESS, now_s()), memory=memory,
             )  # fmt: skip
             self._publish()
         office = self._office

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator.coordinator import Coordinator
+from echelon.launcher.coordinator.observers import Happening, Observers
 from echelon.launcher.job.report import Report
 from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.options.options import parse
@@ -49,6 +51,7 @@ class Job:
         nproc: int = 1,
         store: JobStore | None = None,
         endpoint: str = "127.0.0.1:1",
+        succession: Any = None,
     ) -> None:
         self.options = parse(
             [*argv, "--rdzv-endpoint", endpoint, "--no-python", "true"],
@@ -58,9 +61,11 @@ class Job:
         self.report = Report(job_id="x", world_size=0)
         self.terminal = JobTerminal()
         self.sent: list[tuple[str, m.Command]] = []
+        self.happened: list[Happening] = []
         self.coordinator = Coordinator(
             self.options, RunDirectory(folder, ""), self.report, store or JobStore(),
             lambda node, command: self.sent.append((node, command)), self.terminal,
+            succession, Observers(self.terminal.say, [self.happened.append]),
         )  # fmt: skip
         for name in (self.host, self.other):
             self.take(name, m.Hello(node=name, host=name, num_workers=nproc))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
@@ -10,7 +11,10 @@ import pytest
 from echelon.launcher.control import messages as m
 from echelon.launcher.coordinator import restarting
 from echelon.launcher.coordinator.decide import EndedBy
+from echelon.launcher.coordinator.observers import AttemptEnded
 from echelon.launcher.coordinator.policy import policy
+from echelon.launcher.election.mandate import Mandate, Member
+from echelon.launcher.election.takeover import Inheritance
 from echelon.launcher.incident import verdicts
 from echelon.launcher.incident.explain import Explanation
 from tests.launcher.coordinator.jobs import Job
@@ -190,10 +194,94 @@ def test_a_pause_before_a_restart_is_kept_and_ends_at_a_stop(tmp_path, monkeypat
         assert "restart 2 of 9 in 1 s: rank 1 was killed by SIGKILL" in job.terminal.text
         assert len(job.commands(m.Start, job.host)) == 2
         assert job.coordinator._own_deadline_s() == now_s + 1.0
+        announced = tmp_path / "rank_0" / "attempt_1" / "checkpoint.json"
+        announced.parent.mkdir(parents=True)
+        announced.write_text('{"path": "/data/step_57", "step": 57}')
         job.take(job.host, m.StopAsked(number=signal.SIGTERM))
     finally:
         job.coordinator.close()
     assert (job.report.ended_by, job.report.exit_code) == (EndedBy.SIGNAL, 143)
+    assert "saved at step 57 in /data/step_57: a requeued job continues there" in job.terminal.text
+    assert job.report.stopped["saved_at_step"] == 57
+
+
+def test_a_stop_before_the_first_attempt_reports_no_step_of_an_earlier_job(tmp_path):
+    announced = tmp_path / "rank_0" / "attempt_0" / "checkpoint.json"
+    announced.parent.mkdir(parents=True)
+    announced.write_text('{"path": "/data/step_57", "step": 57}')
+    job = Job(tmp_path, "--nnodes", "3")
+    job.take(job.host, m.StopAsked(number=signal.SIGTERM))
+    assert job.coordinator.is_over
+    assert "step" not in job.terminal.text
+
+
+def test_an_attempt_has_ended_before_the_verdict_on_it_is_awaited(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdicts, "Analysis", _Endless)
+    job = Job(tmp_path, "--nnodes", "2", "--max-restarts", "9")
+    try:
+        _kill(job, 0, job.other, 1, {job.host: 0, job.other: 1})
+        job.coordinator.step()
+        assert job.coordinator._why_waiting().startswith("the verdict")
+        ends = [one for one in job.happened if isinstance(one, AttemptEnded)]
+        assert [(one.attempt, one.failed) for one in ends] == [(0, True)]
+    finally:
+        job.coordinator.close()
+
+
+class _Succession:
+    """Nothing but what another host left."""
+
+    waits_for = ""
+
+    def __init__(self, inherited: Inheritance | None) -> None:
+        self.inherited = inherited
+        self.memory = ""
+
+    def admit(self, hello: m.Hello) -> None: ...
+
+    def step(self) -> None: ...
+
+    def why_lapsed(self, *, has_world: bool) -> str:
+        return ""
+
+    def begin(self, nodes: object) -> None: ...
+
+    def may_begin(self, nodes: object, *, memory: str, **_: int) -> bool:
+        self.memory = memory
+        return True
+
+
+def _inherited(memory: str) -> Inheritance:
+    own = Member(name="a", host="a", endpoint="a:1", num_workers=1, node_rank=-1)
+    mandate = Mandate(
+        term=1, index=1, electorates=(("a",),), members=(own,), job_id="x", attempt=4, restarts=2,
+        num_attempts=4, memory=memory,
+    )  # fmt: skip
+    return Inheritance(mandate=mandate, former="a", hellos=(), events=(), fenced_until_s=0.0)
+
+
+@pytest.mark.usefixtures("no_verdicts")
+def test_a_node_that_takes_over_continues_the_history_of_failures(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.0)
+    first = _Succession(None)
+    job = Job(tmp_path / "a", "--nnodes", "2", "--max-restarts", "9", succession=first)
+    for attempt in (0, 1):
+        _kill(job, attempt, job.other, 1, {job.host: 0, job.other: 1})
+    job.coordinator.step()
+    job.coordinator.close()
+    failures = job.coordinator._restarts.failures
+    assert len(failures) == 2
+    heir = Job(tmp_path / "b", "--nnodes", "2", succession=_Succession(_inherited(first.memory)))
+    assert heir.coordinator._restarts.failures == failures
+    assert heir.report.decisions == job.report.decisions
+    (start, _) = heir.commands(m.Start)
+    assert [one["attempt"] for one in json.loads(start.history)["attempts"]] == [0, 1]
+
+
+def test_a_history_that_cannot_be_read_costs_a_line_and_not_the_job(tmp_path):
+    job = Job(tmp_path, "--nnodes", "2", succession=_Succession(_inherited("damaged")))
+    assert "the history of the job's failures is lost" in job.terminal.text
+    assert len(job.commands(m.Start)) == 2
 
 
 class _Told(_Endless):

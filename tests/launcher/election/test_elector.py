@@ -18,6 +18,7 @@ from echelon.launcher.election.mandate import (
     WITNESS,
     Mandate,
     Member,
+    ballot_of,
     electors_of,
     pack_mandate,
     unpack_mandate,
@@ -170,6 +171,18 @@ def test_a_change_of_electors_needs_both_majorities():
     office.settle()
     assert office.mandate.electorates == (("a", "d", "e"),)
     assert office.mandate.member("b") is None
+
+
+def test_the_policys_memory_stays_until_the_next_one_and_the_witness_gets_none():
+    office = Office("a", 0, _mandate("a", "b", "c"), _P)
+    members = [_member(name) for name in "abc"]
+    office.propose(members, attempt=3, restarts=1, num_attempts=1, memory="known")
+    assert unpack_mandate(pack_mandate(office.mandate)).memory == "known"
+    office.propose(members, attempt=3, restarts=1, num_attempts=1)  # as a witness is followed
+    assert office.mandate.memory == "known"
+    assert ballot_of(office.mandate).memory == ""
+    with pytest.raises(LaunchError, match="malformed"):
+        unpack_mandate(pack_mandate(replace(office.mandate, memory=3)))
 
 
 def test_a_later_term_deposes_the_host():

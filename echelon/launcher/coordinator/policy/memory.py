@@ -1,0 +1,99 @@
+"""What the policy knows of a job, as text: it travels to the nodes that may host the job next.
+
+Without it an error that repeats, or a node that fails each time, would have its restarts again
+after each failover.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from echelon.launcher.coordinator.policy.failure import Failure
+
+MOST_KEPT = 16  # failures, and decisions: every node gets them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What was known when the present attempt began.
+
+    Attributes:
+        failures: oldest first.
+        avoided: names of the nodes that worlds avoid.
+        decisions: as report.json holds them, oldest first.
+    """
+
+    failures: tuple[Failure, ...] = ()
+    avoided: tuple[str, ...] = ()
+    decisions: tuple[dict[str, Any], ...] = ()
+
+
+def pack(memory: Memory) -> str:
+    """Return a memory as text; of failures and decisions the latest."""
+    kept = replace(
+        memory,
+        failures=memory.failures[-MOST_KEPT:],
+        decisions=memory.decisions[-MOST_KEPT:],
+    )
+    return json.dumps(asdict(kept))
+
+
+def unpack(text: str) -> Memory:
+    """Return the memory that `pack` wrote; an empty one for "".
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if not text:
+        return Memory()
+    try:
+        top = json.loads(text)
+        return Memory(
+            failures=tuple(_failure(one) for one in _list(top["failures"])),
+            avoided=tuple(_all(str, top["avoided"])),
+            decisions=tuple(_all(dict, top["decisions"])),
+        )
+    except (ValueError, TypeError, KeyError, RecursionError) as err:
+        raise ValueError(f"malformed memory of the policy: {err!r:.200}") from err
+
+
+def _failure(values: dict[str, Any]) -> Failure:
+    """Hold every value against the type of its field."""
+    read: dict[str, Any] = {name: _CHECKS[name](value) for name, value in values.items()}
+    return Failure(**read)
+
+
+def _one(kind: type) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if type(value) is not kind:
+            raise TypeError(f"{value!r:.50} where {kind.__name__} was expected")
+        return value
+
+    return check
+
+
+def _maybe(value: object) -> object:
+    return None if value is None else _one(bool)(value)
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r:.50} where a list was expected")
+    return value
+
+
+def _all(kind: type, value: object) -> list[Any]:
+    return [_one(kind)(one) for one in _list(value)]
+
+
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    **{one.name: _one(type(one.default)) for one in fields(Failure)},
+    "attempt": _one(int),
+    "culprit_ranks": lambda value: tuple(_all(int, value)),
+    "nodes": lambda value: tuple(_all(str, value)),
+    "hosts": lambda value: tuple(_all(str, value)),
+    "owns_memory": _maybe,
+}
