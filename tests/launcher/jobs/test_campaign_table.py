@@ -1,0 +1,75 @@
+"""The benchmark's campaign: which faults it plans, and what it calls wasted or wrong. Pure."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "campaign"))
+
+from plan import KINDS, STEP_S, plan_of
+from table import is_wrong_stop, table, useful, wasted
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_plans_are_the_same_each_time_and_use_their_own_half_of_the_kinds(held_back):
+    plans = [plan_of(seed, held_back=held_back) for seed in range(400)]
+    assert plans == [plan_of(seed, held_back=held_back) for seed in range(400)]
+    used = {fault.kind for plan in plans for fault in plan.faults}
+    assert used == {kind for kind, one in KINDS.items() if one.held_back == held_back}
+    for plan in plans:
+        steps = [0, *(fault.step for fault in plan.faults), plan.num_steps]
+        assert all(one < other for one, other in pairwise(steps)), plan
+        taken = sum(KINDS[fault.kind].takes_node for fault in plan.faults)
+        assert taken <= plan.num_nodes - 2, "no spare node takes its place"
+        assert not any(KINDS[fault.kind].stays for fault in plan.faults[:-1])
+
+
+def _record(*kinds: str, attempts: int, finished: bool = True) -> dict[str, Any]:
+    return {
+        "launcher": "echelon",
+        "plan": {"faults": [{"kind": kind} for kind in kinds]},
+        "faults": [{"kind": kind, "recovered_s": 3.0, **asdict(KINDS[kind])} for kind in kinds],
+        "num_attempts": attempts,
+        "finished": finished,
+        "num_done": 200,
+        "wall_s": 400 * STEP_S,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kinds", "attempts", "expected"),
+    [
+        (("kill", "hang"), 3, 0),
+        (("kill", "hang"), 5, 2),
+        (("cut",), 1, 0),
+        (("cut",), 2, 1),
+        (("bad_node",), 3, 0),
+        (("kill", "exception_always"), 3, 0),  # the second restart shows that it stays
+        (("kill", "exception_always"), 13, 10),
+        ((), 0, 0),  # it never began
+    ],
+)
+def test_restarts_beyond_what_the_faults_need_are_wasted(kinds, attempts, expected):
+    assert wasted(_record(*kinds, attempts=attempts)) == expected
+
+
+def test_a_stop_is_wrong_where_no_fault_stays():
+    assert is_wrong_stop(_record("kill", attempts=1, finished=False))
+    assert not is_wrong_stop(_record("kill", attempts=2))
+    assert not is_wrong_stop(_record("exception_always", attempts=2, finished=False))
+
+
+def test_the_table_has_a_column_for_each_launcher():
+    ours = [_record(attempts=1), _record("kill", attempts=2)]
+    theirs = [{**one, "launcher": "torchrun"} for one in ours]
+    assert useful(ours[0]) == 0.5
+    shown = table([*ours, *theirs]).splitlines()
+    assert shown[0] == "| | echelon | torchrun |"
+    assert "| of the fault-free jobs' | 100.0 % | 100.0 % |" in shown
+    assert "| `kill` | 3.0 s, 3.0 s (1) | 3.0 s, 3.0 s (1) |" in shown
