@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,19 @@ class _Job:
         )  # fmt: skip
         with contextlib.suppress(ValueError):
             report["account"] = json.loads(told.stdout)
+        phases = list(_phases(json.loads((run / "goodput.json").read_text())))
         keys = ("decisions", "restarts", "ended_by", "account", "stopped", "error")
-        return {"report": {key: report[key] for key in keys if key in report}}
+        return {"report": {key: report[key] for key in keys if key in report}, "phases": phases}
+
+
+def _phases(account: dict[str, Any]) -> Iterator[list[float]]:
+    """Return of each restart: from the failure to the end, the next begin, its first step."""
+    for one, other in pairwise(account["attempts"]):
+        laps = [run["laps"][0] for run in other["runs"].values() if run["laps"]]
+        if one["failed_ns"] is not None and one["ended_ns"] is not None and laps:
+            first_ns = min(lap[2] for lap in laps)
+            times = (one["failed_ns"], one["ended_ns"], other["began_ns"], first_ns)
+            yield [round((b - a) / 1e9, 3) for a, b in pairwise(times)]
 
 
 def _lines(path: Path) -> list[str]:

@@ -54,9 +54,14 @@ def table(records: Sequence[Record]) -> str:
         ("of them wasted", _wasted),
         ("useful time, fault-free jobs", lambda these: _share(_healthy(these))),
         ("useful time, jobs that can finish", lambda these: _share(_passing(these))),
+        ("on two nodes", lambda these: _share(_on(2, these))),
+        ("on two nodes and a spare one", lambda these: _share(_on(3, these))),
         ("of the fault-free jobs'", _relative),
         ("by `echelon report`", _by_report),
         ("to recover: median, 90 %", lambda these: _recovery(these, None)),
+        ("of it, until the ranks have ended", lambda these: _phase(these, 0)),
+        ("until the next attempt begins (verdict, pause)", lambda these: _phase(these, 1)),
+        ("until its first step", lambda these: _phase(these, 2)),
     ]
     kinds = sorted({fault["kind"] for one in records for fault in one["faults"]})
     lines = [f"| | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
@@ -75,6 +80,16 @@ def _healthy(records: Sequence[Record]) -> list[Record]:
 
 def _passing(records: Sequence[Record]) -> list[Record]:
     return [one for one in records if one["plan"]["faults"] and not stays(one)]
+
+
+def _on(num_nodes: int, records: Sequence[Record]) -> list[Record]:
+    return [one for one in _passing(records) if one["plan"]["num_nodes"] == num_nodes]
+
+
+def _phase(records: Sequence[Record], place: int) -> str:
+    """Return the median of one part of a restart, as our launcher's own account has it."""
+    took = [phases[place] for one in records for phases in one.get("phases", ())]
+    return f"{statistics.median(took):.1f} s" if took else "-"
 
 
 def _total(records: Sequence[Record], part: Callable[[Record], float]) -> float:

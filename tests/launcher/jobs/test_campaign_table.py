@@ -33,12 +33,13 @@ def test_plans_are_the_same_each_time_and_use_their_own_half_of_the_kinds(held_b
 def _record(*kinds: str, attempts: int, finished: bool = True) -> dict[str, Any]:
     return {
         "launcher": "echelon",
-        "plan": {"faults": [{"kind": kind} for kind in kinds]},
+        "plan": {"num_nodes": 2, "faults": [{"kind": kind} for kind in kinds]},
         "faults": [{"kind": kind, "recovered_s": 3.0, **asdict(KINDS[kind])} for kind in kinds],
         "num_attempts": attempts,
         "finished": finished,
         "num_done": 200,
         "wall_s": 400 * STEP_S,
+        "phases": [[0.5, 1.5, 4.0]] * (attempts - 1),
     }
 
 
@@ -72,4 +73,5 @@ def test_the_table_has_a_column_for_each_launcher():
     shown = table([*ours, *theirs]).splitlines()
     assert shown[0] == "| | echelon | torchrun |"
     assert "| of the fault-free jobs' | 100.0 % | 100.0 % |" in shown
+    assert "| until its first step | 4.0 s | 4.0 s |" in shown
     assert "| `kill` | 3.0 s, 3.0 s (1) | 3.0 s, 3.0 s (1) |" in shown
