@@ -77,6 +77,8 @@ class Sighting:
             if ring is None or ring.is_closed:
                 rows.append([worker.rank, *self._from_outside(worker, now), own_dumps])
             else:
+                if not ring.is_hooked:  # seen from outside again, it counts from that moment
+                    self._activities.pop(worker.rank, None)
                 sights.append(self._sight(ring, worker, now))
                 own[worker.rank] = own_dumps
         if not sights and not rows:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from echelon.launcher.control import messages as m
+from echelon.launcher.node.activity import Activity
 from echelon.launcher.node.sighting import Reports, Sighting
 from echelon.recorder.format.schema import Identity, Live
 from echelon.recorder.write.recorder import Recorder
@@ -66,6 +67,30 @@ def test_a_node_that_stood_still_does_not_count_that_as_its_ranks_silence(
     sighting.close()
     recorder.close()
     assert 10_000 <= last <= 13_500
+
+
+def test_a_rank_that_exits_is_not_silent_since_its_start(tmp_path: Path, monkeypatch) -> None:
+    """It was seen from outside before it had a ring, and in between it used little processor."""
+    worker = SimpleNamespace(alive=True, torch=None, rank=0, folder=tmp_path, pid=os.getpid())
+    start = SimpleNamespace(attempt=0, master_port=1, stall_timeout_ms=5_000, sights_ms=0,
+                            learns_limits=True)  # fmt: skip
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr(Activity, "_cpu_ticks", lambda _: 0)
+    sighting = Sighting(start, [worker], lambda _: 0)
+    loading = sighting.look()
+    assert loading is not None
+    assert [row[0] for row in loading.ranks] == [0], "it has no ring yet"
+    identity = Identity(rank=0, pid=os.getpid())
+    recorder = Recorder(Ring(tmp_path / "ring", identity, num_operations=16, num_spans=16))
+    for _ in range(100):
+        now_ns += 1_000_000_000
+        sighting.look()
+    recorder.close()
+    exiting = sighting.look()
+    sighting.close()
+    assert exiting is not None
+    assert [row[2] for row in exiting.ranks] == [0], "ms without a sign of it"
 
 
 @pytest.mark.parametrize("hooked", [True, False])
