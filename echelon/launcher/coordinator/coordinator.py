@@ -312,7 +312,7 @@ class Coordinator:
         running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
         if was_stalled and not world.rule.is_stalled and running:
             self._incidents.note_progress(world)
-            self._stalls.clear()
+            self._stalls.note_progress()
         if stall is not None and not self._incidents.covers_stall():
             self._decide(world, decide.StallSeen(stall.reason))
 

@@ -1,7 +1,8 @@
 """Whether a stall that lasts ends its ranks now or later: `--on-stall restart` asks its verdict.
 
-A hung program stays hung. A slow rank, a cut link, or a disk that does not answer may recover, and
-a restart helps none of them: those are given time first, and progress within it ends the stall.
+A hung program stays hung. A slow rank, a cut link, a disk that does not answer, or ranks that still
+load on a busy machine may recover, and a restart helps none of them: those are given time first,
+and progress within it ends the stall. Where a restart led to the same again, the next one has more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon.launcher.coordinator.decide import StallExamined
+from echelon.launcher.coordinator.policy.failure import UNKNOWN
 from echelon.launcher.coordinator.policy.judging import failure_of
 from echelon.launcher.coordinator.policy.table import PATIENCE, may_pass
 from echelon.launcher.coordinator.world import World
@@ -16,6 +18,7 @@ from echelon.launcher.job.report import Incident
 from echelon.launcher.options.options import Options
 
 VERDICT_S = 5.0  # that a stall waits for its verdict
+_MAX_DOUBLINGS = 4
 
 
 class Stalls:
@@ -35,13 +38,15 @@ class Stalls:
         say: Callable[[str], None],
     ) -> None:
         self._asks = options.on_stall == "restart" and options.restart_policy == "smart"
-        self._patience_s = PATIENCE * options.stall_timeout_s
+        self._least_patience_s = PATIENCE * options.stall_timeout_s
+        self._num_in_vain = 0  # stalls of this job since the last progress that had time to pass
         self._is_open = is_open
         self._end = end
         self._say = say
         self._world: World | None = None
         self._incident: Incident | None = None  # whose verdict is awaited
         self._until_s = float("inf")
+        self._is_late = False  # the verdict; the stall has time to pass until it is known
 
     def on_examined(
         self, world: World, event: StallExamined, incident: Incident | None, now_s: float
@@ -50,14 +55,20 @@ class Stalls:
         if not (event.lasts and self._asks):
             self._end(world, event)
             return
-        self._world, self._incident = world, incident
+        self._world, self._incident, self._is_late = world, incident, False
         self._until_s = now_s + (self._patience_s if incident is None else VERDICT_S)
         self.step(now_s)
 
     def clear(self) -> None:
-        """Forget the stall: ranks progress, or their attempt has ended."""
+        """Forget the stall: its attempt has ended."""
         self._world = self._incident = None
         self._until_s = float("inf")
+        self._is_late = False
+
+    def note_progress(self) -> None:
+        """Forget the stall: it has passed."""
+        self.clear()
+        self._num_in_vain = 0
 
     def deadline_s(self) -> float:
         """Return when to call `step`, at the latest."""
@@ -68,14 +79,27 @@ class Stalls:
         world, incident = self._world, self._incident
         if world is None:
             return
-        if incident is not None and (now_s >= self._until_s or not self._is_open(incident)):
-            cause = failure_of(world, incident).cause
-            if not may_pass(cause):
-                self._until_s = now_s
-            else:
-                self._until_s = now_s + self._patience_s
-                self._say(f"{cause} may pass: its ranks have {self._patience_s:g} s to progress")
+        if incident is not None and not self._is_open(incident):
             self._incident = None
+            self._judge(failure_of(world, incident).cause, now_s)
+        elif incident is not None and now_s >= self._until_s and not self._is_late:
+            self._is_late = True
+            self._until_s = now_s + self._patience_s
         if now_s >= self._until_s:
             self.clear()
             self._end(world, StallExamined(lasts=True))
+
+    def _judge(self, cause: str, now_s: float) -> None:
+        if not may_pass(cause):
+            self._until_s = now_s
+            return
+        if not self._is_late:
+            self._until_s = now_s + self._patience_s
+        self._num_in_vain += 1
+        what = "a stall without explanation" if cause == UNKNOWN else cause
+        self._say(f"{what} may pass: ranks have {self._until_s - now_s:.0f} s to progress")
+
+    @property
+    def _patience_s(self) -> float:
+        """How long this stall may last: longer, after restarts that led to the next one."""
+        return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))
