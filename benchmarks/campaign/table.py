@@ -7,6 +7,7 @@ has to end are left out of it: what they take depends on where that fault is.
 
 from __future__ import annotations
 
+import signal
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,13 +23,20 @@ def stays(record: Record) -> bool:
 
 
 def is_wrong_stop(record: Record) -> bool:
-    """Whether a job that could have gone on did not finish."""
-    return not record["finished"] and not stays(record)
+    """Whether a launcher ended a job that could have gone on."""
+    return not record["finished"] and not stays(record) and not is_late(record)
+
+
+def is_late(record: Record) -> bool:
+    """Whether it still ran at three times its fault-free time and three minutes."""
+    return record["exit_code"] == -signal.SIGKILL
 
 
 def restarts(record: Record) -> int:
-    """How often its ranks were started again, as far as they came to their first step."""
-    return max(record["num_attempts"] - 1, 0)
+    """How often its ranks were started again; torchrun's only if they came to their first step."""
+    decisions = record.get("report", {}).get("decisions", ())
+    told = sum(one["action"] != "stop" for one in decisions)
+    return max(record["num_attempts"] - 1, told, 0)
 
 
 def wasted(record: Record) -> int:
@@ -50,6 +58,7 @@ def table(records: Sequence[Record]) -> str:
         ("jobs, of them without a fault", lambda these: f"{len(these)}, {len(_healthy(these))}"),
         ("faults that struck", lambda these: str(sum(len(one["faults"]) for one in these))),
         ("wrong stops", lambda these: str(sum(map(is_wrong_stop, these)))),
+        ("not finished in time", lambda these: str(sum(map(is_late, these)))),
         ("restarts", lambda these: str(sum(map(restarts, these)))),
         ("of them wasted", _wasted),
         ("useful time, fault-free jobs", lambda these: _share(_healthy(these))),

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "campaign"))
 
 from plan import KINDS, STEP_S, plan_of
-from table import is_wrong_stop, table, useful, wasted
+from table import is_late, is_wrong_stop, table, useful, wasted
 
 
 @pytest.mark.parametrize("held_back", [False, True])
@@ -37,6 +37,7 @@ def _record(*kinds: str, attempts: int, finished: bool = True) -> dict[str, Any]
         "faults": [{"kind": kind, "recovered_s": 3.0, **asdict(KINDS[kind])} for kind in kinds],
         "num_attempts": attempts,
         "finished": finished,
+        "exit_code": 0 if finished else 1,
         "num_done": 200,
         "wall_s": 400 * STEP_S,
         "phases": [[0.5, 1.5, 4.0]] * (attempts - 1),
@@ -60,9 +61,19 @@ def test_restarts_beyond_what_the_faults_need_are_wasted(kinds, attempts, expect
     assert wasted(_record(*kinds, attempts=attempts)) == expected
 
 
+def test_a_restart_that_came_to_no_step_is_one_too():
+    record = _record("kill", attempts=2)
+    actions = ["continue", "restart", "restart", "stop"]
+    record["report"] = {"decisions": [{"action": action} for action in actions]}
+    assert wasted(record) == 2
+
+
 def test_a_stop_is_wrong_where_no_fault_stays():
     assert is_wrong_stop(_record("kill", attempts=1, finished=False))
     assert not is_wrong_stop(_record("kill", attempts=2))
+    late = {**_record("kill", attempts=1, finished=False), "exit_code": -9}
+    assert is_late(late)
+    assert not is_wrong_stop(late)
     assert not is_wrong_stop(_record("exception_always", attempts=2, finished=False))
 
 

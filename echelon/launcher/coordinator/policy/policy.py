@@ -82,7 +82,7 @@ def _since_progress(failure: Failure, history: Sequence[Failure]) -> list[Failur
     for place, one in enumerate(history):
         if one.last_step > furthest:
             furthest, stuck = one.last_step, place
-    return [] if failure.last_step > furthest >= 0 else list(history[stuck:])
+    return [] if failure.last_step > furthest else list(history[stuck:])
 
 
 def _why_stop(row: Row, failure: Failure, same: Sequence[Failure]) -> str:

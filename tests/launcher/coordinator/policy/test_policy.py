@@ -124,6 +124,13 @@ def test_a_node_is_not_excluded_for_the_programs_errors_or_by_a_guess():
     assert _decide([sure, sure]).exclude == ("b",)
 
 
+def test_the_first_step_ever_made_is_progress_and_ends_the_pauses():
+    never_began = [Failure(attempt=number, cause="unknown") for number in range(5)]
+    assert _decide(never_began).pause_s == 8.0
+    stalled = Failure(attempt=5, cause="storage_stall", last_step=384)
+    assert _decide([*never_began, stalled]).pause_s == 1.0
+
+
 def test_an_unknown_cause_is_restarted():
     assert set(_actions(*[Failure(attempt=0)] * 20)) == {_RESTART}
 
