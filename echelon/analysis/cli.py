@@ -56,12 +56,21 @@ def _parser() -> argparse.ArgumentParser:
         "--html", metavar="FILE", type=Path, help="write a page: one file, no network"
     )
     parser.add_argument("--trace", metavar="FILE", type=Path, help="write a Chrome/Perfetto trace")
+    parser.add_argument(
+        "--compare",
+        metavar="RUN",
+        type=Path,
+        help="name the first step, micro-batch, parameter and rank where RUN and DIR part "
+        "(fingerprints of SameBits)",
+    )
     parser.add_argument("--watch", action="store_true", help="follow a running job until Ctrl-C")
     parser.add_argument("--version", action="version", version=f"fr-analyze {__version__}")
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.compare is not None:
+        return _compare(arguments)
     if arguments.watch:
         return _watch(arguments)
     from echelon.analysis.diagnose import examine
@@ -80,6 +89,18 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _print_text(report, picture if report.healthy else None)
     return report.exit_code
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    if arguments.watch or arguments.html or arguments.trace or arguments.json:
+        raise ValueError("--compare prints where two runs part: leave out the other options")
+    from echelon.analysis.compare import compare
+    from echelon.analysis.report.clean import clean
+
+    parting = compare(arguments.compare, arguments.path)
+    for line in parting.text.splitlines():
+        print(clean(line))
+    return 0 if parting.step is None else 1
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from echelon.dist.fsdp.parameters.flat import member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 from echelon.errors import NotReproducibleError
+from echelon.train.same_bits.fingerprint_log import FingerprintLog
 from echelon.train.same_bits.micro_random import micro_batch_random
 from echelon.train.same_bits.norm import grad_norm
 from echelon.train.same_bits.vectors import vectors_of
@@ -45,6 +47,9 @@ class SameBits:
         run: this rank's micro-batches; the ranks' runs are neighbours. None: even runs.
         probe: check at the first step whether one micro-batch gives the same bits twice and on all
             ranks.
+        fingerprints: record a hash of the gradients of each micro-batch and parameter in this
+            folder, such as RUN/fingerprints, for `fr-analyze --compare`. It reads every gradient
+            once. None: record nothing.
 
     Attributes:
         run: this rank's micro-batches.
@@ -71,12 +76,17 @@ class SameBits:
         seed: int = 0,
         run: Run | None = None,
         probe: bool = True,
+        fingerprints: str | Path | None = None,
     ) -> None:
         _check_optimizer(optimizer)
         self._model = model
         self._group = dist.world() if group is None else group
         self._seed = seed
         self._must_probe = probe
+        self._step = 0
+        self._log: FingerprintLog | None = None
+        if fingerprints is not None:
+            self._log = FingerprintLog(fingerprints, dist.world().rank)
         if run is None:
             run = even_runs(micro_batches, self._group.size)[self._group.rank]
         self.run = run
@@ -111,6 +121,8 @@ class SameBits:
             ValueError: a loss has dims, or a forward changed a buffer of the model.
             CollectiveError: a rank is lost or did not join.
         """
+        self._check_trained()
+        self._step = step
         with self._held():
             if self._must_probe:
                 self._probe(step, compute)
@@ -120,6 +132,8 @@ class SameBits:
             losses = []
             for number in self.run.numbers:
                 losses.append(self._compute(step, number, compute))
+                if self._log is not None:
+                    self._log.micro_batch(step, number, losses[-1], _gradients(self._model))
                 for vector, total, flags in zip(self._vectors, sums, present, strict=True):
                     gradients, some = vector.take()
                     total.add(number, gradients)
@@ -160,6 +174,8 @@ class SameBits:
         if not max_norm >= 0:
             raise ValueError(f"max_norm {max_norm!r} must be >= 0")
         norm = grad_norm(self._model)
+        if self._log is not None:
+            self._log.norm(self._step, norm)
         scale = max_norm / (norm + 1e-6)
         if math.isinf(max_norm) or scale >= 1.0:
             return norm
@@ -168,6 +184,16 @@ class SameBits:
                 if owner.grad is not None:
                     owner.grad.mul_(scale)
         return norm
+
+    def _check_trained(self) -> None:
+        """Refuse a parameter that began to require gradients: it is in no vector."""
+        known = {id(owner) for vector in self._vectors for owner in vector.owners}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ValueError(
+                    f"parameter {name!r} did not require gradients when SameBits was made, or was "
+                    "added since: make a new SameBits"
+                )
 
     # ---- one micro-batch ----
 
@@ -263,6 +289,18 @@ class SameBits:
 
 def _is_same(was: tuple[torch.Tensor, int], now: tuple[torch.Tensor, int] | None) -> bool:
     return now is not None and now[0] is was[0] and now[1] == was[1]
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients of one micro-batch by the parameters' names, in the model's order."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        member = member_of(parameter)
+        aside = None if member is None else member.aside
+        gradient = parameter.grad if aside is None else aside
+        if gradient is not None:
+            found[name] = gradient
+    return found
 
 
 def _bytes(vector: torch.Tensor) -> bytes:

@@ -77,7 +77,7 @@ def test_every_division_among_1_to_8_ranks_gives_the_same_order(total):
     rng = random.Random(total)
     expected = _written(total)
     for size in range(1, 9):
-        for borders in _divisions(total, size, rng, 3):
+        for borders in _divisions(total, size, rng, 3 if total < 17 else 1):
             edges = [0, *borders, total]
             nodes = []
             for start, stop in itertools.pairwise(edges):
@@ -102,7 +102,7 @@ def test_small_totals_are_tried_with_every_division(total):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_bits_of_a_sum_depend_on_the_total_alone(dtype):
     rng = random.Random(5)
-    for total in (1, 2, 3, 7, 12, 24, 37, 64):
+    for total in (1, 3, 7, 24, 37):
         generator = torch.Generator().manual_seed(total)
         leaves = [torch.randn(33, generator=generator).mul(10.0**n).to(dtype)
                   for n in (rng.uniform(-4, 4) for _ in range(total))]  # fmt: skip

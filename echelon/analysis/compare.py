@@ -1,0 +1,166 @@
+"""Where two runs part: the first step, micro-batch, parameter and rank with other bits.
+
+Reads what `SameBits(..., fingerprints=FOLDER)` recorded. A line belongs to a micro-batch and not to
+a rank, so the runs may have different numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_FOLDER = "fingerprints"
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank recorded of one micro-batch: bits, as text."""
+
+    rank: int
+    loss: str
+    gradients: dict[str, str]
+
+
+@dataclass
+class Bits:
+    """One run's record.
+
+    Attributes:
+        micro_batches: by step and number; of a repeated step the last.
+        norms: of the reduced gradients, by step, then by rank.
+        num_torn: lines that could not be read.
+    """
+
+    micro_batches: dict[tuple[int, int], MicroBatch] = field(default_factory=dict)
+    norms: dict[int, dict[int, str]] = field(default_factory=dict)
+    num_torn: int = 0
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs part; `step` is None if they do not.
+
+    Attributes:
+        step: the first one with other bits.
+        text: one to three lines for the user.
+    """
+
+    step: int | None
+    text: str
+
+
+def compare(first: Path, second: Path) -> Parting:
+    """Return where two runs part.
+
+    Args:
+        first, second: folders of fingerprints, or run directories that contain one.
+
+    Raises:
+        ValueError: a folder has no fingerprints, or the runs have no step in common.
+        OSError: a file cannot be read.
+    """
+    one, two = read_bits(first), read_bits(second)
+    common = sorted(set(one.micro_batches) & set(two.micro_batches))
+    if not common:
+        raise ValueError(f"{first} and {second} have no micro-batch in common")
+    torn = one.num_torn + two.num_torn
+    note = f"\n{torn} lines could not be read and were left out" if torn else ""
+    steps = sorted({step for step, _ in common})
+    for step in steps:
+        numbers = [number for at, number in common if at == step]
+        text = _numbers_part(one, two, step) or _step_parts(one, two, step, numbers)
+        if text:
+            return Parting(step, text + note)
+    return Parting(
+        None,
+        f"the same bits in {len(common)} micro-batches of steps {steps[0]} to {steps[-1]}{note}",
+    )
+
+
+def read_bits(folder: Path) -> Bits:
+    """Return what a run recorded.
+
+    Raises:
+        ValueError: there is nothing.
+        OSError: a file cannot be read.
+    """
+    inner = folder / _FOLDER
+    paths = sorted((inner if inner.is_dir() else folder).glob("rank_*.jsonl"))
+    if not paths:
+        raise ValueError(
+            f"{folder} has no fingerprints: record them by SameBits(..., fingerprints=FOLDER)"
+        )
+    found = Bits()
+    for path in paths:
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                _take(found, json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                found.num_torn += 1  # a rank that was killed leaves half a line
+    return found
+
+
+def _take(found: Bits, line: dict[str, Any]) -> None:
+    step, rank = int(line["step"]), int(line["rank"])
+    if "norm" in line:
+        found.norms.setdefault(step, {})[rank] = str(line["norm"])
+        return
+    gradients = {str(name): str(value) for name, value in line["gradients"].items()}
+    key = step, int(line["number"])
+    found.micro_batches[key] = MicroBatch(rank, str(line["loss"]), gradients)
+
+
+def _numbers_part(one: Bits, two: Bits, step: int) -> str:
+    counts = [len([1 for at, _ in run.micro_batches if at == step]) for run in (one, two)]
+    if counts[0] == counts[1]:
+        return ""
+    return (
+        f"the runs part at step {step}: {counts[0]} micro-batches in the first run, {counts[1]} in "
+        "the second. Another number of micro-batches, or a rank whose file is missing"
+    )
+
+
+def _step_parts(one: Bits, two: Bits, step: int, numbers: list[int]) -> str:
+    for number in numbers:
+        left, right = one.micro_batches[step, number], two.micro_batches[step, number]
+        where = f"step {step}, micro-batch {number}"
+        ranks = f"rank {left.rank} in the first run, rank {right.rank} in the second"
+        names = [name for name in left.gradients if name in right.gradients]
+        parted = [name for name in names if left.gradients[name] != right.gradients[name]]
+        if set(left.gradients) != set(right.gradients):
+            other = sorted(set(left.gradients) ^ set(right.gradients))[0]
+            return f"the runs part at {where}: only one has a gradient of {other!r} ({ranks})"
+        if parted or left.loss != right.loss:
+            return _story(where, ranks, left.loss != right.loss, parted, len(names))
+    return _norms_part(one, two, step)
+
+
+def _story(where: str, ranks: str, loss: bool, parted: list[str], total: int) -> str:
+    what = "the loss" if loss else "the loss is the same"
+    if parted:
+        what += f", and {len(parted)} of {total} gradients differ, first in the model's order: "
+        what += repr(parted[0])
+    return (
+        f"the runs part at {where}: {what} ({ranks})\n"
+        + ("the forward differs: data, weights or random numbers, or its kernels" if loss
+           else "the forward agrees, so the backward differs")
+    )  # fmt: skip
+
+
+def _norms_part(one: Bits, two: Bits, step: int) -> str:
+    left, right = one.norms.get(step, {}), two.norms.get(step, {})
+    values = sorted(set(left.values()) | set(right.values()))
+    if not left or not right or len(values) == 1:
+        return ""
+    usual = next(iter(left.values()))
+    for run, norms in (("first", left), ("second", right)):
+        for rank, value in sorted(norms.items()):
+            if value != usual:
+                return (
+                    f"the runs part at step {step}: every micro-batch agrees, the norm of the "
+                    f"reduced gradients does not (rank {rank} of the {run} run)\n"
+                    "the reduction differs"
+                )
+    return ""

@@ -1,0 +1,63 @@
+"""The record of a run's bits: a line for each micro-batch, which `fr-analyze --compare` reads.
+
+    FOLDER/rank_1.jsonl
+    {"step": 3, "number": 5, "rank": 1, "loss": "0x1.a8p+1", "gradients": {"head.bias": "9f0c..."}}
+    {"step": 3, "rank": 1, "norm": "0x1.3p-1"}
+
+A line belongs to a micro-batch, so runs on different numbers of ranks can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+
+class FingerprintLog:
+    """Appends one rank's lines to its file. Each line is written out before the call returns.
+
+    Args:
+        folder: made if it is missing.
+        rank: of this process; names the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        self._rank = rank
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._path = Path(folder, f"rank_{rank}.jsonl")
+
+    def micro_batch(
+        self, step: int, number: int, loss: float, gradients: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Record the loss and the gradients of one micro-batch.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        prints = {name: bits(value) for name, value in gradients.items()}
+        self._write({"step": step, "number": number, "loss": loss.hex(), "gradients": prints})
+
+    def norm(self, step: int, norm: float) -> None:
+        """Record the norm of a step's reduced gradients.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._write({"step": step, "norm": norm.hex()})
+
+    def _write(self, line: dict[str, object]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({**line, "rank": self._rank}) + "\n")
+
+
+def bits(value: torch.Tensor) -> str:
+    """Return a hash of a tensor's bits, 16 hexadecimal digits."""
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()

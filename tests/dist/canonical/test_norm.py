@@ -1,0 +1,49 @@
+"""Sums of squares have the same bits however a parameter is divided."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from echelon.dist.canonical.norm import BLOCK, PartialBlocks, block_sums, tree_total
+from echelon.dist.canonical.tree import tree_sum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3, 9 * BLOCK])
+def test_parts_give_the_bits_of_the_whole(numel, dtype):
+    rng = random.Random(numel)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected = tree_total(block_sums(values))
+    assert expected.item() == pytest.approx(values.double().square().sum().item(), rel=1e-12)
+    for size in range(1, 9):
+        edges = [0, *sorted(rng.choices(range(numel + 1), k=size - 1)), numel]
+        bounds = list(itertools.pairwise(edges))
+        partial = PartialBlocks(numel, bounds)
+        every = torch.zeros(partial.message_numel, dtype=torch.float64)
+        for start, stop in rng.sample(bounds, size):  # in any order
+            message = torch.zeros_like(every)
+            partial.write(message, values[start:stop], start)
+            every += message
+        assert torch.equal(partial.read(every), expected), bounds
+
+
+def test_the_total_is_the_canonical_tree():
+    for count in range(1, 40):
+        sums = torch.rand(count, dtype=torch.float64)
+        assert tree_total(sums).item() == tree_sum(sums.tolist(), lambda a, b: a + b)
+    assert tree_total(torch.zeros(0, dtype=torch.float64)).item() == 0.0
+
+
+def test_infinity_and_nan_reach_the_norm():
+    for bad in (float("inf"), float("nan")):
+        values = torch.ones(3000)
+        values[2999] = bad
+        partial = PartialBlocks(3000, [(0, 2990), (2990, 3000)])
+        every = torch.zeros(partial.message_numel, dtype=torch.float64)
+        partial.write(every, values[:2990], 0)
+        partial.write(every, values[2990:], 2990)
+        assert not torch.isfinite(partial.read(every))
