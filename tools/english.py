@@ -25,14 +25,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SEARCHED = ("echelon", "examples", "tools", "docs", "*.md", "setup.py")
 # Tables that scripts write, and pages of results that keep the words of their day.
-LEFT_OUT = (
-    "docs/benchmarks/",
+RESULTS = ("docs/benchmarks/",)
+# Not rewritten yet: a path leaves this list once its texts are.
+NOT_YET = (
+    "CHANGELOG.md",
     "docs/attach.md",
+    "docs/launcher.md",
     "docs/unmodified.md",
     "echelon/analysis/activity/",
     "echelon/launcher/attach/",
     "echelon/launcher/doctor/",
+    "echelon/launcher/limits/",
+    "echelon/launcher/node/sighting.py",
+    "echelon/recorder/stall/watchdog.py",
+    "tools/docs/",
 )
+LEFT_OUT = RESULTS + NOT_YET
 ESCAPE = "english: ok"
 ALLOWED = (
     'user namespace ("nobody")',  # the user's name
