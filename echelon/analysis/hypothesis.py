@@ -40,7 +40,7 @@ _MAX_MERGED = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hypothesis:
-    """One proposal: what is wrong, which disturbed ranks that explains, and its rule's place."""
+    """A proposed finding, the disturbed ranks that it explains, and the priority of its rule."""
 
     finding: Finding
     explains: frozenset[int]

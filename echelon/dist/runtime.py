@@ -203,7 +203,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
 
     Raises:
         ValueError: bad ranks, or `init` was not called.
-        CollectiveTimeoutError: members did not come within the world's timeout.
+        CollectiveTimeoutError: members did not join within the world's timeout.
     """
     state = _need()
     chosen = check_ranks(ranks, state.group.size)

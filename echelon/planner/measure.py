@@ -7,7 +7,7 @@ neighbours, across nodes groups of ranks with one local rank. Ranks compute at t
 Each figure is the median of repetitions, its bounds are the fastest and the slowest tenth.
 
 Arrays lie in host memory and products are numpy's, in fp32: for accelerators state the rate
-(`--peak-tflops`) and write the links' file by hand, of what their own benchmark says.
+(`--peak-tflops`), and write the file of links by hand from the vendor's benchmark.
 """
 
 from __future__ import annotations

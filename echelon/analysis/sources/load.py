@@ -32,7 +32,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What was chosen to be read: our files by rank, the incident they belong to, and words.
+    """The chosen input: echelon's files by rank, their incident, and a description of both.
 
     Beside our files may lie what torch's own recorder wrote on the same ranks.
     """

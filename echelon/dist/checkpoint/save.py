@@ -73,7 +73,7 @@ def save(
             after the new one's commit mark was written, the new one counts as well.
     """
     if keep < 1:
-        raise ValueError(f"keep {keep}: at least this checkpoint is kept")
+        raise ValueError(f"keep {keep}: must be at least 1, since this checkpoint is kept")
     root = place_of(path)
     if isinstance(root, Path) and (
         root.suffix in (".pt", ".pth", ".safetensors") or root.is_file()

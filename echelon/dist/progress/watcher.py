@@ -23,7 +23,7 @@ _LINGER_S = 2.0  # a thread costs more to start than to keep for a moment
 
 
 class Watched(Protocol):
-    """What the watcher looks after."""
+    """What the watcher checks periodically."""
 
     def tick(self) -> bool:
         """Look after it; False if there is nothing to look after any more."""

@@ -247,7 +247,7 @@ class GrpcLink:
 
     @property
     def _greeting_s(self) -> float:
-        """How long an answer to a greeting may take."""
+        """The time limit for the reply to a greeting."""
         if self.is_connected:
             return self._silence_s
         left_s = self._deadline_s - self._now_lived_s()

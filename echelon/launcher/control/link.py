@@ -64,7 +64,7 @@ class Mailbox(Generic[_T]):
 
 
 class Link(Protocol):
-    """An agent's end of the line to the coordinator."""
+    """An agent's end of its connection to the coordinator."""
 
     @property
     def is_connected(self) -> bool:

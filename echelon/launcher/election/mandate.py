@@ -161,6 +161,6 @@ def _check(mandate: Mandate) -> None:
     if not all(type(number) is int for number in numbers):
         raise TypeError("a number was expected")
     if not all(type(text) is str for text in texts):
-        raise TypeError("a text was expected")
+        raise TypeError("expected text")
     if not mandate.electorates or not all(mandate.electorates):
         raise ValueError("a mandate without electors")

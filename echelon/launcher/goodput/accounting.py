@@ -159,7 +159,7 @@ class _Cut:
         yield from _whole(self._stopped, self._ended, Category.IDLE)
 
     def _rest(self, at: int, before: Category) -> Iterator[Segment]:
-        """What no lap covers, of a rank that did not fail: its last step, or no step at all."""
+        """The time that no lap covers on a rank that did not fail: its last step, or all of it."""
         run = self._run
         if run.laps:
             step = run.laps[-1].end_step

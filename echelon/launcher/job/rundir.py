@@ -68,7 +68,7 @@ class RunDirectory:
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove report and account of the directory's last job: this one may leave none."""
+        """Remove the previous job's report and account: this job may not write its own."""
         for path in (self.report_file, self.path / ACCOUNT):
             with contextlib.suppress(OSError):
                 path.unlink()

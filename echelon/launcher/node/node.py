@@ -411,7 +411,7 @@ class NodeAgent:
     # ---- what is seen ----
 
     def look(self, *, at_once: bool = False) -> None:
-        """Report what the living ranks show; not while an incident makes them move."""
+        """Report the state of the live ranks, except while an incident disturbs them."""
         laps = None if self._laps is None else self._laps.look()
         if laps is not None:
             self._tell(laps)

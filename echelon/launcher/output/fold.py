@@ -20,7 +20,7 @@ class _Held:
 
 
 class Fold:
-    """Pure: takes lines with the time, returns what is due."""
+    """Pure: takes lines with their times, returns the ones that are due."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}

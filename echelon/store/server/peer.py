@@ -287,7 +287,7 @@ class Peer(asyncio.Protocol):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether plain commands may be executed as soon as they come, on plain keys alone."""
+        """Whether plain commands may be executed as soon as they arrive, on plain keys alone."""
         promised = self.state.promised_to
         return self._is_flowing and (not promised or self not in promised)
 

@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """Numbers for the kinds of boxes: a call at a place in a group."""
+    """Numbers the kinds of boxes: one kind per call site and group."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []

@@ -65,7 +65,7 @@ def _describe(picture: Picture, wait: Wait) -> Finding:
 
 
 def _world(picture: Picture) -> tuple[str, ...]:
-    """Report that a rank may be missing, where nothing says how many there were."""
+    """Report that a rank may be missing, if no record states the number of ranks."""
     if not picture.evidence.is_world_inferred:
         return ()
     size = picture.evidence.world_size

@@ -131,7 +131,7 @@ class StagedEngine:
         return self._reason
 
     def batch(self) -> AbstractContextManager[object]:
-        """Launch nothing special: the host's engine gets operations from another thread."""
+        """No-op: the host's engine gets its operations from another thread."""
         return contextlib.nullcontext()
 
     def cut(self, reason: CollectiveError | None) -> None:

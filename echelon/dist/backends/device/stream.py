@@ -194,7 +194,7 @@ class StreamEngine:
                 self._launch_one(call)
 
     def drain(self, check: Callable[[], None]) -> None:
-        """Block until the device has done the group's collectives and the caller's stream.
+        """Block until the device has completed the group's collectives and the caller's stream.
 
         Messages may remain under way: their receivers may call `recv` only later.
 

@@ -88,7 +88,7 @@ class NativePending:
 
     @property
     def error(self) -> CollectiveError | None:
-        """What it ended with."""
+        """The outcome of the operation."""
         fault = self._ticket.fault
         if fault is not None and self._known is None:
             self._known = self._engine.explain(self._operation, fault)

@@ -10,7 +10,7 @@ _kept: list[Any] = []
 
 
 def keep_for_ever(*things: Any) -> None:
-    """Keep what a stuck call may still use, and have the process end without waiting for it."""
+    """Keep what a stuck call may still use, and let the process exit without waiting for it."""
     if not _kept:
         _skip_destructors()
     _kept.append(things)

@@ -82,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: no file of torch.save ({reason})", path=path) from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(f"{path}: holds no dict of states", path=path)
+        raise CheckpointError(f"{path}: does not hold a dict of states", path=path)
     return content
 
 

@@ -1,4 +1,4 @@
-"""Who reads what: elements that several ranks want are read once, and passed on.
+"""Division of reads: elements that several ranks need are read once, and passed on.
 
 Each line (see `sharing.py`) is read in windows: each of its ranks reads an equal part of the window
 and checks it. An all_gather gives all ranks what every rank wants; one all_to_all per round carries

@@ -21,7 +21,7 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class TensorAt:
-    """Stand in a tree for a tensor that is stored under `path`.
+    """A placeholder in a tree for a tensor that is stored under `path`.
 
     Attributes:
         role: "tensor"; "array": it was NumPy's; "part": an optimizer keeps it beside a parameter,

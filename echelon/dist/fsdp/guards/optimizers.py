@@ -33,7 +33,7 @@ _installed = False
 
 
 def install() -> None:
-    """Look at every optimizer's steps from now on."""
+    """Observe every optimizer's steps from now on."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(uncompiled(_before_step))

@@ -1,4 +1,4 @@
-"""One way to a stage's parameters, whole or sharded: values and gradients by name."""
+"""Uniform access to a stage's parameters, whole or sharded: values and gradients by name."""
 
 from __future__ import annotations
 

@@ -75,5 +75,5 @@ class Costs:
 
 
 def of_stage(value: PerStage, stage: int) -> float:
-    """Return a stage's own number."""
+    """Return the number that applies to one stage."""
     return float(value) if isinstance(value, int | float) else float(value[stage])
