@@ -7,7 +7,7 @@ NPROC ?= 2
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: setup train test check docs docs-serve check-native clean
+.PHONY: setup train test check docs docs-serve check-native wheels clean
 
 setup: $(VENV)/.ready
 
@@ -54,5 +54,10 @@ docs-serve: $(VENV)/.ready-docs
 check-native:
 	tests/native/check.sh
 
+# An sdist, one wheel per CPython found and a pure one, in dist/; then each is tried without torch.
+wheels: setup
+	$(BIN)/python tools/wheels.py build
+	$(BIN)/python tools/wheels.py try
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .ruff_cache

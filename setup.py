@@ -1,8 +1,10 @@
-"""The one thing pyproject.toml cannot say yet: extensions that may fail to build.
+"""What pyproject.toml cannot express: extensions that may fail to build.
 
-Without a compiler the install succeeds all the same, and what is written in Python is used.
+Without a compiler the installation succeeds, and the Python implementations are used. With
+ECHELON_PURE=1 no extension is built, and the wheel installs on every Python and machine.
 """
 
+import os
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -22,10 +24,10 @@ def core(name: str, folder: str) -> Extension:
     )  # fmt: skip
 
 
-setup(
-    ext_modules=[
-        core("echelon.dist.backends.shm._native", "echelon/dist/backends/shm/native"),
-        core("echelon.recorder._native", "echelon/recorder/native"),
-        core("echelon.store.server._native", "echelon/store/server/native"),
-    ]
-)
+CORES = [
+    core("echelon.dist.backends.shm._native", "echelon/dist/backends/shm/native"),
+    core("echelon.recorder._native", "echelon/recorder/native"),
+    core("echelon.store.server._native", "echelon/store/server/native"),
+]
+
+setup(ext_modules=[] if os.environ.get("ECHELON_PURE") == "1" else CORES)
