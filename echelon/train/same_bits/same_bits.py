@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import echelon.dist as dist
 from echelon.dist.canonical import Run, TreeSums, agree_runs, even_runs, tree_sum
@@ -24,6 +26,7 @@ from echelon.dist.fsdp.parameters.flat import member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 from echelon.errors import NotReproducibleError
+from echelon.train.optimizers.muon import Muon
 from echelon.train.same_bits.fingerprint_log import FingerprintLog
 from echelon.train.same_bits.micro_random import micro_batch_random
 from echelon.train.same_bits.norm import grad_norm
@@ -55,7 +58,8 @@ class SameBits:
         run: this rank's micro-batches.
 
     Raises:
-        ValueError: a bad argument, a fused optimizer, or a model that cannot be reproduced.
+        ValueError: a bad argument, a fused optimizer or Muon, DistributedDataParallel, tensor
+            parallelism, or a model that cannot be reproduced.
         CollectiveMismatchError: the ranks' runs are not neighbours of one total.
 
     Example:
@@ -79,6 +83,7 @@ class SameBits:
         fingerprints: str | Path | None = None,
     ) -> None:
         _check_optimizer(optimizer)
+        _check_model(model)
         self._model = model
         self._group = dist.world() if group is None else group
         self._seed = seed
@@ -307,7 +312,23 @@ def _bytes(vector: torch.Tensor) -> bytes:
     return vector.cpu().view(torch.uint8).numpy().tobytes()
 
 
+def _check_model(model: nn.Module) -> None:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "DistributedDataParallel adds gradients in an order that depends on the ranks: give "
+            "SameBits the module in it"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor: with tensor parallelism the bits depend on the "
+                "number of parts, which SameBits does not cover"
+            )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, Muon):
+        raise ValueError("SameBits does not cover Muon: its matrices are divided among the ranks")
     if any(group.get("fused") for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__}(fused=True) rounds the last elements of a tensor "

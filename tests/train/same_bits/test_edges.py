@@ -7,11 +7,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, distribute_tensor  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import echelon.dist as dist  # noqa: E402
 from echelon.analysis.cli import main as analyze  # noqa: E402
 from echelon.dist.canonical import Run  # noqa: E402
 from echelon.errors import NotReproducibleError  # noqa: E402
+from echelon.train.optimizers.muon import Muon  # noqa: E402
 from echelon.train.same_bits import (  # noqa: E402
     SameBits,
     fingerprint,
@@ -20,6 +24,8 @@ from echelon.train.same_bits import (  # noqa: E402
 )
 from tests.ranks import run_ranks  # noqa: E402
 from tests.train.same_bits import model as made  # noqa: E402
+
+ONE = {"rank": 0, "world_size": 1}
 
 
 def _same(model, **settings):
@@ -59,6 +65,24 @@ def test_a_fused_optimizer_is_refused():
     model = made.make()
     with pytest.raises(ValueError, match=r"AdamW\(fused=True\)"):
         SameBits(model, torch.optim.AdamW(model.parameters(), fused=True), micro_batches=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_not_covered_is_refused():
+    model = made.make()
+    with pytest.raises(ValueError, match="does not cover Muon"):
+        SameBits(model, Muon([nn.Parameter(torch.ones(4, 4))]), micro_batches=2)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), **ONE)
+    try:
+        with pytest.raises(ValueError, match="give SameBits the module in it"):
+            _same(DistributedDataParallel(model))
+        mesh = init_device_mesh("cpu", (1,))
+        divided = nn.Linear(4, 4)
+        divided.weight = nn.Parameter(distribute_tensor(divided.weight, mesh, [Replicate()]))
+        with pytest.raises(ValueError, match=r"parameter 'weight' is a DTensor"):
+            _same(divided)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
