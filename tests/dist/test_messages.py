@@ -548,6 +548,30 @@ def test_a_rank_that_waits_in_turn_is_not_blamed_for_a_late_message(backend, eng
     run(_wait_in_turn, 4, backend, engine, way)
 
 
+def _time_out_in_turn(rank: int, world_size: int, backend: str) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2; both time out, rank 0 first."""
+    world = dist.init(backend, timeout_s=30)
+    store = _store()
+    world.barrier()
+    if rank == 2:
+        store.wait(["saw-0", "saw-1"], timeout=30)
+    else:
+        if rank == 0:
+            store.wait(["waits"], timeout=20)
+        else:
+            once_inside("recv", lambda: store.set("waits", "1"))
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            world.recv(np.zeros(1), rank + 1, timeout_s=0.5 if rank == 0 else 1.0)
+        assert caught.value.ranks == (2,), str(caught.value)
+        store.set(f"saw-{rank}", "1")
+    dist.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_of_two_ranks_of_a_host_that_time_out_in_turn_the_end_of_the_chain_is_named(engine):
+    run(_time_out_in_turn, 3, "shm", engine)
+
+
 def _be_late_inside(rank: int, world_size: int, backend: str, call: str) -> None:
     world = dist.init(backend, timeout_s=30)
     store = _store()

@@ -151,6 +151,8 @@ class Liveness:
         """Return why a rank that the engine saw leave did so, if it published that."""
         if self._is_of_a_part(operation, error):
             return self.find(operation, None, [operation.peer])
+        if self._is_late_here(operation, error):
+            return self._late_here(operation, error)
         if not isinstance(error, PeerLostError):
             return error
         places = {rank: place for place, rank in enumerate(self._members.ranks)}
@@ -268,6 +270,47 @@ class Liveness:
             return build.peer_lost(members, operation, silent)
         seen = [] if broken.peer is None else [broken.peer]
         return build.connection_broken(members, operation, broken, seen)
+
+    def _is_late_here(self, operation: Operation, error: CollectiveError) -> bool:
+        """Whether a message of ranks that are all on this host timed out."""
+        return (
+            isinstance(error, CollectiveTimeoutError)
+            and self._board is None
+            and operation.is_message
+            and operation.peer in self._others
+        )
+
+    def _late_here(self, operation: Operation, error: CollectiveError) -> CollectiveError:
+        """Return which rank of this host is at the end of the chain of ranks that wait in turn.
+
+        No rank is asked here. But ranks that wait in turn time out at nearly the same moment, and
+        each says then what it waited for. Without a store the peer itself is named, as in `error`.
+        """
+        if self._state is None:
+            return error
+        try:
+            with contextlib.closing(quick(self._store)) as store:
+                return self._follow(operation, error, answer_of(self._state), store)
+        except StoreError:
+            return error
+
+    def _follow(
+        self, operation: Operation, error: CollectiveError, mine: str, store: Store
+    ) -> CollectiveError:
+        me, limit_s = self._members.rank, time.monotonic() + _ANSWER_S
+        store.set_confirmed(f"waits/{me}", mine)
+        answers = {me: read(mine)}
+        while True:
+            known = self._verdict(operation, store, _ASK_AGAIN_S)
+            if known is not None:
+                return known
+            late, between = origins(me, [operation.peer], answers, ())
+            if time.monotonic() >= limit_s:
+                chain = build.timed_out(self._members, operation, late, between=between)
+                return chain if between else error
+            for rank in late:
+                if rank not in answers and store.check([f"waits/{rank}"]):
+                    answers[rank] = read(store.get(f"waits/{rank}"))
 
     def _late(
         self, operation: Operation, answers: dict[int, Answer], silent: list[int]
