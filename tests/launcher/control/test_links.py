@@ -413,13 +413,13 @@ def test_a_host_that_stood_still_does_not_take_that_for_its_nodes_silence():
 
 def test_a_node_that_stood_still_does_not_take_that_for_its_hosts_silence(monkeypatch):
     monkeypatch.setattr(server, "_RESUME_S", _WAIT_S)  # the host waits in any case
-    ends = _Ends(lost_after_s=0.8, beat_s=0.1)
+    ends = _Ends(lost_after_s=2.0, beat_s=0.1)
     relay = _Relay(ends.server.port)
     link = ends.link(relay.port)
     dial = GrpcLink._dial
 
     async def stand_still_and_dial(self: GrpcLink, channel: grpc.aio.Channel) -> None:
-        time.sleep(1.0)
+        time.sleep(2.5)
         await dial(self, channel)
 
     try:
