@@ -3,8 +3,8 @@
 A look is due if something has taken longer than its own history allows, and if for as long as that
 limit no rank of the job has advanced, computed, printed or sent anything, and none is in a phase
 that may take its time. So a long evaluation, a checkpoint that is written or a compile raises none:
-some rank works. Without a recent report of every node, with ranks without a ring, and before init
-there is no look: the stall rule with its fixed limit remains.
+some rank works. No look is taken before init, while a rank has no ring, or while a node's last
+report is too old: the stall rule with its fixed limit still applies.
 
 A look stops nothing. One that clears by itself was a false alarm; after `MAX_CLEARED` of them the
 job's history does not predict it, and no further ones are raised in this attempt.

@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Compare heartbeats where there is no view from outside: rings read without their host."""
+    """Compare heartbeats where only the rings are known, which were read away from their host."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)

@@ -195,7 +195,7 @@ class Pipeline:
 
         Args:
             inputs: as `step`.
-            targets: as `step`; without them there is no loss.
+            targets: as in `step`; None: no loss is computed.
 
         Returns:
             On the last stage's rank the losses, or without targets its outputs, by micro-batch;
