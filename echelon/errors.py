@@ -27,7 +27,15 @@ from pathlib import Path
 
 
 class EchelonError(Exception):
-    """Base of everything this package raises because the world failed."""
+    """Base of everything this package raises because the world failed.
+
+    Example:
+        >>> try:
+        ...     load("runs/gone", {"step": 0})
+        ... except EchelonError as err:  # any error of this page
+        ...     print(type(err).__name__)
+        CheckpointError
+    """
 
 
 class StoreError(EchelonError):
@@ -36,6 +44,13 @@ class StoreError(EchelonError):
     Attributes:
         key: the key (or the first of the keys) it was about, None if about none.
         endpoint: "host:port" of the server, or the path of a file store.
+
+    Example:
+        >>> try:
+        ...     FileStore("no_such_folder/store")
+        ... except StoreError as err:
+        ...     print(err.endpoint)
+        no_such_folder/store
     """
 
     def __init__(self, message: str, *, key: str | None = None, endpoint: str = "") -> None:
@@ -49,6 +64,13 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
     Attributes:
         missing: the keys that were not there, or the ranks that did not come.
+
+    Example:
+        >>> try:
+        ...     MemoryStore().wait(["rank_0", "rank_1"], timeout=0.01)
+        ... except StoreTimeoutError as err:
+        ...     print(err.missing)
+        ('rank_0', 'rank_1')
     """
 
     def __init__(
@@ -64,11 +86,26 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class StoreConnectionError(StoreError, ConnectionError):
-    """The server cannot be reached, or the connection to it broke."""
+    """The server cannot be reached, or the connection to it broke.
+
+    Example:
+        >>> client = TCPStore("127.0.0.1", server.port)
+        >>> server.close()
+        >>> try:
+        ...     client.get("key")
+        ... except StoreConnectionError as err:
+        ...     print(err.endpoint.split(":")[0])
+        127.0.0.1
+    """
 
 
 class StoreProtocolError(StoreError):
-    """The peer does not follow the store's protocol, or exceeded one of its limits."""
+    """The peer does not follow the store's protocol, or exceeded one of its limits.
+
+    Example:
+        >>> issubclass(StoreProtocolError, StoreError)  # its connection has been closed
+        True
+    """
 
 
 class CollectiveError(EchelonError):
@@ -79,6 +116,15 @@ class CollectiveError(EchelonError):
         operation: such as "all_reduce".
         sequence: the operation's number in its group, from 0.
         ranks: global ranks that the failure is about: who differs, is missing or is gone.
+
+    Example:
+        >>> world = dist.init()  # on each of 2 ranks
+        >>> values = np.ones(4, np.float32)
+        >>> try:
+        ...     world.all_reduce(values) if world.rank == 0 else world.broadcast(values, root=0)
+        ... except CollectiveError as err:
+        ...     print(type(err).__name__, err.group, err.sequence)
+        CollectiveMismatchError world 0
     """
 
     def __init__(
@@ -98,15 +144,53 @@ class CollectiveError(EchelonError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks called different operations under the same sequence number of a group."""
+    """Ranks called different operations under the same sequence number of a group.
+
+    Example:
+        >>> world = dist.init()  # on each of 2 ranks
+        >>> values = np.ones(4 + world.rank, np.float32)  # 4 on rank 0, 5 on rank 1
+        >>> try:
+        ...     world.all_reduce(values)
+        ... except CollectiveMismatchError as err:
+        ...     print(err.group, err.operation, err.sequence)
+        world all_reduce 0
+    """
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Ranks did not join an operation within its timeout."""
+    """Ranks did not join an operation within its timeout.
+
+    Example:
+        >>> world = dist.init()  # on each of 2 ranks
+        >>> group = dist.new_group([0, 1])
+        >>> missing = None
+        >>> try:
+        ...     if world.rank == 0:
+        ...         group.barrier(timeout_s=0.2)  # rank 1 does not call it
+        ... except CollectiveTimeoutError as err:
+        ...     missing = err.ranks
+        >>> world.barrier()
+        >>> missing == ((1,) if world.rank == 0 else None)
+        True
+    """
 
 
 class PeerLostError(CollectiveError):
-    """A rank of the group died or left while others needed it."""
+    """A rank of the group died or left while others needed it.
+
+    Example:
+        >>> world = dist.init()  # on each of 2 ranks
+        >>> lost = None
+        >>> try:
+        ...     if world.rank == 1:
+        ...         dist.shutdown()  # or it is killed
+        ...     else:
+        ...         world.barrier()
+        ... except PeerLostError as err:
+        ...     lost = err.ranks
+        >>> lost == ((1,) if dist.is_initialized() else None)
+        True
+    """
 
 
 class DumpFormatError(EchelonError):
@@ -114,6 +198,14 @@ class DumpFormatError(EchelonError):
 
     Attributes:
         path: the file.
+
+    Example:
+        >>> _ = Path("rank_0").write_bytes(b"not a ring")
+        >>> try:
+        ...     analyze(".")
+        ... except DumpFormatError as err:
+        ...     print(err.path)
+        rank_0
     """
 
     def __init__(self, message: str, *, path: str | Path) -> None:
@@ -126,6 +218,13 @@ class CheckpointError(EchelonError):
 
     Attributes:
         path: the file or folder; empty if it is about none.
+
+    Example:
+        >>> try:
+        ...     load("runs/no_such_run", {})
+        ... except CheckpointError as err:
+        ...     print(err.path)
+        runs/no_such_run
     """
 
     def __init__(self, message: str, *, path: str | Path = "") -> None:
@@ -138,6 +237,13 @@ class TokenShardsError(EchelonError):
 
     Attributes:
         path: the file or folder.
+
+    Example:
+        >>> try:
+        ...     TokenShards("no_such_folder")
+        ... except TokenShardsError as err:
+        ...     print(err.path)
+        no_such_folder
     """
 
     def __init__(self, message: str, *, path: Path) -> None:
@@ -151,6 +257,15 @@ class NonFiniteGradientError(EchelonError):
     Attributes:
         rank: the lowest rank that held such a gradient; None: not known.
         parameter: its name there.
+
+    Example:
+        >>> guard = FiniteGuard(model, max_in_a_row=1)
+        >>> (model(tokens).sum() * float("nan")).backward()
+        >>> try:
+        ...     guard.clip_grad_norm_(1.0)
+        ... except NonFiniteGradientError as err:
+        ...     print(err.rank, err.parameter)
+        0 token.weight
     """
 
     def __init__(self, message: str, *, rank: int | None, parameter: str | None) -> None:
@@ -164,6 +279,11 @@ class NotReproducibleError(EchelonError):
 
     Attributes:
         ranks: the ranks (global) whose bits differ.
+
+    Example:
+        >>> error = NotReproducibleError("micro-batch 3 gave other bits", ranks=(1,))
+        >>> error.ranks
+        (1,)
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
@@ -172,4 +292,9 @@ class NotReproducibleError(EchelonError):
 
 
 class LaunchError(EchelonError):
-    """A job cannot be started as requested."""
+    """A job cannot be started as requested.
+
+    Example:
+        >>> issubclass(LaunchError, EchelonError)  # `echelon run` prints it and exits with code 2
+        True
+    """

@@ -68,6 +68,11 @@ def analyze(path: str | Path) -> Report:
     Raises:
         DumpFormatError: files are there and none of them can be read.
         ValueError: there is no such folder, or it holds nothing that we know.
+
+    Example:
+        >>> report = analyze(incident)  # or the folder of a run, or of torch's dumps
+        >>> report.verdict.cause.value, report.verdict.culprit_ranks
+        ('host_hang', (1,))
     """
     return examine(path)[1]
 

@@ -18,7 +18,14 @@ REPORT_FORMAT = 2
 
 
 class Cause(str, Enum):
-    """Why a job stopped, in the vocabulary of `docs/verdicts.md`."""
+    """Why a job stopped, in the vocabulary of `docs/verdicts.md`.
+
+    Example:
+        >>> Cause("host_hang") is Cause.HOST_HANG
+        True
+        >>> print(Cause.OUT_OF_MEMORY.value)
+        out_of_memory
+    """
 
     OP_MISMATCH = "op_mismatch"
     SHAPE_MISMATCH = "shape_mismatch"
@@ -46,7 +53,12 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How sure a finding is: seen directly, the best reading, or one of several."""
+    """How sure a finding is: seen directly, the best reading, or one of several.
+
+    Example:
+        >>> [confidence.value for confidence in Confidence]
+        ['certain', 'likely', 'possible']
+    """
 
     CERTAIN = "certain"
     LIKELY = "likely"
@@ -89,6 +101,13 @@ class Finding:
 
     `operation` and `sequence` say where others wait for the culprits or where they differ; None
     where no operation is involved. `info` findings are worth knowing and never the verdict.
+
+    Example:
+        >>> finding = analyze(incident).verdict
+        >>> finding.cause.value, finding.culprit_ranks, finding.confidence.value
+        ('host_hang', (1,), 'certain')
+        >>> finding.operation, finding.sequence  # where the other ranks wait for rank 1
+        ('all_reduce', 1)
     """
 
     cause: Cause
@@ -133,7 +152,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. `findings` has the root first; `verdict` is it, or None."""
+    """The outcome of one analysis. `findings` has the root first; `verdict` is it, or None.
+
+    Example:
+        >>> report = analyze(incident)
+        >>> report.healthy, report.exit_code, report.world_size
+        (False, 1, 2)
+        >>> report.verdict.cause.value
+        'host_hang'
+    """
 
     world_size: int
     ranks_present: tuple[int, ...]

@@ -41,6 +41,13 @@ class ProcessGroup(Collectives, PointToPoint):
     error. Several threads may call at once; collectives of one group run in the order of the calls,
     which must be the same on all ranks. With `async_op=True` a call returns a `Work` at once and
     raises from its `wait()`.
+
+    Example:
+        >>> world = dist.init()  # on each of 2 ranks
+        >>> values = np.full(4, world.rank + 1.0, np.float32)
+        >>> world.all_reduce(values)
+        >>> values
+        array([3., 3., 3., 3.], dtype=float32)
     """
 
     def __init__(

@@ -34,6 +34,11 @@ class DeviceMesh:
     Raises:
         ValueError: shape and names do not match each other or the world.
         CollectiveTimeoutError: a rank did not join within the world's timeout.
+
+    Example:
+        >>> mesh = DeviceMesh((1, 2), ("pp", "dp"))  # on each of 2 ranks
+        >>> mesh["dp"].shape, mesh.group("dp").size
+        ((2,), 2)
     """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str]) -> None:

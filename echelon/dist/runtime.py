@@ -139,6 +139,11 @@ def init(
         ValueError: a bad argument or environment, or `init` was called before.
         CollectiveTimeoutError: ranks did not join within `timeout_s`; names them.
         StoreError: the store cannot be reached.
+
+    Example:
+        >>> world = dist.init(timeout_s=60)  # on each of 2 ranks
+        >>> world.name, world.size, world.rank in (0, 1)
+        ('world', 2, True)
     """
     global _current, _joining
     seconds = _seconds(timeout_s)
@@ -179,6 +184,14 @@ def is_initialized() -> bool:
     """Return whether `init` made a world in this process that `shutdown` has not ended yet.
 
     False in a forked child of a rank: the world belongs to its parent.
+
+    Example:
+        >>> _ = dist.init()
+        >>> dist.is_initialized()
+        True
+        >>> dist.shutdown()
+        >>> dist.is_initialized()
+        False
     """
     return _current is not None and _current.pid == os.getpid()
 
@@ -188,6 +201,9 @@ def world() -> ProcessGroup:
 
     Raises:
         ValueError: `init` was not called.
+
+    Example:
+        >>> dist.world().barrier()
     """
     return _need().group
 
@@ -204,6 +220,12 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
     Raises:
         ValueError: bad ranks, or `init` was not called.
         CollectiveTimeoutError: members did not join within the world's timeout.
+
+    Example:
+        >>> world = dist.init()  # on each of 2 ranks
+        >>> first = dist.new_group([0], name="first")
+        >>> (first is None) == (world.rank != 0)
+        True
     """
     state = _need()
     chosen = check_ranks(ranks, state.group.size)
@@ -242,6 +264,13 @@ def shutdown() -> None:
 
     Raises:
         CheckpointError, OSError: that checkpoint failed; the world has been left all the same.
+
+    Example:
+        >>> world = dist.init()
+        >>> try:
+        ...     world.barrier()
+        ... finally:
+        ...     dist.shutdown()
     """
     try:
         for action in _before_shutdown:

@@ -21,6 +21,13 @@ class Work:
             it, and its number in the black box.
         is_settled: whether its end was noted.
         failure: what it ended with, once it is settled; None if it succeeded.
+
+    Example:
+        >>> work = world.all_reduce(np.ones(1 << 20), async_op=True)
+        >>> loss = loss_fn(model(tokens), targets)  # computed while the ranks exchange
+        >>> work.wait()
+        >>> work.done
+        True
     """
 
     __slots__ = ("_state", "failure", "is_settled", "operation", "pending", "record", "watch")

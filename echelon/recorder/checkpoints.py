@@ -43,6 +43,10 @@ def last_step() -> int | None:
 
     Returns:
         None if no step is known: nothing records, or the first attempt has begun none.
+
+    Example:
+        >>> last_step() is None  # nothing records in this process
+        True
     """
     recorder = current()
     own = -1 if recorder is None else recorder.step_number

@@ -18,6 +18,13 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
 
     Known to verdicts: data_wait, compute, checkpoint, compile, store. Any other name is yours.
+
+    Example:
+        >>> batches = iter([1, 2, 3])
+        >>> with recorder.span("data_wait"):
+        ...     batch = next(batches)
+        >>> with recorder.span("evaluate", "epoch 3"):
+        ...     pass
     """
 
     __slots__ = ("_before_ns", "_began_ns", "_detail", "_name", "_open", "_totals")
@@ -50,7 +57,13 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
 
 
 def step(number: int | None = None) -> None:
-    """Mark the beginning of a training step: number `number`, or one more than the last."""
+    """Mark the beginning of a training step: number `number`, or one more than the last.
+
+    Example:
+        >>> for batch in range(3):
+        ...     recorder.step()
+        >>> recorder.step(100)  # after a resume
+    """
     recorder = current()
     if recorder is not None:
         by_hand.add("step")
@@ -58,7 +71,12 @@ def step(number: int | None = None) -> None:
 
 
 def watch(loader: Iterable[_T]) -> Iterator[_T]:
-    """Iterate over `loader` with every wait for its next item in a `data_wait` span."""
+    """Iterate over `loader` with every wait for its next item in a `data_wait` span.
+
+    Example:
+        >>> for batch in recorder.watch(["first", "second"]):
+        ...     recorder.step()
+    """
     iterator = iter(loader)
     while True:
         with span("data_wait"):

@@ -57,6 +57,12 @@ class FileStore(Store):
 
     Raises:
         StoreError: the file cannot be opened, or is something else.
+
+    Example:
+        >>> store = FileStore("rendezvous", timeout=10)
+        >>> store.set("rank_0", b"10.0.0.1")
+        >>> FileStore("rendezvous").get("rank_0")  # in any process that sees the file
+        b'10.0.0.1'
     """
 
     def __init__(

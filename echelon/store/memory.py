@@ -38,6 +38,14 @@ class MemoryStore(Store):
     Args:
         timeout: how long a call may take that names no timeout of its own.
         observer: see `Store.observer`.
+
+    Example:
+        >>> store = MemoryStore(timeout=10)
+        >>> store.set("ready", b"yes")
+        >>> store.add("arrived", 1)
+        1
+        >>> store.clone().get("ready")  # for another thread
+        b'yes'
     """
 
     def __init__(

@@ -23,6 +23,12 @@ class PrefixStore(Store):
 
     Timeout and observer are those of the store below; setting them here sets them there.
     `num_keys` counts all keys of that store, `list_keys` gives those under the prefix, without it.
+
+    Example:
+        >>> store = MemoryStore()
+        >>> PrefixStore("attempt_3", store).set("port", b"29500")
+        >>> store.get("attempt_3/port")
+        b'29500'
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

@@ -45,6 +45,13 @@ class Batch:
             attend to each other where the numbers are equal.
         sources: the number of each row's source: int64 [B].
         first_sample: the number of the first row, over all ranks and steps.
+
+    Example:
+        >>> batch = next(iter(loader))
+        >>> batch.tokens.shape, batch.targets.dtype
+        ((4, 16), dtype('int64'))
+        >>> bool((batch.tokens[:, 1:] == batch.targets[:, :-1]).all())
+        True
     """
 
     tokens: NDArray[np.int64]
@@ -108,11 +115,11 @@ class TokenLoader:
             `context` + 1 tokens, or to be packed no document of two.
 
     Example:
-        web = Source("web", TokenShards("web"), weight=0.8)
-        code = Source("code", TokenShards("code"), weight=0.2)
-        loader = TokenLoader([web, code], context=1024, batch=512, rank=rank, world_size=size)
-        for batch in loader:
-            loss = model(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets))
+        >>> web = Source("web", TokenShards("web"), weight=0.8)
+        >>> code = Source("code", TokenShards("code"), weight=0.2)
+        >>> with TokenLoader([web, code], context=16, batch=4, rank=0, world_size=1) as loader:
+        ...     for batch in itertools.islice(loader, 10):
+        ...         recorder.step()
     """
 
     def __init__(

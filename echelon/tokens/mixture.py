@@ -30,6 +30,10 @@ class Source:
 
     Raises:
         ValueError: the weight is negative or not finite.
+
+    Example:
+        >>> web = Source("web", TokenShards("web"), weight=0.8)
+        >>> code = Source("code", TokenShards("code"), weight=0.2)
     """
 
     name: str

@@ -27,6 +27,12 @@ class TokenShards:
 
     Raises:
         TokenShardsError: the folder is not one, or a file is missing or has another size.
+
+    Example:
+        >>> shards = TokenShards("web")
+        >>> shards.verify()  # every byte
+        >>> shards.read(first=0, num_tokens=4).dtype
+        dtype('int64')
     """
 
     def __init__(self, folder: Path | str) -> None:

@@ -70,10 +70,12 @@ class ShardWriter:
         ValueError: the folder exists, its parent does not, or a size is impossible.
 
     Example:
-        with ShardWriter(Path("my_tokens"), vocabulary_size=257, end_of_document=256) as writer:
-            for text in texts:
-                writer.add(list(text.encode()))
-                writer.end_document()
+        >>> with ShardWriter(Path("tales"), vocabulary_size=257, end_of_document=256) as writer:
+        ...     for text in ("Once upon a time", "The end"):
+        ...         writer.add(list(text.encode()))
+        ...         writer.end_document()
+        >>> TokenShards("tales")
+        TokenShards('tales': 25 tokens)
     """
 
     def __init__(

@@ -72,6 +72,7 @@ def checkpoint_activations(
 
     Example:
         >>> checkpoint_activations(model.blocks, "selective", every=2)
+        1
     """
     given = list(blocks)
     _check(given, mode, every, keep)
@@ -87,7 +88,12 @@ def checkpoint_activations(
 
 
 def costly_operations() -> list[Any]:
-    """Return the matrix products and attentions of this torch, in all their overloads."""
+    """Return the matrix products and attentions of this torch, in all their overloads.
+
+    Example:
+        >>> torch.ops.aten.mm.default in costly_operations()
+        True
+    """
     found = (getattr(torch.ops.aten, name, None) for name in _COSTLY)
     packets = [packet for packet in found if packet is not None]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]

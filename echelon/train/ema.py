@@ -45,8 +45,8 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         >>> optimizer.step()
         >>> average.update()
         >>> with average.applied():
-        ...     evaluate(model)
-        >>> save(path, {"model": model, "optimizer": optimizer, "average": average})
+        ...     loss = loss_fn(model(tokens), targets)
+        >>> save("runs/gpt", {"model": model, "optimizer": optimizer, "average": average})
     """
 
     def __init__(
@@ -170,6 +170,10 @@ def half_life(num_steps: float) -> float:
 
     Raises:
         ValueError: `num_steps` is not positive and finite.
+
+    Example:
+        >>> round(half_life(1000) ** 1000, 6)
+        0.5
     """
     if not (num_steps > 0 and math.isfinite(num_steps)):
         raise ValueError(f"num_steps must be positive and finite, got {num_steps!r}")

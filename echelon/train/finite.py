@@ -34,6 +34,12 @@ class NonFinite:
             gradients were reduced, which need not be where it was computed.
         parameter: the first such parameter there, in the model's order.
         ranks: all ranks that hold one.
+
+    Example:
+        >>> guard = FiniteGuard(model)
+        >>> (model(tokens).sum() * float("inf")).backward()
+        >>> guard.locate()
+        NonFinite(rank=0, parameter='token.weight', ranks=(0,))
     """
 
     rank: int
@@ -62,9 +68,10 @@ class FiniteGuard:
 
     Example:
         >>> guard = FiniteGuard(model)
-        >>> loss.backward()
+        >>> loss_fn(model(tokens), targets).backward()
         >>> norm = guard.clip_grad_norm_(1.0)
         >>> guard.step(optimizer)
+        True
         >>> optimizer.zero_grad()
     """
 

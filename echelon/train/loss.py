@@ -64,6 +64,8 @@ def chunked_cross_entropy(
 
     Example:
         >>> loss = chunked_cross_entropy(model.hidden(tokens), model.head.weight, targets)
+        >>> bool(torch.isclose(loss, loss_fn(model(tokens), targets)))
+        True
     """
     _check(hidden, weight, targets, reduction, chunk_tokens)
     vocabulary, width = weight.shape

@@ -36,6 +36,11 @@ class Constant:
 
     Raises:
         ValueError: a bad argument.
+
+    Example:
+        >>> schedule = Constant(num_warmup=4)
+        >>> [schedule(step) for step in range(5)]
+        [0.25, 0.5, 0.75, 1.0, 1.0]
     """
 
     num_warmup: int = 0
@@ -59,6 +64,11 @@ class Cosine:
 
     Raises:
         ValueError: a bad argument.
+
+    Example:
+        >>> schedule = Cosine(num_steps=100, num_warmup=10)
+        >>> [round(schedule(step), 2) for step in (0, 9, 55, 100)]
+        [0.1, 1.0, 0.55, 0.1]
     """
 
     num_steps: int
@@ -91,6 +101,11 @@ class WarmupStableDecay:
 
     Raises:
         ValueError: a bad argument.
+
+    Example:
+        >>> schedule = WarmupStableDecay(num_steps=100, num_decay=20, num_warmup=10)
+        >>> [round(schedule(step), 2) for step in (0, 10, 80, 90, 100)]
+        [0.1, 1.0, 1.0, 0.5, 0.0]
     """
 
     num_steps: int
@@ -132,6 +147,10 @@ def make_schedule(name: str, **settings: Any) -> Schedule:
     Raises:
         ValueError: an unknown name, or a bad value.
         TypeError: a setting that the schedule does not have, or a missing one.
+
+    Example:
+        >>> make_schedule("cosine", num_steps=100) == Cosine(num_steps=100)
+        True
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
@@ -153,6 +172,15 @@ def set_learning_rate(optimizer: Any, factor: float) -> float:
 
     Raises:
         ValueError: a factor that is negative or not finite, or an optimizer without groups.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = Cosine(num_steps=100)
+        >>> for step in range(100):
+        ...     rate = set_learning_rate(optimizer, schedule(step))
+        ...     optimizer.step()
+        >>> optimizer.param_groups[0]["initial_lr"]
+        0.1
     """
     if not (factor >= 0.0 and math.isfinite(factor)):
         raise ValueError(f"factor must be finite and >= 0, got {factor!r}")

@@ -30,11 +30,16 @@ T = TypeVar("T")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a file of settings, as nested dicts.
+    r"""Read a file of settings, as nested dicts.
 
     Raises:
         ValueError: it is not TOML; names the file and the line.
         OSError: it cannot be read.
+
+    Example:
+        >>> _ = Path("gpt.toml").write_text("[training]\nlr = 0.1\n")
+        >>> read_toml("gpt.toml")
+        {'training': {'lr': 0.1}}
     """
     text = Path(path).read_bytes()
     try:
@@ -49,6 +54,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
     Raises:
         ValueError: there is no name or no `=`.
+
+    Example:
+        >>> parse_assignment("training.lr=3e-4"), parse_assignment("model.norm=rms")
+        (('training.lr', 0.0003), ('model.norm', 'rms'))
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
@@ -64,6 +73,12 @@ def override(values: dict[str, Any], name: str, value: Any) -> None:
 
     Raises:
         ValueError: a part of the name is a value, not a section.
+
+    Example:
+        >>> values = {"training": {"lr": 0.1}}
+        >>> override(values, "training.lr", 0.2)
+        >>> values
+        {'training': {'lr': 0.2}}
     """
     *sections, last = name.split(".")
     for section in sections:
@@ -74,7 +89,12 @@ def override(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts in which the values of `above` replace those of `below`."""
+    """Return nested dicts in which the values of `above` replace those of `below`.
+
+    Example:
+        >>> merged({"training": {"lr": 0.1, "steps": 9}}, {"training": {"lr": 0.2}})
+        {'training': {'lr': 0.2, 'steps': 9}}
+    """
     result = dict(below)
     for name, value in above.items():
         old = result.get(name)
@@ -90,12 +110,21 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
 
     Raises:
         ValueError: an unknown name, a missing or bad value, or one out of range.
+
+    Example:
+        >>> build(Cosine, {"num_steps": 100, "floor": 0.0})
+        Cosine(num_steps=100, num_warmup=0, floor=0.0)
     """
     return _section(kind, values, "")
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """Return settings as nested dicts of plain values; fields that are None are left out."""
+    """Return settings as nested dicts of plain values; fields that are None are left out.
+
+    Example:
+        >>> to_dict(Cosine(num_steps=100))
+        {'num_steps': 100, 'num_warmup': 0, 'floor': 0.1}
+    """
     result: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -107,12 +136,24 @@ def to_dict(settings: Any) -> dict[str, Any]:
 
 
 def to_toml(settings: Any) -> str:
-    """Return the text of a file that `read_toml` reads."""
+    """Return the text of a file that `read_toml` reads.
+
+    Example:
+        >>> print(to_toml(Cosine(num_steps=100)), end="")
+        num_steps = 100
+        num_warmup = 0
+        floor = 0.1
+    """
     return "\n".join(_table(to_dict(settings), "")).strip() + "\n"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two results of `to_dict`: `training.lr 0.1 before, 0.2 now`."""
+    """Return what differs between two results of `to_dict`: `training.lr 0.1 before, 0.2 now`.
+
+    Example:
+        >>> differences({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})
+        ['training.lr 0.1 before, 0.2 now']
+    """
     old, new = dict(_flat(before, "")), dict(_flat(now, ""))
     return [
         f"{name} {_shown(old.get(name))} before, {_shown(new.get(name))} now"
@@ -122,7 +163,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def names(kind: type, prefix: str = "") -> list[str]:
-    """Return the dotted names of all fields."""
+    """Return the dotted names of all fields.
+
+    Example:
+        >>> names(Cosine)
+        ['num_steps', 'num_warmup', 'floor']
+    """
     found = []
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):

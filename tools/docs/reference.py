@@ -23,6 +23,7 @@ TOP_LEVEL = {
 # in the order of the navigation
 PACKAGES = (
     "echelon.dist",
+    "echelon.dist.mesh",
     "echelon.dist.fsdp",
     "echelon.dist.pipeline",
     "echelon.dist.parallel",
@@ -33,6 +34,13 @@ PACKAGES = (
     "echelon.tokens",
     "echelon.train.models",
     "echelon.train.optimizers",
+    "echelon.train.schedules",
+    "echelon.train.loss",
+    "echelon.train.activations",
+    "echelon.train.ema",
+    "echelon.train.finite",
+    "echelon.train.figures",
+    "echelon.train.settings",
     "echelon.errors",
 )
 _INVOCATIONS = (
@@ -147,7 +155,8 @@ def _public_names(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
-    return [n.name for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
+    defined = (n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef))
+    return [name for name in defined if name[0] != "_"]
 
 
 def _homes(tree: ast.Module, module: str) -> dict[str, str]:

@@ -30,6 +30,12 @@ def render_text(report: Report, console: Console, timing: Timing | None = None) 
 
     Args:
         timing: where the time went; shown below a healthy report.
+
+    Example:
+        >>> from rich.console import Console
+        >>> render_text(analyze(incident), Console(width=96))
+        VERDICT  host_hang · rank 1 · certain
+        ...
     """
     if not console.is_terminal:
         for line in plain_lines(report, timing):

@@ -78,6 +78,12 @@ def stop_on_signals(*signals: int) -> None:
 
     Raises:
         ValueError: there is no world, or this is not the main thread.
+
+    Example:
+        >>> import signal
+        >>> stop_on_signals(signal.SIGUSR1, signal.SIGTERM)
+        >>> should_stop()
+        False
     """
     stop = _need()
     if threading.current_thread() is not threading.main_thread():
@@ -101,6 +107,15 @@ def should_stop() -> bool:
         CollectiveTimeoutError: ranks did not call it within the world's timeout; names them.
         PeerLostError: a rank has died while the ranks agreed.
         StoreError: the job's store does not answer.
+
+    Example:
+        >>> for step in range(1000):
+        ...     if step == 3:
+        ...         request_stop("enough")  # or: kill -TERM one rank
+        ...     if should_stop():
+        ...         break
+        >>> step < 10
+        True
     """
     stop = _current
     if stop is None:
@@ -114,12 +129,29 @@ def request_stop(reason: str = "request_stop") -> None:
 
     Raises:
         ValueError: there is no world.
+
+    Example:
+        >>> request_stop("the validation loss rises")
+        >>> while not should_stop():
+        ...     pass  # train one step
+        >>> stop_reason()
+        'rank 0: the validation loss rises'
     """
     _need().ask(reason)
 
 
 def stop_reason() -> str:
-    """Return which rank asked for the stop and why, such as "rank 2: SIGTERM"; "" before it."""
+    """Return which rank asked for the stop and why, such as "rank 2: SIGTERM"; "" before it.
+
+    Example:
+        >>> stop_reason()
+        ''
+        >>> request_stop("out of data")
+        >>> while not should_stop():
+        ...     pass  # train one step
+        >>> stop_reason()
+        'rank 0: out of data'
+    """
     return _current.agreement.reason if _current is not None and _current.has_stopped else ""
 
 

@@ -36,6 +36,13 @@ def export(
     Raises:
         CheckpointError: the checkpoint cannot be read.
         ValueError: no such entry, or several modules for a file that holds one.
+
+    Example:
+        >>> save("runs/gpt", {"model": model, "step": 7})
+        >>> export("runs/gpt", "gpt.pt", key="model")
+        >>> weights = torch.load("gpt.pt", weights_only=True)
+        >>> torch.equal(weights["token.weight"], model.token.weight)
+        True
     """
     source, target = Version(Path(path)), Path(file)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")

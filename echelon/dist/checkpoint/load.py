@@ -48,6 +48,12 @@ def load(path: str | os.PathLike[str], state: dict[str, Any]) -> dict[str, Any]:
             if another rank failed.
         ValueError: the checkpoint does not fit the state.
         TypeError: `state` is not a dict of entries.
+
+    Example:
+        >>> save("runs/gpt", {"model": model, "optimizer": optimizer, "step": 7})
+        >>> state = load("runs/gpt", {"model": model, "optimizer": optimizer, "step": 0})
+        >>> state["step"]
+        7
     """
     chosen = place_of(path)
     peers = find(to_write=False)
@@ -123,6 +129,11 @@ def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is no complete checkpoint, or its manifest is damaged.
+
+    Example:
+        >>> save("runs/gpt", {"model": model, "step": 7})
+        >>> peek("runs/gpt")
+        {'step': 7}
     """
     root = place_of(path)
     places = _candidates(root)

@@ -71,6 +71,11 @@ def save(
         CheckpointError: another rank failed or did not arrive, or the save before still runs.
         OSError: this rank could not write. The version before is still there; if the disk failed
             after the new one's commit mark was written, the new one counts as well.
+
+    Example:
+        >>> save("runs/gpt", {"model": model, "optimizer": optimizer, "step": 7})
+        >>> pending = save("runs/gpt", {"model": model, "step": 8}, async_op=True)
+        >>> pending.wait()
     """
     if keep < 1:
         raise ValueError(f"keep {keep}: must be at least 1, since this checkpoint is kept")

@@ -18,6 +18,12 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
 
     The next backward with it reduces what has added up. Gradients of whole parameters are kept in
     the meantime.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> with gradient_sync(model, enabled=False):
+        ...     model(tokens).mean().backward()  # adds up on this rank
+        >>> model(tokens).mean().backward()  # reduces both
     """
     units = units_of(module)
     before = [unit.entry.sync for unit in units]
@@ -32,7 +38,14 @@ def gradient_sync(module: nn.Module, *, enabled: bool) -> Iterator[None]:
 
 @uncompiled_call
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether backwards reduce gradients from now on; see `gradient_sync`."""
+    """Set whether backwards reduce gradients from now on; see `gradient_sync`.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> for number in range(4):
+        ...     set_requires_gradient_sync(model, number == 3)
+        ...     model(tokens).mean().backward()
+    """
     for unit in units_of(module):
         unit.entry.sync = requires_gradient_sync
 
@@ -47,6 +60,13 @@ def unshard(module: nn.Module) -> None:
 
     Raises:
         CollectiveError: a rank is lost or did not come.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> unshard(model)
+        >>> model.token.weight.shape  # whole, until reshard
+        torch.Size([64, 16])
+        >>> reshard(model)
     """
     by_driver = _by_driver(units_of(module))
     for driver, units in by_driver.items():
@@ -57,7 +77,14 @@ def unshard(module: nn.Module) -> None:
 
 @uncompiled_call
 def reshard(module: nn.Module) -> None:
-    """Release all units in a module. What a backward still needs is gathered again for it."""
+    """Release all units in a module. What a backward still needs is gathered again for it.
+
+    Example:
+        >>> _ = fully_shard(model, reshard_after_forward=False)
+        >>> with torch.no_grad():
+        ...     _ = model(tokens)  # its parameters stay whole
+        >>> reshard(model)
+    """
     for driver, units in _by_driver(units_of(module)).items():
         driver.release(units)
 
@@ -71,6 +98,14 @@ def reduce_gradients(module: nn.Module) -> None:
 
     Raises:
         CollectiveError: a rank is lost or did not come.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> unshard(model)
+        >>> for _ in range(2):
+        ...     model(tokens).mean().backward()  # any number of them, by any calls of autograd
+        >>> reduce_gradients(model)
+        >>> reshard(model)
     """
     trained = [unit for unit in reversed(units_of(module)) if unit.trains]
     for driver, units in _by_driver(trained).items():

@@ -17,6 +17,11 @@ class MixedPrecisionPolicy:
         reduce_dtype: in which gradients are summed. None: as the gathered parameters.
         output_dtype: the unit's floating-point outputs are cast to it. None: left as they are.
         cast_forward_inputs: cast the unit's floating-point inputs to `param_dtype`.
+
+    Example:
+        >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        >>> fully_shard(model, mp_policy=policy)(tokens).dtype
+        torch.bfloat16
     """
 
     param_dtype: torch.dtype | None = None
@@ -40,6 +45,11 @@ class CPUOffloadPolicy:
 
     Attributes:
         pin_memory: page-locked memory, which copies to the device asynchronously.
+
+    Example:
+        >>> policy = CPUOffloadPolicy(pin_memory=False)
+        >>> with warnings.catch_warnings(record=True):  # this model is there anyway
+        ...     model = fully_shard(model, offload_policy=policy)
     """
 
     pin_memory: bool = True

@@ -79,6 +79,14 @@ def fully_shard(
         ValueError: a bad argument, settings that differ between ranks, or a module that was sharded
             before.
         CollectiveError: a rank is lost or did not join.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     _ = fully_shard(block)
+        >>> _ = fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(tokens).mean().backward()
+        >>> optimizer.step()
     """
     modules = _modules(module)
     if not isinstance(prefetch, int) or prefetch < 0:

@@ -36,6 +36,11 @@ class Shard:
         parameter: the optimizer's parameter: `[length, 1, ...]`, the key into `optimizer.state`.
         ranks: the ranks (global) among which the parameter is divided, in order.
         copies: the ranks that hold the same part, me among them; the first is to save it.
+
+    Example:
+        >>> shard = shards(fully_shard(model))["token.weight"]
+        >>> shard.length == shard.data.numel()  # all of it on one rank, a half on each of two
+        True
     """
 
     name: str
@@ -54,6 +59,11 @@ def shards(module: nn.Module) -> dict[str, Shard]:
     """Return my part of each sharded parameter in a module, by the parameter's name.
 
     Parameters that are not sharded (`ignored`, or in no unit) are not in it. Not collective.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> for name, shard in shards(model).items():
+        ...     assert shard.start + shard.length <= math.prod(shard.shape)
     """
     names: dict[Member, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -87,13 +97,33 @@ def optimizer_state(optimizer: torch.optim.Optimizer, shard: Shard) -> dict[str,
 
     Tensors that have the shard's shape are parts of the parameter just as the shard is, and come as
     views [length]; everything else (step counts) is the same on all ranks and comes as it is.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(tokens).mean().backward()
+        >>> optimizer.step()
+        >>> shard = shards(model)["token.weight"]
+        >>> optimizer_state(optimizer, shard)["exp_avg"].shape == (shard.length,)
+        True
     """
     state = optimizer.state.get(shard.parameter, {})
     return {key: value.view(-1) if is_part(value, shard) else value for key, value in state.items()}
 
 
 def is_part(value: Any, shard: Shard) -> bool:
-    """Return whether a piece of an optimizer's state is divided as the shard is."""
+    """Return whether a piece of an optimizer's state is divided as the shard is.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> loss_fn(model(tokens), targets).backward()
+        >>> optimizer.step()
+        >>> shard = shards(model)["token.weight"]
+        >>> state = optimizer.state[shard.parameter]
+        >>> {name: is_part(value, shard) for name, value in state.items()}
+        {'step': False, 'exp_avg': True, 'exp_avg_sq': True}
+    """
     return (
         isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shard.parameter.shape
     )
@@ -110,6 +140,12 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False) -> dict[str,
 
     Raises:
         CollectiveError: a rank is lost or did not come.
+
+    Example:
+        >>> fully_shard(model)(tokens).sum().backward()
+        >>> weights = full_state_dict(model, rank0_only=True)
+        >>> if dist.world().rank == 0:
+        ...     torch.save(weights, "model.pt")
     """
     whole: dict[Member, torch.Tensor] = {}
     for unit in units_of(module):

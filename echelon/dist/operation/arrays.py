@@ -27,11 +27,10 @@ class Array(Protocol):
     into it. JAX's arrays are read-only, so they serve as inputs only.
 
     Example:
-        >>> import numpy as np
-        >>> from echelon.dist import Array
         >>> def total(parts: Array) -> None:
         ...     dist.world().all_reduce(parts)
         >>> total(np.ones(3))
+        >>> total(torch.ones(3))
     """
 
     def __dlpack__(self) -> Any:

@@ -83,6 +83,13 @@ def parallelize(
         ValueError: a bad argument, or a model, plan and mesh that do not fit each other.
         PlanError: the schedule cannot run.
         CollectiveError: a rank is lost or did not join.
+
+    Example:
+        >>> mesh = DeviceMesh((2,), ("tp",))  # on each of 2 ranks
+        >>> parallel = parallelize(model, mesh, loss_fn=loss_fn)
+        >>> optimizer = torch.optim.AdamW(parallel.parameters())
+        >>> loss = parallel.step(tokens, targets)
+        >>> optimizer.step()
     """
     axes = axes_of(mesh)
     plan = _plan_of(model, plan)

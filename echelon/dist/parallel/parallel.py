@@ -33,6 +33,14 @@ class Parallel:
         mesh: of all four axes.
         data: (rank, size) by which the batch is divided. Ranks with one number get the same data.
         pipeline: runs the stages; None without axis "pp".
+
+    Example:
+        >>> mesh = DeviceMesh((1, 2), ("pp", "shard"))  # on each of 2 ranks
+        >>> parallel = parallelize(model, mesh, loss_fn=loss_fn, num_microbatches=2)
+        >>> parallel.data == (dist.world().rank, 2)  # which part of a batch this rank takes
+        True
+        >>> loss = parallel.step(tokens, targets)
+        >>> norm = parallel.clip_grad_norm_(1.0)
     """
 
     def __init__(

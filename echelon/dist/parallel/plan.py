@@ -38,6 +38,12 @@ class Plan:
         stages: called with the model, the number of a stage and how many there are, returns the
             stage's module under the model's names. None: the model cannot be a pipeline.
         divisors: attributes that tensor parallelism must divide, by what to call them: heads.
+
+    Example:
+        >>> plan = Plan(
+        ...     blocks=("layers.*",),
+        ...     tensor={"layers.*": "region", "layers.*.up": "column", "layers.*.down": "row"},
+        ... )
     """
 
     blocks: tuple[str, ...] = ()

@@ -56,6 +56,10 @@ def export_torch(
     Raises:
         DumpFormatError: none of the files can be read, or there is none.
         OSError: the files cannot be written.
+
+    Example:
+        >>> [path.name for path in export_torch(incident, "for_torch")]
+        ['nccl_trace_rank_0', 'nccl_trace_rank_1']
     """
     records = _read_all(Path(incident_dir))
     out = Path(out_dir)

@@ -56,6 +56,14 @@ class TCPStore(Store):
         StoreTimeoutError: no server came up, or not all workers joined, within the timeout.
         StoreError: the master's address cannot be bound.
         StoreConnectionError: the server is there and does not accept this client.
+
+    Example:
+        >>> store = TCPStore("127.0.0.1", server.port, timeout=10)
+        >>> store.set("ready", b"yes")
+        >>> store.add("arrived", 2)
+        2
+        >>> store.multi_get(["ready", "arrived"])
+        [b'yes', b'2']
     """
 
     def __init__(

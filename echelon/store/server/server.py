@@ -64,6 +64,13 @@ class StoreServer:
         StoreError: the address cannot be bound.
 
     `start`, `close` and `statistics` may be called from any thread.
+
+    Example:
+        >>> server = StoreServer("127.0.0.1").start()
+        >>> client = TCPStore("127.0.0.1", server.port, timeout=10)
+        >>> client.set("key", b"value")
+        >>> client.close()
+        >>> server.close()
     """
 
     def __init__(

@@ -129,6 +129,12 @@ def read_figures(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
         ValueError: it has lines, and none of them are figures.
+
+    Example:
+        >>> with FigureLog("runs/gpt/figures.jsonl") as figures:
+        ...     figures.step(1, 4.2)
+        >>> [line["loss"] for line in read_figures("runs/gpt")]
+        [4.2]
     """
     path = Path(path)
     if path.is_dir():

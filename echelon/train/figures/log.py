@@ -39,23 +39,6 @@ class FigureLog:
     other failure of the file or a writer is said once and never ends the training. Used by the
     thread that trains.
 
-    Example:
-        >>> with FigureLog(
-        ...     "runs/gpt/figures.jsonl",
-        ...     tokens_per_step=batch * context,
-        ...     flops_per_token=config.flops_per_token(),
-        ...     peak_flops=peak.flops_per_s,
-        ...     first_step=trainer.step,  # 0, or where the checkpoint stands
-        ...     group=world,  # on all ranks; rank 0 writes
-        ...     writers=[TensorBoardWriter("runs/gpt/board")] if world.rank == 0 else [],
-        ... ) as figures:
-        ...     while trainer.step < steps:
-        ...         loss, norm = trainer.train_step()
-        ...         figures.step(trainer.step, loss, gradient_norm=norm, learning_rate=trainer.lr)
-        ...         if trainer.step % 500 == 0:
-        ...             with figures.pause():  # not part of an iteration
-        ...                 figures.note(trainer.step, validation_loss=trainer.validate())
-
     Args:
         path: the file, made with its folder; None: no file.
         tokens_per_step: of all ranks together, for the rates; 0: no rates.
@@ -69,6 +52,22 @@ class FigureLog:
 
     Raises:
         ValueError: a negative number, or `path` exists and is not a log of figures.
+
+    Example:
+        >>> with FigureLog(
+        ...     "runs/gpt/figures.jsonl",
+        ...     tokens_per_step=tokens.numel(),
+        ...     flops_per_token=model.flops_per_token(),
+        ...     group=world,  # on all ranks; rank 0 writes
+        ... ) as figures:
+        ...     for step in range(1, 4):
+        ...         loss = loss_fn(model(tokens), targets)
+        ...         figures.step(step, loss.item(), learning_rate=1e-3)
+        ...         if step % 2 == 0:
+        ...             with figures.pause():  # not part of an iteration
+        ...                 figures.note(step, validation_loss=loss.item())
+        >>> len(read_figures("runs/gpt"))
+        4
     """
 
     def __init__(

@@ -20,7 +20,18 @@ _FOLDERS = {
 
 
 class Writer(Protocol):
-    """What `FigureLog` passes its figures on to."""
+    """What `FigureLog` passes its figures on to.
+
+    Example:
+        >>> class Printed:
+        ...     def write(self, step, figures):
+        ...         print(step, figures["loss"])
+        ...
+        ...     def close(self): ...
+        >>> with FigureLog(None, writers=[Printed()]) as figures:
+        ...     figures.step(1, 4.2)
+        1 4.2
+    """
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Take the finite figures of a step. What it raises is said once, and it is dropped."""
@@ -38,6 +49,11 @@ class TensorBoardWriter:
 
     Raises:
         ImportError: torch or tensorboard is not installed.
+
+    Example:
+        >>> writer = TensorBoardWriter("board")  # needs tensorboard
+        >>> with FigureLog(None, writers=[writer]) as figures:
+        ...     figures.step(1, 4.2)
     """
 
     def __init__(self, folder: str | Path, *, first_step: int = 0) -> None:
@@ -74,6 +90,11 @@ class WandbWriter:
 
     Raises:
         ImportError: wandb is not installed.
+
+    Example:
+        >>> writer = WandbWriter("gpt", folder="runs/gpt", config={"lr": 1e-3})  # needs wandb
+        >>> with FigureLog("runs/gpt/figures.jsonl", writers=[writer]) as figures:
+        ...     figures.step(1, 4.2)
     """
 
     def __init__(

@@ -21,6 +21,10 @@ class RotaryScaling:
             `original_context` are divided.
         high_frequency_factor: llama3: those that turn more often than this stay.
         original_context: llama3: tokens that the model was first trained on.
+
+    Example:
+        >>> scaling = RotaryScaling(kind="llama3", factor=8.0)
+        >>> config = llama("1b", rotary_scaling=scaling, context=16384)
     """
 
     kind: Literal["linear", "llama3"]
@@ -71,6 +75,11 @@ class ModelConfig:
         bias: the blocks' linear layers and layer norms have biases.
         qkv_bias: queries, keys and values have biases even if `bias` is False (Qwen2).
         eps: of the norms.
+
+    Example:
+        >>> config = ModelConfig(layers=2, width=64, heads=4, context=128, vocabulary=256)
+        >>> config.num_parameters()
+        139584
     """
 
     layers: int

@@ -44,6 +44,11 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
     Raises:
         ValueError: no such size, or a change that is refused.
         TypeError: a size that is not an integer.
+
+    Example:
+        >>> config = gpt2("124m", vocabulary=50304)
+        >>> config.layers, config.width, config.heads
+        (12, 768, 12)
     """
     shape = {
         "context": 1024, "vocabulary": 50_257, "norm": "layer", "mlp": "gelu",
@@ -62,6 +67,11 @@ def llama(size: str = "20m", **changes: Any) -> ModelConfig:
     Raises:
         ValueError: no such size, or a change that is refused.
         TypeError: a size that is not an integer.
+
+    Example:
+        >>> config = llama("8b", context=4096)
+        >>> config.layers, config.width, config.heads, config.kv_heads
+        (32, 4096, 32, 8)
     """
     return _changed(_find(_LLAMA, size), changes)
 

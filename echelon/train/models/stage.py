@@ -27,6 +27,11 @@ class TransformerStage(nn.Module):
 
     Attributes:
         config: the whole model's.
+
+    Example:
+        >>> stage = make_stage(model, index=0, num_stages=2)
+        >>> stage(tokens).shape, len(stage.blocks)  # the features that the next stage is given
+        (torch.Size([2, 8, 16]), 1)
     """
 
     position: nn.Module | None
@@ -88,6 +93,11 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
 
     Raises:
         ValueError: more stages than blocks, or no such stage.
+
+    Example:
+        >>> stages = [make_stage(model, index, num_stages=2) for index in range(2)]
+        >>> torch.equal(stages[1](stages[0](tokens)), model(tokens))
+        True
     """
     layers = len(model.blocks)
     if not 1 <= num_stages <= layers:
@@ -100,7 +110,12 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
 
 
 def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
-    """Return the weights that stages share, as `Pipeline` takes them: the tied embedding."""
+    """Return the weights that stages share, as `Pipeline` takes them: the tied embedding.
+
+    Example:
+        >>> stage_ties(gpt2("124m"), num_stages=4)
+        [['0:token.weight', '3:token.weight']]
+    """
     if not config.tied or num_stages < 2:
         return []
     return [[f"0:{_EMBEDDING}", f"{num_stages - 1}:{_EMBEDDING}"]]

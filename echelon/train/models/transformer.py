@@ -35,6 +35,12 @@ class Transformer(nn.Module):
         blocks: the layers.
         final_norm: the norm before the head.
         head: from features to logits; its weight is `token.weight` where the config ties them.
+
+    Example:
+        >>> model = Transformer(llama("20m", layers=2, width=64, vocabulary=256))
+        >>> tokens = torch.randint(256, (2, 8))
+        >>> model(tokens).shape
+        torch.Size([2, 8, 256])
     """
 
     position: Embedding | None

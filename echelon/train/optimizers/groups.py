@@ -40,6 +40,13 @@ def matrix_groups(
 
     Returns:
         Parameter groups: matrices, other parameters, vectors.
+
+    Example:
+        >>> for group in matrix_groups(model):
+        ...     print(group["algorithm"], len(group["params"]))
+        muon 14
+        adamw 2
+        adamw 5
     """
     module = _module_of(model)
     embeddings = {

@@ -68,6 +68,8 @@ class Muon(Optimizer):
 
     Example:
         >>> optimizer = Muon(model, lr=1e-3)
+        >>> loss_fn(model(tokens), targets).backward()
+        >>> optimizer.step()
     """
 
     handles_shards = True  # `fully_shard` refuses optimizers that are not elementwise without it

@@ -23,6 +23,11 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
 
     Raises:
         ValueError: not a matrix of floats.
+
+    Example:
+        >>> singular = torch.linalg.svdvals(orthogonalize(torch.randn(32, 16)))
+        >>> bool(((singular > 0.6) & (singular < 1.3)).all())
+        True
     """
     if matrix.dim() != 2 or not matrix.is_floating_point():
         raise ValueError(f"expected a matrix of floats, got {matrix.dtype} {list(matrix.shape)}")

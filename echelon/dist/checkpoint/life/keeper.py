@@ -54,6 +54,13 @@ class Keeper:
 
     Raises:
         ValueError: a setting makes no sense.
+
+    Example:
+        >>> with Keeper("runs/gpt", keep=2) as keeper:
+        ...     for step in (100, 200, 300):
+        ...         _ = keeper.save(step, {"model": model, "step": step})
+        >>> sorted(path.name for path in Path("runs/gpt").glob("step_*"))
+        ['step_00000200', 'step_00000300']
     """
 
     def __init__(

@@ -35,6 +35,13 @@ def newest(folder: str | os.PathLike[str]) -> Path | str | None:
     Raises:
         CheckpointError: rank 0 could not look.
         OSError: this rank could not.
+
+    Example:
+        >>> newest("runs/gpt") is None
+        True
+        >>> save("runs/gpt", {"step": 7})
+        >>> newest("runs/gpt").name
+        'gpt'
     """
     place = place_of(folder)
     peers = find(to_write=False)

@@ -24,6 +24,11 @@ class SaveSchedule:
 
     Raises:
         ValueError: neither is given, or one is not above 0.
+
+    Example:
+        >>> schedule = SaveSchedule(every_steps=100)
+        >>> [step for step in range(1, 301) if schedule.due(step)]
+        [100, 200, 300]
     """
 
     def __init__(

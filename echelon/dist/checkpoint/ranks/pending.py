@@ -18,7 +18,15 @@ _GRACE_S = 5.0  # for the thread to notice its own deadline and say which rank i
 
 
 class PendingSave:
-    """A save under way; made by `save(..., async_op=True)`."""
+    """A save under way; made by `save(..., async_op=True)`.
+
+    Example:
+        >>> pending = save("runs/gpt", {"model": model}, async_op=True)
+        >>> loss = loss_fn(model(tokens), targets)  # training continues
+        >>> pending.wait(timeout_s=60)
+        >>> pending.done
+        True
+    """
 
     def __init__(self, path: str, write: Callable[[float], None], timeout_s: float) -> None:
         self._path = path

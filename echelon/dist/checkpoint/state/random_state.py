@@ -18,6 +18,13 @@ class RandomState:
     Each rank's generators are saved, and each rank gets its own back. Where a checkpoint is loaded
     by more ranks than saved it, the further ones are seeded from rank 0's state and their number:
     repeatable, and different from every other rank's.
+
+    Example:
+        >>> save("runs/gpt", {"random": RandomState()})
+        >>> first = torch.rand(3)
+        >>> _ = load("runs/gpt", {"random": RandomState()})
+        >>> torch.equal(first, torch.rand(3))
+        True
     """
 
     def state_dict(self) -> dict[str, Any]:

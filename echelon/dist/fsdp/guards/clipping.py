@@ -57,8 +57,9 @@ def clip_grad_norm_(
         CollectiveError: a rank is lost or did not join.
 
     Example:
+        >>> _ = fully_shard(model)
+        >>> loss_fn(model(tokens), targets).backward()
         >>> norm = clip_grad_norm_(model, 1.0)
-        >>> norm = clip_grad_norm_(stage.module, 1.0, over=dist.world(), replicas=mesh.group("dp"))
     """
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"max_norm {max_norm!r} must be >= 0 and norm_type {norm_type!r} > 0")

@@ -43,10 +43,11 @@ class GradScaler:
         ValueError: a bad argument.
 
     Example:
-        >>> scaler.scale(loss).backward()
-        >>> scaler.unscale_(optimizer)  # before clipping; otherwise step() does it
-        >>> clip_grad_norm_(model, 1.0)
-        >>> scaler.step(optimizer)
+        >>> scaler = GradScaler()
+        >>> scaler.scale(loss_fn(model(tokens), targets)).backward()
+        >>> _ = scaler.unscale_(optimizer)  # before clipping; otherwise step() does it
+        >>> norm = clip_grad_norm_(model, 1.0)
+        >>> _ = scaler.step(optimizer)
         >>> scaler.update()
     """
 

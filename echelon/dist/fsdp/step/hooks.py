@@ -51,6 +51,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises:
         ValueError: the module is not sharded, or has no such method.
+
+    Example:
+        >>> _ = fully_shard(model)
+        >>> register_forward_method(model, "hidden")
+        >>> model.hidden(tokens).shape
+        torch.Size([2, 8, 16])
     """
     unit = unit_of(module)
     if unit is None:

@@ -66,6 +66,11 @@ def split(
 
     Raises:
         ValueError: numbers do not fit.
+
+    Example:
+        >>> layers = [nn.Linear(8, 8) for _ in range(4)]
+        >>> [len(stage) for stage in split(layers, num_stages=2, costs=[3, 1, 1, 1])]
+        [1, 3]
     """
     names, layers = _named(model)
     if not all(isinstance(layer, nn.Module) for layer in layers):

@@ -75,6 +75,16 @@ class Pipeline:
         ValueError: stages, schedule and group do not fit, or the ranks' arguments differ.
         PlanError: the schedule cannot run.
         CollectiveError: a rank is lost or did not call within the group's timeout.
+
+    Example:
+        >>> group = dist.init()  # on each of 2 ranks
+        >>> layers = [nn.Linear(8, 8) for _ in range(4)]
+        >>> module = split(layers, num_stages=2)[group.rank]
+        >>> stage = Stage(module, index=group.rank, num_stages=2)
+        >>> pipe = Pipeline([stage], num_microbatches=4, loss_fn=nn.MSELoss())
+        >>> losses = pipe.step(torch.ones(8, 8), torch.zeros(8, 8))
+        >>> losses is None if group.rank == 0 else len(losses) == 4  # the last stage has them
+        True
     """
 
     def __init__(

@@ -46,6 +46,12 @@ class Stage:
 
     Raises:
         ValueError: the index is not one of the model's.
+
+    Example:
+        >>> modules = split([nn.Linear(8, 8) for _ in range(4)], num_stages=2)
+        >>> first = Stage(modules[0], index=0, num_stages=2)
+        >>> first.is_first, first.is_last
+        (True, False)
     """
 
     def __init__(self, module: nn.Module, *, index: int, num_stages: int, prefix: str = "") -> None:

@@ -53,6 +53,12 @@ class Action:
 
     `microbatch` is -1 where there is none (sharding actions). An overlap holds its computations in
     `parts` and has stage and micro-batch -1 itself.
+
+    Example:
+        >>> Action.parse("1F0")
+        Action(stage=1, kind=...)
+        >>> str(Action.parse("1F0"))
+        '1F0'
     """
 
     stage: int

@@ -47,6 +47,11 @@ def schedule(
 
     Raises:
         ValueError: there is no such schedule, or it does not exist for these numbers.
+
+    Example:
+        >>> plan = schedule("zbv", num_ranks=2, num_microbatches=4)
+        >>> plan.num_stages, plan.stages_of(0)
+        (4, (0, 3))
     """
     if name not in NAMES:
         raise ValueError(f"no schedule is called {name!r}; there are {', '.join(NAMES)}")

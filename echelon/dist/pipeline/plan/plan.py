@@ -20,7 +20,15 @@ _IDLE = ("", "None")
 
 
 class PlanError(ValueError):
-    """A plan cannot be carried out. Knows which row and column, both from 0, show it."""
+    """A plan cannot be carried out. Knows which row and column, both from 0, show it.
+
+    Example:
+        >>> try:
+        ...     simulate(Plan.from_csv("1F0", "late"))
+        ... except PlanError as err:
+        ...     print(err.row, err.column)
+        0 0
+    """
 
     def __init__(self, message: str, row: int, column: int) -> None:
         super().__init__(f"row {row}, column {column}: {message}")
@@ -38,6 +46,12 @@ class Plan:
         num_microbatches: into which a step's batch is split.
         num_chunks: stages a rank (the most of any).
         columns: per row, where in its file each action stood; empty: as in the row.
+
+    Example:
+        >>> plan = schedule("1f1b", num_ranks=2, num_microbatches=2)
+        >>> print(plan.to_csv(), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
     """
 
     name: str

@@ -26,6 +26,11 @@ class Costs:
             after the other.
         message_bytes: size of a stage's output for one micro-batch, and of its gradient.
         activation_bytes: what a stage keeps of one micro-batch, up to its weight gradients.
+
+    Example:
+        >>> costs = Costs(forward=1.0, input_grad=1.0, weight_grad=[1.0, 2.0], latency=0.5)
+        >>> simulate(schedule("1f1b", num_ranks=2, num_microbatches=4), costs=costs).makespan
+        20.0
     """
 
     forward: PerStage = 1.0

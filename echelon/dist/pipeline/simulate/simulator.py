@@ -77,6 +77,14 @@ def simulate(
     Raises:
         PlanError: some action can never run.
         ValueError: costs do not fit the plan.
+
+    Example:
+        >>> for name in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble"):
+        ...     simulation = simulate(schedule(name, num_ranks=4, num_microbatches=8))
+        ...     print(name, round(simulation.bubble, 2))
+        1f1b 0.27
+        interleaved_1f1b 0.16
+        interleaved_zero_bubble 0.06
     """
     costs = costs or Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
     costs.check(plan.num_stages)
