@@ -2,8 +2,9 @@
 
     python -m tools.docs.check        # prints one line per fault, and exits with 1 if there is one
 
-It reads files alone, so `make check` runs it. What a page may cite and how it is recognized is in
-`citations.py`; links are those of every Markdown file that git tracks.
+It starts nothing and needs no network, so `make check` runs it. What a page may cite and how it is
+recognized is in `citations.py`; links are those of every Markdown file that git tracks. Pages with
+parts that a script writes must show what it would write today.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
-from tools.docs import citations, reference
+from tools.docs import citations, incident, reference
 from tools.docs.links import ANCHOR_LINK, LINK, anchors, prose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +31,17 @@ def main() -> int:
         faults += [f"{page}: {fault}" for fault in broken_links(ROOT, page, text, files)]
         if page != "CHANGELOG.md":  # it speaks of earlier versions
             faults += [f"{page}: {fault}" for fault in citations.missing(text, facts)]
+    faults += stale_pages()
     print("\n".join(faults) if faults else f"docs: {len(files)} files, nothing cited is missing")
     return 1 if faults else 0
+
+
+def stale_pages() -> list[str]:
+    """Return which page shows something else than the script that writes it."""
+    page = incident.PAGE.read_text()
+    if incident.written(page) == page:
+        return []
+    return [f"{incident.PAGE.name} is stale; run: python -m tools.docs.incident write"]
 
 
 def tracked_files(root: Path) -> frozenset[str]:
