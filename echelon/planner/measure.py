@@ -84,21 +84,35 @@ def _link(world: ProcessGroup, size: int, distance: int) -> dict[str, Any]:
     """Time all_reduces of a small and of a large array in all groups of a kind at once."""
     block = world.rank // (size * distance)
     group = world.split(block * distance + world.rank % distance, key=world.rank)
-    small, large = (np.ones(n, np.float32) for n in (_SMALL_NUMBERS, _LARGE_NUMBERS))
-    short_s = _calls(world, group, small, _SMALL_CALLS)
-    long_s = _calls(world, group, large, _LARGE_CALLS)
+    latency, bandwidth = time_link(world, group)
     group.close()
-    steps = 2 * (size - 1)
-    latency = [seconds / steps for seconds in short_s]
-    middle = float(np.median(short_s))
-    sent = steps / size * large.nbytes
-    bandwidth = [sent / max(seconds - middle, seconds / 10) for seconds in long_s]
     return {
         "size": size,
         "is_across": distance > 1,
         "latency_s": _figure(_all(world, latency)),
         "bytes_per_s": _figure(_all(world, bandwidth)),
     }
+
+
+def time_link(
+    world: ProcessGroup,
+    group: ProcessGroup,
+    num_small: int = _SMALL_CALLS,
+    num_large: int = _LARGE_CALLS,
+) -> tuple[list[float], list[float]]:
+    """Return the latency of a step, s, and the bandwidth, bytes/s, of each of several all_reduces.
+
+    All ranks of `world` measure at the same time, each in its group of two ranks or more.
+    """
+    small, large = (np.ones(n, np.float32) for n in (_SMALL_NUMBERS, _LARGE_NUMBERS))
+    short_s = _calls(world, group, small, num_small)
+    long_s = _calls(world, group, large, num_large)
+    steps = 2 * (group.size - 1)
+    latency = [seconds / steps for seconds in short_s]
+    middle = float(np.median(short_s))
+    sent = steps / group.size * large.nbytes
+    bandwidth = [sent / max(seconds - middle, seconds / 10) for seconds in long_s]
+    return latency, bandwidth
 
 
 def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> list[float]:

@@ -13,7 +13,7 @@ import msgpack
 
 from echelon.errors import LaunchError
 
-VERSION = 6
+VERSION = 7
 MAX_MESSAGE_BYTES = 8 << 20
 DUMP_PART_BYTES = 1 << 20
 
@@ -207,6 +207,8 @@ class CheckIn:
     port: int
     versions: list[list[str]]  # [name, version]
     address: str = ""  # numeric, as the link saw it
+    token: str = ""  # that its listener asks for
+    folder: str = ""  # where its part of the job would keep files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,9 +226,18 @@ class WaysTried:
     found: list[list[str]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probed:
+    """What the probes of one `Probe` found, in order: each the text of a `probes.Finding`."""
+
+    number: int
+    findings: list[str]
+
+
 Event = (
     Hello | WorkerEnded | Sights | DumpPart | Harvested | Idle | StopAsked | Left | Ask | Statuses
     | Unkillable | Resume | CheckIn | Tock | WaysTried | LeaseReply | Poll | Renew | Laps
+    | Probed
 )  # fmt: skip
 
 # ---- commands: coordinator -> agent ----
@@ -377,9 +388,17 @@ class TryWays:
     places: list[list[str]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Run these probes at the same time, each the text of a `probes.Task`; answer `Probed`."""
+
+    number: int
+    tasks: list[str]
+
+
 Command = (
     Start | Stop | Kill | Collect | ClearUp | Show | Over | TellStatus | JobShown | Statuses
-    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote
+    | Tick | TryWays | Welcome | LeaseBeat | Entrust | Vote | Probe
 )  # fmt: skip
 
 _KINDS: dict[str, type[Any]] = {
@@ -388,7 +407,7 @@ _KINDS: dict[str, type[Any]] = {
         Hello, WorkerEnded, Sights, DumpPart, Harvested, Idle, StopAsked, Ask, Statuses,
         CheckIn, Tock, WaysTried, Unkillable, Resume, Welcome, Laps,
         Start, Stop, Kill, Collect, ClearUp, Show, Over, TellStatus, JobShown, Tick, TryWays,
-        LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote,
+        LeaseBeat, LeaseReply, Entrust, Poll, Renew, Vote, Probe, Probed,
     )
 }  # fmt: skip
 

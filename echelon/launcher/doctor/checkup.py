@@ -2,7 +2,7 @@
 
 Every node runs `echelon doctor` with the options that its `echelon run` will get; they meet at the
 endpoint, over the control plane itself. Then each node connects to each other one at a port that is
-free there, as ranks will.
+free there, as ranks will. What else is to be measured between them (`pairwise/`) is handed in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib.metadata
 import platform
 import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +26,17 @@ from echelon.launcher.control.endpoint import Rendezvous
 from echelon.launcher.control.link import Mailbox
 from echelon.launcher.control.server import ControlServer
 from echelon.launcher.control.tls import TlsFiles
+from echelon.launcher.doctor.probes.child import run_all
+from echelon.launcher.doctor.probes.finding import Task
+from echelon.launcher.doctor.probes.pair import GREETING, Listener, new_token
 
 _NUM_TICKS = 8
 _TICK_S = 2.0
 _CONNECT_S = 3.0
 _WAYS_S = 20.0
+_NEXT_S = 60.0  # between two of the host's questions
 _NUM_AT_ONCE = 32
 _CLOCK_S = 1.0  # more than that confuses people who compare logs, and other tools
-_GREETING = b"echelon"
 
 T = TypeVar("T", bound=m.Event)
 
@@ -49,7 +51,7 @@ class Result:
 
 
 @dataclass(slots=True)
-class _Node:
+class Member:
     """A node that has come."""
 
     name: str  # of its session, "" for the host itself
@@ -60,42 +62,62 @@ class _Node:
     has_tried: bool = False
 
 
+Measure = Callable[["Host"], Iterable[Result]]  # what the host measures once all have come
+
+
 def check_nodes(
-    meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
+    meeting: Rendezvous,
+    num_nodes: int,
+    timeout_s: float,
+    tls: TlsFiles | None,
+    *,
+    folder: str = "",
+    measure: Measure = lambda _: (),
 ) -> Iterator[Result]:
     """Take part; yield the outcome, which is the same on all nodes.
 
     Waits `timeout_s` at most for the nodes to come, and about half a minute for their answers.
+
+    Args:
+        folder: of this node's part of the job.
+        measure: called on the host; its results are told to all nodes.
     """
-    with contextlib.closing(_Listener()) as listener:
-        about = m.CheckIn(host=socket.gethostname(), port=listener.port, versions=_versions())
+    with contextlib.closing(Listener(token := new_token())) as listener:
+        about = m.CheckIn(
+            host=socket.gethostname(),
+            port=listener.port,
+            versions=_versions(),
+            token=token,
+            folder=folder,
+        )
         try:
             if meeting.is_host:
-                yield from _Host(meeting, about, tls).check(num_nodes, timeout_s)
+                yield from Host(meeting, about, tls).check(num_nodes, timeout_s, measure)
             else:
                 yield from _take_part(meeting, about, tls, timeout_s)
         except LaunchError as err:
             yield Result("nodes", str(err), ok=False)
 
 
-class _Host:
+class Host:
     """The node that owns the endpoint: it asks, and puts the answers together."""
 
     def __init__(self, meeting: Rendezvous, about: m.CheckIn, tls: TlsFiles | None) -> None:
         self._events: Mailbox[tuple[str, m.Event]] = Mailbox()
         self._server = ControlServer(meeting.bind_address, meeting.secret, self._events, tls=tls)
-        self._self = _Node("", about)
-        self._nodes = [self._self]
+        self._self = Member("", about)
+        self.members = [self._self]
         self._host = meeting.host
 
-    def check(self, num_nodes: int, timeout_s: float) -> list[Result]:
+    def check(self, num_nodes: int, timeout_s: float, measure: Measure) -> list[Result]:
+        """Ask all questions, and tell all nodes the outcome."""
         try:
             self._wait_for_nodes(num_nodes, timeout_s)
-            for node in self._nodes[1:]:
+            for node in self.members[1:]:
                 self._compare_clocks(node)
             self._try_ways()
-            results = list(self._results(num_nodes))
-            for node in self._nodes[1:]:
+            results = [*self._results(num_nodes), *measure(self)]
+            for node in self.members[1:]:
                 self._send(node, m.Show(text=_as_text(results)))
                 self._send(node, m.Over(exit_code=0, ended_by=""))
                 self._server.hang_up(node.name)
@@ -104,16 +126,47 @@ class _Host:
             self._events.close()
         return results
 
-    def _send(self, node: _Node, command: m.Command) -> None:
+    def address_of(self, member: Member) -> str:
+        """Return where other nodes reach a member."""
+        return member.about.address or self._host
+
+    def probe(
+        self, number: int, tasks: Sequence[tuple[Member, Sequence[Task]]], limit_s: float
+    ) -> dict[str, m.Probed]:
+        """Have members run probes, all at the same time; return the answers by session name.
+
+        Waits `limit_s` at most for them; a member that has not answered by then is missing.
+
+        Args:
+            number: of the question, new for each.
+        """
+        deadline_s = time.monotonic() + limit_s
+        asked = {member.name for member, _ in tasks if member.name}
+        for member, own in tasks:
+            if member.name:
+                packed = [task.pack() for task in own]
+                self._send(member, m.Probe(number=number, tasks=packed))
+        here = [task for member, own in tasks if not member.name for task in own]
+        found = {"": m.Probed(number=number, findings=[one.pack() for one in run_all(here)])}
+        while asked - found.keys():
+            answer = self._next(
+                m.Probed, lambda name, one: name in asked and one.number == number, deadline_s
+            )
+            if answer is None:
+                break
+            found[answer[0]] = answer[1]
+        return found
+
+    def _send(self, node: Member, command: m.Command) -> None:
         self._server.send(node.name, command)
 
     def _wait_for_nodes(self, num_nodes: int, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while len(self._nodes) < num_nodes:
+        while len(self.members) < num_nodes:
             came = self._next(m.CheckIn, lambda _name, _event: True, deadline_s)
             if came is None:
                 return
-            self._nodes.append(_Node(came[0], came[1]))
+            self.members.append(Member(came[0], came[1]))
 
     def _next(
         self, kind: type[T], fits: Callable[[str, T], bool], deadline_s: float
@@ -129,7 +182,7 @@ class _Host:
                     return name, event
         return None
 
-    def _compare_clocks(self, node: _Node) -> None:
+    def _compare_clocks(self, node: Member) -> None:
         """Take the quickest of several exchanges: its middle is when the node read its clock."""
         for number in range(_NUM_TICKS):
             sent_ns = time.time_ns()
@@ -142,7 +195,7 @@ class _Host:
                 node.ahead_s = (answer.wall_ns - sent_ns) / 1e9 - took_s / 2
                 node.error_s = took_s / 2
 
-    def _next_tock(self, node: _Node, number: int) -> m.Tock | None:
+    def _next_tock(self, node: Member, number: int) -> m.Tock | None:
         def fits(name: str, tock: m.Tock) -> bool:
             return name == node.name and tock.number == number
 
@@ -151,16 +204,15 @@ class _Host:
 
     def _try_ways(self) -> None:
         places = [
-            [node.about.host, node.about.address or self._host, str(node.about.port)]
-            for node in self._nodes
+            [node.about.host, self.address_of(node), str(node.about.port)] for node in self.members
         ]
-        for number, node in enumerate(self._nodes[1:], start=1):
+        for number, node in enumerate(self.members[1:], start=1):
             self._send(node, m.TryWays(places=[*places[:number], *places[number + 1 :]]))
         self._self.troubles = [f"{host}: {why}" for host, why in _try_all(places[1:]) if why]
         self._self.has_tried = True
         deadline_s = time.monotonic() + _WAYS_S
-        by_name = {node.name: node for node in self._nodes[1:]}
-        while not all(node.has_tried for node in self._nodes):
+        by_name = {node.name: node for node in self.members[1:]}
+        while not all(node.has_tried for node in self.members):
             answer = self._next(m.WaysTried, lambda name, _event: name in by_name, deadline_s)
             if answer is None:
                 return
@@ -169,25 +221,25 @@ class _Host:
             node.troubles = [f"{pair[0]}: {pair[1]}" for pair in answer[1].found if all(pair)]
 
     def _results(self, num_nodes: int) -> Iterator[Result]:
-        hosts = ", ".join(node.about.host for node in self._nodes)
-        all_came = len(self._nodes) >= num_nodes
-        yield Result("nodes", f"{len(self._nodes)} of {num_nodes} came: {hosts}", all_came)
-        yield from compare_versions([node.about for node in self._nodes])
-        for node in self._nodes[1:]:
+        hosts = ", ".join(node.about.host for node in self.members)
+        all_came = len(self.members) >= num_nodes
+        yield Result("nodes", f"{len(self.members)} of {num_nodes} came: {hosts}", all_came)
+        yield from compare_versions([node.about for node in self.members])
+        for node in self.members[1:]:
             yield self._clock(node)
         troubles = [
             f"{node.about.host} does not reach {trouble}"
-            for node in self._nodes
+            for node in self.members
             for trouble in (node.troubles if node.has_tried else ["anybody: it did not answer"])
         ]
         for trouble in troubles:
             yield Result("connectivity", trouble, ok=False)
-        if not troubles and len(self._nodes) > 1:
+        if not troubles and len(self.members) > 1:
             yield Result(
-                "connectivity", f"each of {len(self._nodes)} nodes can reach every other node"
+                "connectivity", f"each of {len(self.members)} nodes can reach every other node"
             )
 
-    def _clock(self, node: _Node) -> Result:
+    def _clock(self, node: Member) -> Result:
         host = node.about.host
         if node.ahead_s is None:
             return Result("clocks", f"{host} did not answer", ok=False)
@@ -213,6 +265,7 @@ def _take_part(
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([link.fileno()], [], [], left_s)
             for command in link.take():
+                deadline_s = max(deadline_s, time.monotonic() + _NEXT_S)
                 if command is None:
                     raise LaunchError(link.lost_because or "the host closed the connection")
                 if isinstance(command, m.Tick):
@@ -220,6 +273,8 @@ def _take_part(
                 elif isinstance(command, m.TryWays):
                     found = [list(pair) for pair in _try_all(command.places)]
                     link.send(m.WaysTried(found=found))
+                elif isinstance(command, m.Probe):
+                    link.send(_answered(command))
                 elif isinstance(command, m.Show):
                     yield from _from_text(command.text)
                 elif isinstance(command, m.Over):
@@ -227,6 +282,19 @@ def _take_part(
                         raise LaunchError(command.text)
                     return
     raise LaunchError("the host did not report the results in time")
+
+
+def _answered(probe: m.Probe) -> m.Probed:
+    """Run what the host asks for; waits for the longest deadline.
+
+    Raises:
+        LaunchError: the host asks for something else than probes.
+    """
+    try:
+        tasks = [Task.unpack(text) for text in probe.tasks]
+    except ValueError as err:
+        raise LaunchError(str(err)) from err
+    return m.Probed(number=probe.number, findings=[one.pack() for one in run_all(tasks)])
 
 
 def compare_versions(nodes: Sequence[m.CheckIn]) -> Iterator[Result]:
@@ -262,10 +330,10 @@ def _try_all(places: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
 def _try(address: str, port: int) -> str:
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_S) as connection:
-            said = connection.recv(len(_GREETING))
+            said = connection.recv(len(GREETING))
     except OSError as err:
         return f"{address} port {port}: {err.strerror or err}"
-    return "" if said == _GREETING else f"{address} port {port}: another service is listening there"
+    return "" if said == GREETING else f"{address} port {port}: another service is listening there"
 
 
 def _as_text(results: Sequence[Result]) -> str:
@@ -277,27 +345,3 @@ def _from_text(text: str) -> Iterator[Result]:
         ok, _, rest = line.partition(" ")
         name, _, words = rest.partition(" ")
         yield Result(name, words, ok == "1")
-
-
-class _Listener:
-    """A port of this node that answers whoever connects, on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("", 0), backlog=1024)
-        self.port = int(self._socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._serve, name="echelon-doctor", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Free the port; waits at most a moment for the thread."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._socket.close()
-        self._thread.join(_CONNECT_S)
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._socket.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.sendall(_GREETING)

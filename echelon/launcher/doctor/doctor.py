@@ -1,6 +1,7 @@
-"""`echelon doctor`: is this machine fit for a job? A line a check, before anybody waits for nodes.
+"""`echelon doctor`: is this machine fit for a job? One line per check, before nodes are waited for.
 
-With --rdzv-endpoint, on every node, the nodes meet and check the ways between them (checkup.py).
+With --rdzv-endpoint, on every node, the nodes meet and check the ways between them (checkup.py);
+with --pairwise they measure them (pairwise/).
 
 Each check is a function that returns a `Check` and never raises; what a sandbox denies is said,
 with what is used instead. Backends are asked in a child process, since only they import torch.
@@ -33,6 +34,8 @@ from echelon.launcher.control.endpoint import Rendezvous, is_local, rendezvous, 
 from echelon.launcher.control.tls import TlsFiles, tls_files
 from echelon.launcher.doctor import container
 from echelon.launcher.doctor.check import Check
+from echelon.launcher.doctor.pairwise.command import Pairwise, add_pairwise_options
+from echelon.launcher.doctor.shown import Shown
 from echelon.launcher.options.arguments import Defaults, Parser, add_node_options
 from echelon.launcher.options.options import dashes
 from echelon.recorder.write.place import file_system, is_remote
@@ -61,38 +64,45 @@ def main(argv: Sequence[str]) -> int:
         add_node_options(nodes, Defaults(os.environ))
     except ValueError as err:
         parser.error(str(err))
+    add_pairwise_options(parser.add_argument_group("links"), Defaults(os.environ))
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of lines"
+    )
     args = parser.parse_args([dashes(text) for text in argv])
+    pairwise = Pairwise(args) if args.pairwise else None
     try:
-        across = _across(args)
+        across = _across(args, pairwise)
     except ValueError as err:
         parser.error(str(err))
-    is_fit = True
+    shown = Shown(is_json=args.json)
     for check in itertools.chain(_checks(args.endpoint), across):
-        mark = " " if check.ok else "!"
-        print(f"{mark} {check.name:<15} {check.text}", flush=True)
-        is_fit &= check.ok
-    for line in backends():
-        print(line, flush=True)
-    return 0 if is_fit else 1
+        shown.check(check)
+    if pairwise is not None:
+        if not pairwise.has_met:
+            pairwise.alone()
+        shown.outcome(pairwise.outcome)
+    return shown.end([] if pairwise is not None else backends())  # the job's own has been used
 
 
-def _across(args: argparse.Namespace) -> Iterator[Check]:
+def _across(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
     """Prepare the checks across nodes, none where no endpoint is given.
 
     Raises:
         ValueError: bad usage.
     """
     if not args.rdzv_endpoint and not args.master_addr:
+        if pairwise is not None and args.nnodes[1] > 1:
+            raise ValueError("--nnodes above 1 needs --rdzv-endpoint HOST:PORT, the same on all")
         return iter(())
     try:
-        return _prepare(args)
+        return _prepare(args, pairwise)
     except ValueError as err:
         if args.rdzv_endpoint != Defaults(os.environ)("rdzv_endpoint", ""):
             raise
         return iter([Check("nodes", f"not checked: {err}", ok=False)])  # the scheduler's endpoint
 
 
-def _prepare(args: argparse.Namespace) -> Iterator[Check]:
+def _prepare(args: argparse.Namespace, pairwise: Pairwise | None) -> Iterator[Check]:
     args.standalone = False
     args.nnodes = args.nnodes if args.nnodes != (1, 1) else (2, 2)
     conf = read_conf(args.rdzv_conf)
@@ -100,6 +110,8 @@ def _prepare(args: argparse.Namespace) -> Iterator[Check]:
     assert meeting is not None
     tls = tls_files(args, meeting)
     timeout_s = min(conf.join_timeout_s, _NODES_S)
+    if pairwise is not None:
+        return pairwise.across(meeting, args.nnodes[1], timeout_s, tls)
     return _met(meeting, args.nnodes[1], timeout_s, tls)
 
 

@@ -1,0 +1,1 @@
+"""`echelon doctor --pairwise`: the links of a job, measured before it."""

@@ -1,0 +1,103 @@
+"""`echelon doctor --pairwise`: its options, and the measurement from meeting to outcome."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from echelon.launcher.control.endpoint import Rendezvous
+from echelon.launcher.control.tls import TlsFiles
+from echelon.launcher.doctor.check import Check
+from echelon.launcher.doctor.pairwise.collective import measure_collective
+from echelon.launcher.doctor.pairwise.outcome import Outcome, note_ranks
+from echelon.launcher.doctor.probes.child import run_all
+from echelon.launcher.options.arguments import Defaults
+from echelon.launcher.options.texts import num_workers
+
+_NAME = "pairwise"  # of the line that carries an outcome between nodes
+
+
+def add_pairwise_options(group: argparse._ArgumentGroup, default: Defaults) -> None:
+    """Add what says what to measure, and where."""
+    group.add_argument(
+        "--pairwise",
+        action="store_true",
+        help="measure latency and bandwidth of every pair of nodes (on one node, of its ranks), "
+        "disk, memory and GPUs of each, and an all_reduce of all ranks; slow ones are named",
+    )
+    group.add_argument(
+        "--nproc-per-node",
+        type=num_workers,
+        default=default("nproc_per_node", "2"),
+        metavar="N",
+        help="ranks per node, as for `echelon run` (default 2)",
+    )
+    group.add_argument(
+        "--backend",
+        default="",
+        metavar="NAME",
+        help="backend of the all_reduce (default: what dist.init() takes)",
+    )
+    group.add_argument(
+        "--run-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder whose disk is written to (default: the working directory)",
+    )
+
+
+class Pairwise:
+    """One measurement.
+
+    Attributes:
+        outcome: what was measured so far.
+        has_met: other nodes take part.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.has_met = False
+        self.outcome = Outcome(hosts=[], names=[])
+
+    def across(
+        self, meeting: Rendezvous, num_nodes: int, timeout_s: float, tls: TlsFiles | None
+    ) -> Iterator[Check]:
+        """Meet the other nodes and measure; yield the checks of the meeting. Collective."""
+        from echelon.launcher.doctor.checkup import Host, Result, check_nodes  # gRPC
+        from echelon.launcher.doctor.pairwise.measuring import measure
+
+        def measured(host: Host) -> Iterator[Result]:
+            yield Result(_NAME, json.dumps(measure(host).to_json()))
+
+        self.has_met = True
+        folder = str(self._args.run_dir.absolute())
+        is_complete = True
+        for result in check_nodes(
+            meeting, num_nodes, timeout_s, tls, folder=folder, measure=measured
+        ):
+            if result.name == _NAME:
+                self.outcome = Outcome.from_json(json.loads(result.text))
+            else:
+                is_complete &= result.ok or result.name in ("clocks", "versions")
+                yield Check(result.name, result.text, result.ok)
+        if is_complete and self.outcome.is_whole:
+            self.outcome.collective = measure_collective(self._args, meeting)
+        else:
+            self.outcome.collective = {"error": "not run: what is broken comes first"}
+
+    def alone(self) -> None:
+        """Measure this machine, and the pairs of its ranks. Waits some two minutes at most."""
+        from echelon.launcher.doctor.pairwise.measuring import own_tasks
+
+        found = run_all(own_tasks(str(self._args.run_dir.absolute())))
+        collective = measure_collective(self._args, None)
+        rows = collective.pop("pairs", [])
+        ranks = [f"rank {rank}" for rank in range(collective.get("ranks", 0))]
+        self.outcome = Outcome(
+            hosts=[socket.gethostname()], names=ranks, nodes=[found], collective=collective
+        )
+        note_ranks(self.outcome, rows)

@@ -1,0 +1,80 @@
+"""Measure all nodes and pairs of nodes, from the host: it asks, and each node runs its probes.
+
+First each node's own disk, memory and devices, all nodes at once; then round by round the pairs, so
+that no node is in two measurements at the same time. A node that does not answer is broken, and
+costs the others no more than the deadline of each of its rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echelon.launcher.control import messages as m
+from echelon.launcher.doctor.checkup import Host, Member
+from echelon.launcher.doctor.pairwise.outcome import Outcome
+from echelon.launcher.doctor.pairwise.schedule import rounds
+from echelon.launcher.doctor.probes.finding import (
+    DEADLINE_S,
+    DEVICE,
+    MEMORY,
+    NETWORK,
+    STORAGE,
+    Finding,
+    State,
+    Task,
+)
+
+_GRACE_S = 5.0  # beyond a probe's own deadline: the answer is on its way
+
+
+def own_tasks(folder: str) -> list[Task]:
+    """Return what a node checks of itself."""
+    return [Task(probe=STORAGE, folder=folder), Task(probe=MEMORY), Task(probe=DEVICE)]
+
+
+def measure(host: Host) -> Outcome:
+    """Measure everything. Waits at most 20 s for each round; there are as many as members."""
+    members = host.members
+    names = _names(host)
+    outcome = Outcome(hosts=names, names=names)
+    asked = [(member, own_tasks(member.about.folder)) for member in members]
+    answers = host.probe(0, asked, DEADLINE_S + _GRACE_S)
+    for member, tasks in asked:
+        outcome.nodes.append(_findings(answers.get(member.name), tasks))
+    for number, pairs in enumerate(rounds(len(members)), start=1):
+        asked = [(members[a], [_task(host, members[b])]) for a, b in pairs]
+        answers = host.probe(number, asked, DEADLINE_S + _GRACE_S)
+        for pair, (member, tasks) in zip(pairs, asked, strict=True):
+            (outcome.pairs[pair],) = _findings(answers.get(member.name), tasks)
+    return outcome
+
+
+def _task(host: Host, other: Member) -> Task:
+    return Task(
+        probe=NETWORK,
+        address=host.address_of(other),
+        port=other.about.port,
+        peer=other.about.host,
+        token=other.about.token,
+    )
+
+
+def _findings(answer: m.Probed | None, tasks: Sequence[Task]) -> list[Finding]:
+    """Return as many findings as there are tasks: a node that does not answer is broken."""
+    try:
+        found = [Finding.unpack(text) for text in answer.findings] if answer else []
+    except ValueError:
+        found = []
+    if len(found) == len(tasks):
+        return found
+    why = "the node did not answer in time" if answer is None else "its answer is malformed"
+    return [Finding(probe=task.probe, state=State.BROKEN, text=why) for task in tasks]
+
+
+def _names(host: Host) -> list[str]:
+    """Return the hosts' names, with their addresses where several are equal."""
+    hosts = [member.about.host for member in host.members]
+    return [
+        name if hosts.count(name) == 1 else f"{name}@{host.address_of(member)}"
+        for name, member in zip(hosts, host.members, strict=True)
+    ]

@@ -1,0 +1,118 @@
+"""What was measured of a job's nodes and links, and what is wrong with it. It travels as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from echelon.launcher.doctor.pairwise.outliers import outliers, slow_ones
+from echelon.launcher.doctor.pairwise.schedule import Pair
+from echelon.launcher.doctor.probes.finding import NETWORK, STORAGE, Finding
+
+LATENCY, SENT, RECEIVED = "latency_s", "sent_bytes_per_s", "received_bytes_per_s"
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """All figures.
+
+    Attributes:
+        hosts: names of the nodes.
+        names: of the members of pairs: the hosts, or the ranks of one host.
+        pairs: of each pair that was measured, its smaller member's finding.
+        nodes: of each host, its own probes.
+        collective: what all ranks together measured on the job's backend, None: not measured.
+    """
+
+    hosts: list[str]
+    names: list[str]
+    pairs: dict[Pair, Finding] = field(default_factory=dict)
+    nodes: list[list[Finding]] = field(default_factory=list)
+    collective: dict[str, Any] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is broken; slow is not broken."""
+        found = [*self.pairs.values(), *(one for node in self.nodes for one in node)]
+        return not any(one.is_broken for one in found) and not (self.collective or {}).get("error")
+
+    def costs(self) -> dict[str, dict[Pair, float]]:
+        """Return each pair's cost by kind: its latency, and seconds per byte of its worse way."""
+        whole = {pair: one.figures for pair, one in self.pairs.items() if not one.is_broken}
+        return {
+            "latency": {pair: figures[LATENCY] for pair, figures in whole.items()},
+            "bandwidth": {
+                pair: 1 / max(min(figures[SENT], figures[RECEIVED]), 1e-9)
+                for pair, figures in whole.items()
+            },
+        }
+
+    def slow(self) -> Iterator[tuple[str, str]]:
+        """Yield what is slower than the others: who (a member, or a pair), and how."""
+        for kind, costs in self.costs().items():
+            members, pairs = slow_ones(costs)
+            for member in members:
+                best = min(cost for pair, cost in costs.items() if member in pair)
+                yield self.names[member], f"{kind} of all its pairs, {_times(best, costs)}"
+            for pair in pairs:
+                yield self.name_of(pair), f"{kind}, {_times(costs[pair], costs)}"
+        for name, took_s in self._slow_disks():
+            yield name, f"fsync takes {took_s * 1e3:.0f} ms"
+
+    def _slow_disks(self) -> Iterator[tuple[str, float]]:
+        took = {
+            number: one.figures["fsync_s"]
+            for number, node in enumerate(self.nodes)
+            for one in node
+            if one.probe == STORAGE and "fsync_s" in one.figures
+        }
+        for number in outliers(took):
+            yield self.hosts[number], took[number]
+
+    def name_of(self, pair: Pair) -> str:
+        """Return a pair in words."""
+        return f"{self.names[pair[0]]} - {self.names[pair[1]]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `--json` prints it."""
+        return {
+            "hosts": self.hosts,
+            "names": self.names,
+            "pairs": [
+                {"pair": list(pair), **finding.to_json()} for pair, finding in self.pairs.items()
+            ],
+            "nodes": [[one.to_json() for one in node] for node in self.nodes],
+            "slow": [{"what": what, "how": how} for what, how in self.slow()],
+            "collective": self.collective,
+            "whole": self.is_whole,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Outcome:
+        """Return what `to_json` gave. Only for what a member of the job sent."""
+        return cls(
+            hosts=values["hosts"],
+            names=values["names"],
+            pairs={(a, b): _finding(one) for one in values["pairs"] for a, b in [one.pop("pair")]},
+            nodes=[[_finding(one) for one in node] for node in values["nodes"]],
+            collective=values["collective"],
+        )
+
+
+def note_ranks(outcome: Outcome, rows: Sequence[Sequence[float]]) -> None:
+    """Take in the pairs that ranks measured: [rank, rank, latency in s, bytes per s]."""
+    for a, b, latency_s, bytes_per_s in rows:
+        figures = {LATENCY: latency_s, SENT: bytes_per_s, RECEIVED: bytes_per_s}
+        finding = _finding({"probe": NETWORK, "state": "whole", "text": "", "figures": figures})
+        outcome.pairs[int(a), int(b)] = finding
+
+
+def _times(cost: float, costs: Mapping[Pair, float]) -> str:
+    return f"{cost / median(costs.values()):.1f} times worse than the median"
+
+
+def _finding(values: dict[str, Any]) -> Finding:
+    return Finding.unpack(json.dumps(values))

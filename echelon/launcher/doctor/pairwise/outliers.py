@@ -1,0 +1,49 @@
+"""Which members, and which pairs, are slower than the others: pure.
+
+A value is an outlier if it is worse than the median by more than five scaled median absolute
+deviations (1.4826 MAD estimates a standard deviation) and by a factor of 1.5: with few values, or
+equal ones, the deviation alone would accuse a healthy link. Members are judged first, each by its
+best pair: a slow host is slow with all, and without this a host that is slow in two of three pairs
+would make the third one look odd. Pairs are judged among the members that are not outliers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import TypeVar
+
+from echelon.launcher.doctor.pairwise.schedule import Pair
+
+NUM_DEVIATIONS = 5.0
+FACTOR = 1.5
+_SCALE = 1.4826  # of the MAD of a normal distribution, to its standard deviation
+_LEAST = 3  # of two values neither is the odd one
+
+K = TypeVar("K")
+
+
+def outliers(values: Mapping[K, float]) -> list[K]:
+    """Return the keys of the values that are too large, worst first."""
+    if len(values) < _LEAST:
+        return []
+    middle = median(values.values())
+    deviation = _SCALE * median(abs(value - middle) for value in values.values())
+    limit = max(middle + NUM_DEVIATIONS * deviation, FACTOR * middle)
+    found = [key for key, value in values.items() if value > limit]
+    return sorted(found, key=lambda key: -values[key])
+
+
+def slow_ones(costs: Mapping[Pair, float]) -> tuple[list[int], list[Pair]]:
+    """Return the members that are slow with all others, and the slow pairs of the rest.
+
+    Args:
+        costs: of each pair that was measured; larger is worse.
+    """
+    best: dict[int, float] = {}
+    for pair, cost in costs.items():
+        for member in pair:
+            best[member] = min(cost, best.get(member, cost))
+    members = outliers(best)
+    rest = {pair: cost for pair, cost in costs.items() if not set(pair) & set(members)}
+    return members, outliers(rest)

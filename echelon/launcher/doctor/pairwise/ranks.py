@@ -1,0 +1,90 @@
+"""What the ranks of a job measure together, on its backend: a job of its own that takes seconds.
+
+    echelon run --nproc-per-node 4 -m echelon.launcher.doctor.pairwise.ranks FILE [BACKEND]
+
+All ranks measure an all_reduce; on one host also each pair of ranks, in rounds. The first rank of
+each host writes the figures to FILE there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from echelon.launcher.doctor.pairwise.schedule import Pair, rounds
+from echelon.planner.measure import time_link
+
+if TYPE_CHECKING:
+    from echelon.dist.group import ProcessGroup
+
+_TIMEOUT_S = 30.0
+_NUM_SMALL, _NUM_LARGE = 50, 5
+
+
+def main() -> None:
+    """Measure and write."""
+    from echelon import dist
+
+    path, backend = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    world = dist.init(backend, timeout_s=_TIMEOUT_S)
+    found = measure(world)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
+    dist.shutdown()
+
+
+def measure(world: ProcessGroup) -> dict[str, Any]:
+    """Return the figures, on every rank. Collective."""
+    if world.size == 1:
+        return {"error": "one rank has no link: give --nproc-per-node"}
+    latency_s, bytes_per_s = _middles(world, world)
+    return {
+        "backend": world.backend,
+        "ranks": world.size,
+        "latency_s": latency_s,
+        "bytes_per_s": bytes_per_s,
+        "pairs": _pairs(world) if _is_on_one_host(world) else [],
+    }
+
+
+def _is_on_one_host(world: ProcessGroup) -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size
+
+
+def _pairs(world: ProcessGroup) -> list[list[float]]:
+    """Measure each pair of ranks; return [rank, rank, latency in s, bytes per s] of each."""
+    found: list[list[float]] = []
+    for pairs in rounds(world.size):
+        found += _round(world, pairs)
+    return sorted(found)
+
+
+def _round(world: ProcessGroup, pairs: list[Pair]) -> list[list[float]]:
+    places = {rank: place for place, pair in enumerate(pairs) for rank in pair}
+    place = places.get(world.rank)
+    group = world.split(place, key=world.rank)
+    own = np.zeros(2)
+    if group is not None:
+        own[:] = _middles(world, group)
+        group.close()
+    else:  # it rests, and takes part in what all ranks do
+        for _ in range(2):
+            world.barrier()
+    table = np.empty((world.size, 2))
+    world.all_gather(table, own[None])
+    return [[a, b, float(table[a, 0]), float(table[a, 1])] for a, b in pairs]
+
+
+def _middles(world: ProcessGroup, group: ProcessGroup) -> tuple[float, float]:
+    """Return this rank's median latency and bandwidth."""
+    latency, bandwidth = time_link(world, group, _NUM_SMALL, _NUM_LARGE)
+    return float(np.median(latency)), float(np.median(bandwidth))
+
+
+if __name__ == "__main__":
+    main()

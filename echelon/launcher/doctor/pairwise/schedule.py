@@ -1,0 +1,23 @@
+"""Who measures with whom, and when: pure.
+
+All pairs of n members in n - 1 rounds (n where n is odd), each member in at most one pair of a
+round: the circle method of round-robin tournaments. So no two measurements share a member, and the
+time grows with n, not with its square.
+"""
+
+from __future__ import annotations
+
+Pair = tuple[int, int]
+
+
+def rounds(num_members: int) -> list[list[Pair]]:
+    """Return the rounds; each pair of 0 .. n - 1 occurs once, its smaller member first."""
+    circle: list[int | None] = list(range(num_members))
+    if num_members % 2:
+        circle.append(None)  # its partner rests
+    found = []
+    for _ in range(len(circle) - 1):
+        ends = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in ends if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found

@@ -1,0 +1,138 @@
+"""One probe in a process of its own: a disk that hangs hangs the child, and the deadline is kept.
+
+A child that does not answer in time is killed and not waited for: one that the kernel holds ends
+when the disk answers again. What is left is reaped when the next child starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from echelon.launcher.doctor.probes.finding import LISTEN, Finding, State, Task
+
+_COMMAND = (sys.executable, "-m", "echelon.launcher.doctor.probes")
+_MOST_BYTES = 1 << 16
+_left: list[subprocess.Popen[bytes]] = []  # killed, and not reaped yet
+
+
+class Child:
+    """A probe that runs.
+
+    Attributes:
+        due_s: when `poll` must be called again, at the latest.
+        pid: of the child, 0 if it could not be started.
+    """
+
+    def __init__(self, task: Task, command: Sequence[str] = _COMMAND) -> None:
+        _left[:] = [one for one in _left if one.poll() is None]
+        self.task = task
+        self.due_s = time.monotonic() + task.deadline_s
+        self._answer = b""
+        self._finding: Finding | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = self._start(command)
+        except OSError as err:
+            why = f"no process can be started: {err.strerror or err}"
+            self._finding = Finding(probe=task.probe, state=State.BROKEN, text=why)
+
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the launcher's to handle
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        with contextlib.suppress(OSError):  # it has ended: its answer will say so
+            process.stdin.write(self.task.pack().encode() + b"\n")
+            process.stdin.flush()
+        if self.task.probe != LISTEN:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        return process
+
+    @property
+    def pid(self) -> int:
+        """Its number, 0 if it could not be started."""
+        return 0 if self._process is None else self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when `poll` may know more; -1 if there is no process."""
+        process = self._process
+        return -1 if process is None or process.stdout is None else process.stdout.fileno()
+
+    def poll(self) -> Finding | None:
+        """Return what it found once it has answered, or once its time is over. Never blocks."""
+        if self._finding is None:
+            self._finding = self._read()
+        return self._finding
+
+    def _read(self) -> Finding | None:
+        has_ended = False
+        with contextlib.suppress(BlockingIOError):
+            while len(self._answer) < _MOST_BYTES:
+                data = os.read(self.fileno(), 1 << 12)
+                if not data:
+                    has_ended = True
+                    break
+                self._answer += data
+        line, newline, _ = self._answer.partition(b"\n")
+        if newline:
+            with contextlib.suppress(ValueError):
+                return Finding.unpack(line.decode(errors="replace"))
+        probe = self.task.probe
+        if has_ended or newline:
+            return Finding(probe=probe, state=State.BROKEN, text="the probe ended without a result")
+        if time.monotonic() < self.due_s:
+            return None
+        text = f"no answer within {self.task.deadline_s:g} s"
+        return Finding(probe=probe, state=State.BROKEN, text=text)
+
+    def close(self) -> None:
+        """End it. Safe to call twice; never waits."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        process.kill()
+        if process.poll() is None:
+            _left.append(process)
+
+
+def run_all(tasks: Sequence[Task], command: Sequence[str] = _COMMAND) -> list[Finding]:
+    """Run probes at the same time, each in its own process; waits for the longest deadline."""
+    children = [Child(task, command) for task in tasks]
+    try:
+        with selectors.DefaultSelector() as selector:
+            for child in children:
+                if child.fileno() >= 0:
+                    selector.register(child.fileno(), selectors.EVENT_READ, child)
+            return _await_all(children, selector)
+    finally:
+        for child in children:
+            child.close()
+
+
+def _await_all(children: Sequence[Child], selector: selectors.BaseSelector) -> list[Finding]:
+    while True:
+        found = [child.poll() for child in children]
+        for child, one in zip(children, found, strict=True):
+            if one is not None and child.fileno() in selector.get_map():
+                selector.unregister(child.fileno())
+        waiting = [c for c, one in zip(children, found, strict=True) if one is None]
+        if not waiting:
+            return [one for one in found if one is not None]
+        selector.select(max(0.0, min(child.due_s for child in waiting) - time.monotonic()))

@@ -1,0 +1,92 @@
+"""The health of this machine's GPUs, as NVIDIA's management library reports it.
+
+Read only: no setting is changed and no device is reset. Broken is what a job cannot run on: a
+device that does not answer, memory errors that were not corrected since the driver started, a
+remapping of memory that failed or waits for a reset. A device that is throttled is merely slow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from echelon.launcher.doctor.probes.finding import DEVICE, Finding, State
+
+_SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
+
+
+def probe_device() -> Finding:
+    """Ask every GPU, if `pynvml` is installed and a driver runs."""
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        return _skipped("pynvml is not installed (pip install nvidia-ml-py)")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as err:
+        return _skipped(f"no NVIDIA driver answers ({err})")
+    try:
+        return judge(pynvml)
+    except pynvml.NVMLError as err:
+        return Finding(probe=DEVICE, state=State.BROKEN, text=f"NVML does not answer: {err}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def judge(nvml: Any) -> Finding:
+    """Look at all devices of a library that is initialised; `nvml`: pynvml, or what acts like it.
+
+    Raises:
+        nvml.NVMLError: the library fails as a whole.
+    """
+    number = nvml.nvmlDeviceGetCount()
+    if not number:
+        return _skipped("no GPU on this machine")
+    broken: list[str] = []
+    notes: list[str] = []
+    hottest = 0
+    for index in range(number):
+        try:
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            hottest = max(hottest, nvml.nvmlDeviceGetTemperature(device, 0))
+        except nvml.NVMLError as err:
+            broken.append(f"GPU {index}: {err}")
+            continue
+        broken += [f"GPU {index}: {what}" for what in _faults(nvml, device)]
+        notes += [f"GPU {index}: {what}" for what in _slowdowns(nvml, device)]
+    figures = {"devices": float(number), "hottest_celsius": float(hottest)}
+    if broken:
+        text = "; ".join(broken)
+        return Finding(probe=DEVICE, state=State.BROKEN, text=text, figures=figures)
+    gpus = "1 GPU answers" if number == 1 else f"{number} GPUs answer"
+    text = "; ".join([f"{gpus}, {hottest} C at most", *notes])
+    return Finding(probe=DEVICE, state=State.WHOLE, text=text, figures=figures)
+
+
+def _faults(nvml: Any, device: Any) -> list[str]:
+    """Return what makes a device unfit; what it does not report counts as whole."""
+    found = []
+    errors = _asked(nvml, lambda: nvml.nvmlDeviceGetTotalEccErrors(device, 1, 0))
+    if errors:
+        found.append(f"{errors} memory errors that were not corrected")
+    rows = _asked(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(device))
+    if rows and rows[3]:
+        found.append("remapping of a bad memory row failed")
+    elif rows and rows[2]:
+        found.append("a bad memory row waits to be remapped: reset the device")
+    return found
+
+
+def _slowdowns(nvml: Any, device: Any) -> list[str]:
+    reasons = _asked(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    return [name for bit, name in _SLOWED.items() if reasons & bit]
+
+
+def _asked(nvml: Any, question: Any) -> Any:
+    try:
+        return question()
+    except (nvml.NVMLError, AttributeError):  # consumer devices and old drivers do not have all
+        return None
+
+
+def _skipped(why: str) -> Finding:
+    return Finding(probe=DEVICE, state=State.SKIPPED, text=why)

@@ -1,0 +1,118 @@
+"""What a probe found, and the task that it was given; both travel as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+STORAGE, MEMORY, DEVICE, NETWORK, LISTEN = "storage", "memory", "device", "network", "listen"
+DEADLINE_S = 15.0  # a disk that needs longer for one MiB is broken for a job, too
+
+
+class State(str, Enum):
+    """How a probe ended."""
+
+    WHOLE = "whole"
+    BROKEN = "broken"
+    SKIPPED = "not checked"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One probe to run.
+
+    Attributes:
+        folder: of the job's files, for `storage`.
+        address, port: of the other end of a pair, for `network`.
+        peer: the other end's host name.
+        token: proves to the other end that the job sent this probe; for `network` and `listen`.
+    """
+
+    probe: str
+    deadline_s: float = DEADLINE_S
+    folder: str = ""
+    address: str = ""
+    port: int = 0
+    peer: str = ""
+    token: str = ""
+
+    def pack(self) -> str:
+        """Return it as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str) -> Task:
+        """Return the task that `pack` wrote.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        return cls(**_checked(cls, text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a probe found.
+
+    Attributes:
+        text: what was measured, what is wrong, or why nothing was checked; one clause.
+        figures: what was measured: seconds end in `_s`, bytes in `_bytes`.
+    """
+
+    probe: str
+    state: State
+    text: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the machine is not fit to be used."""
+        return self.state is State.BROKEN
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as reports hold it."""
+        return {
+            "probe": self.probe,
+            "state": self.state.value,
+            "text": self.text,
+            "figures": dict(self.figures),
+        }
+
+    def pack(self) -> str:
+        """Return it as one line of JSON."""
+        return json.dumps(self.to_json())
+
+    @classmethod
+    def unpack(cls, text: str) -> Finding:
+        """Return the finding that `pack` wrote.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        values = _checked(cls, text)
+        values["state"] = State(values.get("state"))
+        figures = values.get("figures", {})
+        if not all(type(one) in (int, float) for one in figures.values()):
+            raise ValueError(f"a probe's figures are not numbers: {figures!r:.100}")
+        return cls(**values)
+
+
+_KINDS = {"str": str, "int": int, "float": (int, float), "State": str}
+
+
+def _checked(kind: type[Task | Finding], text: str) -> dict[str, Any]:
+    """Hold every value against the type of its field."""
+    values = json.loads(text)
+    types = {one.name: str(one.type) for one in fields(kind)}
+    if not isinstance(values, dict) or not values.keys() <= types.keys():
+        raise ValueError(f"not a probe's message: {text:.100}")
+    for name, value in values.items():
+        wanted = _KINDS.get(types[name], dict)
+        if not isinstance(value, wanted) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise ValueError(f"{name} of a probe is {value!r:.50}")
+    if not {"probe", *(("state", "text") if kind is Finding else ())} <= values.keys():
+        raise ValueError(f"not a probe's message: {text:.100}")
+    return values

@@ -1,0 +1,42 @@
+"""How much memory a job could still get on this machine, within the limits of its cgroup."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from echelon.host.cgroup import limits
+from echelon.launcher.doctor.probes.finding import MEMORY, Finding, State
+
+LEAST_BYTES = 256 << 20  # a rank that imports torch takes about as much
+_MEMINFO = Path("/proc/meminfo")
+
+
+def probe_memory() -> Finding:
+    """Read what the kernel calls available, and what the cgroup leaves."""
+    try:
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        available, total = (_bytes(fields[name]) for name in ("MemAvailable", "MemTotal"))
+    except (OSError, KeyError, ValueError) as err:
+        why = f"{_MEMINFO} cannot be read ({type(err).__name__})"
+        return Finding(probe=MEMORY, state=State.SKIPPED, text=why)
+    denied: list[str] = []
+    found = limits(os.getpid(), denied)
+    if found.memory_limit_bytes is not None:
+        left = found.memory_limit_bytes - (found.memory_bytes or 0)
+        available, total = min(available, left), min(total, found.memory_limit_bytes)
+    return judge(available, total)
+
+
+def judge(available: int, total: int) -> Finding:
+    """Return what an amount of available memory means."""
+    figures = {"available_bytes": float(available), "total_bytes": float(total)}
+    text = f"{available / 1e9:.2f} of {total / 1e9:.2f} GB of memory available"
+    state = State.WHOLE
+    if available < LEAST_BYTES:
+        state, text = State.BROKEN, f"{text}: too little to start a rank"
+    return Finding(probe=MEMORY, state=state, text=text, figures=figures)
+
+
+def _bytes(text: str) -> int:
+    return int(text.split()[0]) << 10
