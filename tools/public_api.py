@@ -29,6 +29,7 @@ MODULES = (
     "echelon.dist.mesh",
     "echelon.dist.parallel",
     "echelon.dist.pipeline",
+    "echelon.dist.resilient",
     "echelon.errors",
     "echelon.recorder",
     "echelon.store",

@@ -21,6 +21,7 @@ from echelon.dist.membership.meet import gather
 from echelon.dist.options import Options
 from echelon.dist.progress.group_state import GroupState
 from echelon.dist.progress.watcher import watcher
+from echelon.errors import CollectiveError
 from echelon.host.identity import is_same_host, process_identity
 from echelon.store import PrefixStore, TCPStore
 from echelon.store.base import Store
@@ -47,7 +48,12 @@ class GroupMaker:
         self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
     def make(
-        self, ranks: Sequence[int], name: str, store: PrefixStore, timeout_s: float
+        self,
+        ranks: Sequence[int],
+        name: str,
+        store: PrefixStore,
+        timeout_s: float,
+        facts: Facts | None = None,
     ) -> ProcessGroup:
         """Make a group that this rank is in; every member calls this and blocks until all have.
 
@@ -55,16 +61,19 @@ class GroupMaker:
             ranks: global ranks, in group order.
             store: a part of the store that is the group's own.
             timeout_s: limit of this call and of the group's operations.
+            facts: `process_identity` of each member, where they are known: then a member that dies
+                from now on is noticed. None: the members meet first, without that.
 
         Raises:
             ValueError: the backend cannot run here.
             CollectiveTimeoutError: members did not join within `timeout_s`.
+            PeerLostError: a member has died while the group was made.
         """
         deadline_s = time.monotonic() + timeout_s
         members = Members(
             name=name, rank=list(ranks).index(self._rank), ranks=ranks, options=self._options
         )
-        facts = _meet(members, store, deadline_s)
+        facts = facts or _meet(members, store, deadline_s)
 
         def make_below(ranks: Sequence[int], name: str, path: str) -> ProcessGroup | None:
             # Groups of one name may split at once: the rows of a mesh do.
@@ -101,6 +110,11 @@ class GroupMaker:
             self._dropped.append(state)
         else:
             watcher().post(state.close)
+
+    def first_error(self) -> CollectiveError | None:
+        """Return an error that has ended one of the groups; None if none has failed."""
+        errors = [group.state.error for group in self._groups if not group.state.is_closed]
+        return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
         """Close the groups that are still open, the latest first."""

@@ -21,7 +21,7 @@ from echelon.dist.agreement.agreement import Agreement
 from echelon.dist.backends import registry
 from echelon.dist.backends.interface import Members
 from echelon.dist.group import ProcessGroup
-from echelon.dist.make_group import GroupMaker
+from echelon.dist.make_group import Facts, GroupMaker
 from echelon.dist.membership import clocks
 from echelon.dist.membership.environment import Rendezvous
 from echelon.dist.membership.meet import next_round
@@ -52,14 +52,15 @@ class _World:
     ) -> None:
         self.rendezvous = rendezvous
         self.connection = connection
-        self.store = PrefixStore(f"world_{number}", _attempt(rendezvous, connection))
+        self._whole_store = PrefixStore(f"world_{number}", _attempt(rendezvous, connection))
+        self.store = self._whole_store
         self.timeout_s = timeout_s
         self.num_made = 0
         self.agreements: list[Agreement] = []
         self._num_named: Counter[str] = Counter()
         self.pid = os.getpid()
         self.world: ProcessGroup | None = None
-        self._maker = GroupMaker(rendezvous.rank, self.store, backend, options)
+        self.maker = GroupMaker(rendezvous.rank, self.store, backend, options)
 
     @property
     def group(self) -> ProcessGroup:
@@ -71,12 +72,27 @@ class _World:
         if self.rendezvous.rank not in ranks:
             return None
         store = PrefixStore(path, self.store)
-        return self._maker.make(ranks, name, store, self.timeout_s)
+        return self.maker.make(ranks, name, store, self.timeout_s)
+
+    def leave_groups(self) -> None:
+        """Close all groups and agreements; the connection to the store stays."""
+        while self.agreements:
+            self.agreements.pop().close()
+        self.maker.close()
+
+    def regroup(self, ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
+        """Make another world group, whose keys lie apart from those of all groups before."""
+        self.store = PrefixStore(f"epoch_{epoch}", self._whole_store)
+        self.num_made = 0
+        self._num_named.clear()
+        store = PrefixStore("world", self.store)
+        self.world = self.maker.make(ranks, f"world.{epoch}", store, self.timeout_s, facts)
+        return self.world
 
     def agree(self, what: str) -> Agreement:
         store = PrefixStore(f"agreement/{what}/{self._num_named[what]}", self.store)
         self._num_named[what] += 1
-        members = Members(name=self.group.name, rank=self.group.rank, ranks=range(self.group.size))
+        members = Members(name=self.group.name, rank=self.group.rank, ranks=self.group.ranks)
         made = Agreement(members, self.group.state, store, self.timeout_s, what)
         self.agreements.append(made)
         return made
@@ -84,9 +100,7 @@ class _World:
     def close(self) -> None:
         if os.getpid() != self.pid:
             return  # a forked child holds copies of what its parent owns
-        while self.agreements:
-            self.agreements.pop().close()
-        self._maker.close()
+        self.leave_groups()
         with contextlib.suppress(OSError):  # the store may have ended before: that is not an error
             self.connection.close()
 
@@ -214,7 +228,7 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
     Every rank of the world calls this, in the same order; those left out get None.
 
     Args:
-        ranks: global ranks; their order is the group's.
+        ranks: ranks of the world; their order is the group's.
         name: shown in verdicts; made up if None.
 
     Raises:
@@ -228,10 +242,66 @@ def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup | N
         True
     """
     state = _need()
-    chosen = check_ranks(ranks, state.group.size)
+    chosen = [state.group.ranks[rank] for rank in check_ranks(ranks, state.group.size)]
     number = state.num_made
     state.num_made += 1
     return state.make(chosen, name or f"group_{number}", f"group/{number}")
+
+
+def leave_groups() -> None:
+    """Close all groups and agreements of this process, in about 1 s at most; stay at the store.
+
+    Until `regroup` has made another one, the world is the closed group.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    _need().leave_groups()
+
+
+def regroup(ranks: Sequence[int], epoch: int, facts: Facts) -> ProcessGroup:
+    """Make the world of some of this world's ranks; they keep their numbers in errors and verdicts.
+
+    Each of these ranks calls this; it blocks until all have joined.
+
+    Args:
+        ranks: as the launcher numbers them, in group order; this one is among them.
+        epoch: above that of any world that these ranks made before.
+        facts: `process_identity` of each of them.
+
+    Raises:
+        ValueError: there is no world.
+        CollectiveTimeoutError: members did not join within the world's timeout.
+        PeerLostError: a member has died.
+    """
+    return _need().regroup(ranks, epoch, facts)
+
+
+def first_error() -> CollectiveError | None:
+    """Return an error that has ended an open group of this world; None if none has failed.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    return _need().maker.first_error()
+
+
+def own_rank() -> int:
+    """Return this process's rank as the launcher numbers it, however the world has changed.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    return _need().rendezvous.rank
+
+
+def job_store() -> TCPStore | MemoryStore:
+    """Return this world's connection to the job's store.
+
+    Raises:
+        ValueError: there is no world.
+    """
+    return _need().connection
 
 
 def agree_on_calls(what: str) -> Agreement:

@@ -41,13 +41,17 @@ def test_it_stops_when_its_parents_pipe_ends():
     assert (server.returncode, rest, errors) == (0, "", "")
 
 
-def test_its_parent_can_admit_torchs_clients_and_begin_anew(tmp_path, closing):
+def test_its_parent_can_publish_admit_torchs_clients_and_begin_anew(tmp_path, closing):
     secret = tmp_path / "secret"
     secret.write_text("s3cret that is long enough")
     server = start(subprocess.PIPE, "--host", "127.0.0.2", "--secret-file", str(secret))
     port = int(server.stdout.readline())
     store = closing(TCPStore("127.0.0.2", port, timeout=20.0, secret="s3cret that is long enough"))
     store.set("kept", b"x")
+    server.stdin.write("publish told/1 a-word\npublish told/2 two words\n")
+    server.stdin.flush()
+    assert store.get("told/1") == b"a-word"
+    assert not store.check(["told/2"])
     server.stdin.write("nonsense\nadmit not-an-address\nadmit 10.9.8.7\nrenew\n")
     server.stdin.flush()
     assert server.stdout.readline() == "renew\n"

@@ -7,6 +7,7 @@
 | MASTER_ADDR, MASTER_PORT | the store |
 | TORCHELASTIC_USE_AGENT_STORE | "True": the launcher hosts the store; else rank 0 does |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT | name space of this attempt's keys |
+| ECHELON_ON_LOSS | "shrink": the launcher publishes which ranks are left when one dies |
 | ECHELON_SHM | "python": the shm backend's pure-Python engine, even where the C core is |
 """
 
@@ -73,6 +74,11 @@ def local_rank() -> int:
         ValueError: the variable is not a number.
     """
     return _number("LOCAL_RANK", _number("RANK", 0))
+
+
+def on_loss() -> str:
+    """Return what the launcher does when a rank dies: "shrink", or "" for the attempt's end."""
+    return os.environ.get("ECHELON_ON_LOSS", "")
 
 
 def wants_python_engine() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from echelon.dist.backends.interface import Members
 from echelon.errors import CollectiveTimeoutError, StoreTimeoutError
 from echelon.store import PrefixStore
+from echelon.store.base import Store
 
 
 def gather(
@@ -81,7 +82,7 @@ def exchange(
     return [json.loads(text) for text in store.multi_get(names)]
 
 
-def arrive(members: Members, store: PrefixStore, key: str, mine: Any) -> None:
+def arrive(members: Members, store: Store, key: str, mine: Any) -> None:
     """Do this rank's part of an `exchange` without waiting for the others."""
     store.set(f"{key}/{members.rank}", json.dumps(mine))
     if store.add(f"{key}/arrived", 1) == members.size:

@@ -25,6 +25,7 @@ from echelon.launcher.coordinator import observers as o
 from echelon.launcher.coordinator.conclusion import conclude
 from echelon.launcher.coordinator.decide import EndedBy
 from echelon.launcher.coordinator.incidents import Incidents
+from echelon.launcher.coordinator.losses import Losses
 from echelon.launcher.coordinator.meeting import MeetingPlace
 from echelon.launcher.coordinator.membership import Membership
 from echelon.launcher.coordinator.observers import Observers
@@ -93,6 +94,7 @@ class Coordinator:
         )
         self._verdicts = self._incidents.verdicts
         self._stalls = Stalls(options, self._verdicts.is_open, self._decide, terminal.say)
+        self._losses = Losses(options, directory, meeting, report, terminal.say)
         self._roster = Roster(
             options.min_nodes,
             options.max_nodes,
@@ -284,9 +286,16 @@ class Coordinator:
     def _note_ended(self, world: World, rank: int, code: int) -> None:
         known = None if code == _LOST else code
         world.note_ended(rank, known)
-        self._observers.tell(o.RankEnded(attempt=world.number, rank=rank, code=known))
+        is_survived = not self._stop_signal and self._losses.takes(world, rank, code)
+        self._observers.tell(
+            o.RankEnded(attempt=world.number, rank=rank, code=known, is_survived=is_survived)
+        )
+        how = self._how_ended(world, rank, code)
+        if is_survived:
+            self._decide(world, decide.WorkerLost(rank, how))
+            return
         shown = 1 if code == _LOST else code
-        self._decide(world, decide.WorkerEnded(rank, shown, self._how_ended(world, rank, code)))
+        self._decide(world, decide.WorkerEnded(rank, shown, how))
 
     def _how_ended(self, world: World, rank: int, code: int) -> str:
         if code != _LOST:
@@ -419,6 +428,7 @@ class Coordinator:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + self._look_s
             self._look(world)
+            self._losses.look(world)
             self._check_store()
         self._decide(world, decide.TimePassed())
         if self._incidents.is_complete(now_s):
@@ -584,8 +594,8 @@ class Coordinator:
         report = self._report
         if not end.failed:
             elapsed_s = time.monotonic() - self._started_s
-            which = "the rank" if report.world_size == 1 else f"all {report.world_size} ranks"
-            self._say(f"{which} finished successfully in {elapsed_s:.1f} s")
+            self._losses.look(world)
+            self._say(f"{_which_finished(world)} finished successfully in {elapsed_s:.1f} s")
         ended_by, code = conclude(world, end, report, self._stop_signal)
         if ended_by is EndedBy.SIGNAL:
             self._note_stopped()
@@ -610,6 +620,13 @@ class Coordinator:
         self._observers.tell(o.JobEnded(ended_by=ended_by.value, exit_code=code, error=error))
         for node in self._roster.nodes:
             self._send(node.name, m.Over(exit_code=code, ended_by=ended_by.value))
+
+
+def _which_finished(world: World) -> str:
+    lost = sum(ended.code != 0 for ended in world.ended.values())
+    if lost:
+        return f"{world.size - lost} of {world.size} ranks"
+    return "the rank" if world.size == 1 else f"all {world.size} ranks"
 
 
 def _span(ranks: range) -> str:

@@ -9,7 +9,8 @@ The pause after the first failure lets its victims report how they ended (they n
 so that the black boxes hold both cause and effect. It never grows: the second failure does not
 start it again. It ends early once all workers have ended, except after a stop signal that the
 launcher did not send: a scheduler that signals every process of a node signals the launcher too,
-and then no rank has failed.
+and then no rank has failed. A worker that the others continue without changes no phase: it is
+collected after the same pause.
 
 The grace between SIGTERM and SIGKILL is measured on each node, from the moment at which its workers
 were signalled. The backstop here only catches a node that does not do so. A second request to stop
@@ -61,6 +62,14 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker was killed, and the others continue without it."""
+
+    rank: int
+    how: str  # in words
+
+
+@dataclass(frozen=True, slots=True)
 class StallSeen:
     """The ranks make no progress."""
 
@@ -101,8 +110,9 @@ class TimePassed:
 
 
 Event = (
-    WorkerEnded | StallSeen | SlowSeen | StallExamined | StopRequested | LeaveRequested | TimePassed
-)
+    WorkerEnded | WorkerLost | StallSeen | SlowSeen | StallExamined | StopRequested
+    | LeaveRequested | TimePassed
+)  # fmt: skip
 
 # ---- actions ----
 
@@ -113,11 +123,13 @@ class CollectIncident:
 
     Attributes:
         is_early: a learned limit asks for it: nothing is stopped because of it.
+        is_survived: the attempt continues without the ranks that failed.
     """
 
     kind: str
     reason: str
     is_early: bool = False
+    is_survived: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,7 @@ class Attempt:
         self._stop_on_stall = stop_on_stall
         self._ended_by = EndedBy.WORKER
         self._first_failure: WorkerEnded | None = None
+        self._losses: list[WorkerLost] = []  # not collected yet
         self.phase = Phase.RUNNING
         self.deadline_s: float | None = None  # when to send TimePassed, at the latest
         self.stop_signal = 0
@@ -173,6 +186,8 @@ class Attempt:
             return []
         if isinstance(event, WorkerEnded):
             return self._on_worker_ended(event, now_s)
+        if isinstance(event, WorkerLost):
+            return self._on_worker_lost(event, now_s)
         if isinstance(event, StallSeen | SlowSeen):
             is_early, running = isinstance(event, SlowSeen), self.phase is Phase.RUNNING
             return [CollectIncident("stall", event.reason, is_early)] if running else []
@@ -189,6 +204,21 @@ class Attempt:
             self._enter(Phase.SETTLING, now_s + SETTLE_S)
         return [] if self._running or self._may_be_stopped else self._over()
 
+    def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
+        """Collect it a moment later, as a failure, so that others lost with it are part of it."""
+        self._running.discard(event.rank)
+        if not self._losses:
+            self.deadline_s = now_s + SETTLE_S
+        self._losses.append(event)
+        return [] if self._running else self._over()
+
+    def _collect_losses(self) -> list[Action]:
+        lost, self._losses = self._losses, []
+        if not lost:
+            return []
+        reason = ", ".join(f"rank {one.rank} {one.how}" for one in lost)
+        return [CollectIncident("failure", reason, is_survived=True)]
+
     @property
     def _may_be_stopped(self) -> bool:
         """Whether the first failure may be a scheduler's stop that the launcher has yet to get."""
@@ -198,6 +228,7 @@ class Attempt:
 
     def _over(self, *, unkillable: tuple[int, ...] = ()) -> list[Action]:
         settled = self._collect_failure() if self.phase is Phase.SETTLING else []
+        settled += self._collect_losses()
         self._enter(Phase.OVER, None)
         failed = self._first_failure is not None or self._ended_by is not EndedBy.WORKER
         return [*settled, EndAttempt(self._ended_by, failed or bool(unkillable), unkillable)]
@@ -226,6 +257,9 @@ class Attempt:
     def _on_time(self, now_s: float) -> list[Action]:
         if self.deadline_s is None or now_s < self.deadline_s:
             return []
+        if self.phase is Phase.RUNNING:
+            self.deadline_s = None
+            return self._collect_losses()
         if self.phase is Phase.SETTLING and not self._running:
             return self._over()
         if self.phase is Phase.SETTLING:
@@ -236,6 +270,7 @@ class Attempt:
         return self._over(unkillable=self.running)
 
     def _collect_failure(self) -> list[Action]:
+        self._losses.clear()  # the incident shows these ranks, too
         first = self._first_failure
         assert first is not None
         how = first.how or describe_code(first.code)

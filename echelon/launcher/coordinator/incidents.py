@@ -147,6 +147,7 @@ class Incidents:
                 nodes=world.present,
                 deadline_s=time.monotonic() + _COLLECT_S,
                 is_early=action.is_early,
+                is_survived=action.is_survived,
             )
         except OSError as err:
             self.verdicts.expect_none()
@@ -192,11 +193,12 @@ class Incidents:
         self._collection = None
         self._report.incidents.append(incident)
         is_stall = incident.kind == "stall"
-        incident.recovered = is_stall and collection.is_overtaken
+        incident.recovered = collection.is_survived or (is_stall and collection.is_overtaken)
         incident.ended = world.ended
-        self.verdicts.begin(incident, world.present, is_due=is_stall)
+        is_due = is_stall or collection.is_survived
+        self.verdicts.begin(incident, world.present, is_due=is_due)
         # Examining ranks that do not record makes them active: it does not count as progress.
-        is_withdrawn = incident.recovered and world.records
+        is_withdrawn = is_stall and incident.recovered and world.records
         if is_withdrawn:
             self.verdicts.withdraw(incident)
             self._say("stall cleared: ranks made progress while it was being examined")

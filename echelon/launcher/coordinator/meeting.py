@@ -4,8 +4,8 @@ It is a process of its own so that neither a flood of output nor an analysis in 
 delays a rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends,
 however it ends, the pipe closes and the server exits. Nothing else ends it: a scheduler that sends
 SIGTERM to every process of a node leaves the ranks time to save, and they may meet here to do so.
-Through the same pipe the agent reports which addresses to let in, and when to forget all keys:
-every attempt meets at an empty store.
+Through the same pipe the agent reports which addresses to let in, stores values for the ranks to
+read, and has all keys forgotten: every attempt meets at an empty store.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class MeetingPlace(Protocol):
 
     def admit(self, address: str) -> None:
         """Let clients that cannot prove the secret in from a numeric address."""
+
+    def publish(self, key: str, value: str) -> None:
+        """Store a value for the ranks to read; each of the two is one word."""
 
     def renew(self) -> None:
         """Forget all that past attempts left."""
@@ -94,6 +97,14 @@ class StoreProcess:
         """
         self._admitted[address] = None
         self._tell(f"admit {address}")
+
+    def publish(self, key: str, value: str) -> None:
+        """Store a value for the ranks to read; each of the two is one word. Never blocks.
+
+        Raises:
+            LaunchError: the server cannot be told.
+        """
+        self._tell(f"publish {key} {value}")
 
     def how_it_died(self) -> str:
         """Return how the server ended or stopped, "" while it serves."""

@@ -29,6 +29,7 @@ class RankEnded:
     attempt: int
     rank: int
     code: int | None
+    is_survived: bool = False  # the others continue without it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

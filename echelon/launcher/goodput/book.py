@@ -116,7 +116,7 @@ class Book:
             run = attempt.runs.get(happening.rank)
             if run is not None:
                 run.ended_ns = now
-            if happening.code != 0 and attempt.failed_ns is None:
+            if happening.code != 0 and not happening.is_survived and attempt.failed_ns is None:
                 attempt.failed_ns = now
         elif isinstance(happening, o.IncidentBegan):
             attempt.reason = happening.reason

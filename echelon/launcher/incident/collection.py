@@ -35,6 +35,7 @@ class Collection:
         nodes: Iterable[str],
         deadline_s: float,
         is_early: bool = False,
+        is_survived: bool = False,
     ) -> None:
         self.number, self._folder = directory.open_incident()
         self.waiting = set(nodes)
@@ -42,6 +43,7 @@ class Collection:
         self._directory = directory
         self.kind = kind
         self.is_early = is_early
+        self.is_survived = is_survived
         self.is_overtaken = False
         self._reason, self._attempt = reason, attempt
         self._files: dict[str, IO[bytes]] = {}

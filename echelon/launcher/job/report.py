@@ -53,6 +53,7 @@ class Report:
     ranks: list[Ended] = field(default_factory=list)  # of the last attempt
     attempts: int = 0
     decisions: list[dict[str, Any]] = field(default_factory=list)  # what followed failed attempts
+    continuations: list[dict[str, Any]] = field(default_factory=list)  # after losses
     stopped: dict[str, Any] | None = None  # where it stood, if a signal ended it
     ended_by: EndedBy = EndedBy.AGENT  # a success is only what was set as one
     exit_code: int = 1
@@ -72,6 +73,7 @@ class Report:
                 "error": self.error,
                 "ranks": [{"rank": r.rank, "exit_code": r.code} for r in self.ranks],
                 "decisions": self.decisions,
+                "continuations": self.continuations,
                 "stopped": self.stopped,
                 "incidents": [
                     {

@@ -16,6 +16,7 @@ A worker inherits the launcher's own environment. What is set here:
 | ECHELON_RECORDER_SIZE | operations that the black box keeps |
 | ECHELON_RESUME | the job's newest committed checkpoint, if there is one |
 | ECHELON_ATTEMPTS | JSON file: how the attempts before this one ended |
+| ECHELON_ON_LOSS | with --on-loss shrink: "shrink" |
 | ECHELON_TORCH_BACKEND | with --torch-backend: see `echelon_torch_autoload` |
 | TORCH_FR_DUMP_TEMP_FILE and others | see torch_dumps.py |
 | ECHELON_TERMINAL_COLUMNS | width, only if the launcher prints to a terminal: a line that ends in
@@ -29,6 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.host.accelerators import visible_to
+
+_OURS_ALONE = (
+    "ECHELON_TERMINAL_COLUMNS",
+    "ECHELON_SECRET",
+    "ECHELON_TORCH_BACKEND",
+    "ECHELON_ON_LOSS",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +61,7 @@ class Attempt:
     virtual_local_rank: bool = False
     torch_backend: str = ""
     resume: str = ""  # the newest committed checkpoint
+    on_loss: str = "end"
 
     @property
     def ranks(self) -> range:
@@ -101,8 +110,10 @@ def worker_environment(
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if attempt.num_workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("ECHELON_TERMINAL_COLUMNS", "ECHELON_SECRET", "ECHELON_TORCH_BACKEND"):
+    for name in _OURS_ALONE:
         env.pop(name, None)
+    if attempt.on_loss != "end":
+        env["ECHELON_ON_LOSS"] = attempt.on_loss
     if attempt.torch_backend:
         env["ECHELON_TORCH_BACKEND"] = attempt.torch_backend
     if attempt.terminal_columns is not None:

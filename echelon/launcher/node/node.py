@@ -555,6 +555,7 @@ class NodeAgent:
             virtual_local_rank=self._options.virtual_local_rank,
             torch_backend=command.torch_backend,
             resume=command.resume,
+            on_loss=self._options.on_loss,
         )
 
     def _exit_codes(self) -> list[list[int]]:

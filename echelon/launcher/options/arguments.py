@@ -83,6 +83,20 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         "always: restart after each failure, as torchrun does; never: as with --max-restarts 0",
     )
     job.add_argument(
+        "--on-loss",
+        choices=("end", "shrink"),
+        default=default("on_loss", "end"),
+        help="end: a rank that dies ends the attempt (default); shrink: where all ranks train by "
+        "echelon.dist.resilient.run, those that are left repeat the step and continue",
+    )
+    job.add_argument(
+        "--min-ranks",
+        type=not_negative,
+        default=default("min_ranks", "1"),
+        metavar="N",
+        help="with --on-loss shrink: end the attempt where fewer ranks are left (default 1)",
+    )
+    job.add_argument(
         "--exclude-after",
         type=not_negative,
         default=default("exclude_after", "2"),

@@ -49,6 +49,8 @@ class Options:
     exclude_after: int  # failures of a node's own after which worlds avoid it; 0: never
     stall_timeout_s: float
     on_stall: str  # "report", "stop" or "restart"
+    on_loss: str  # "end" or "shrink"
+    min_ranks: int  # that continue after losses
     learned_limits: str  # "on" or "off"
     run_dir: Path | None
     checkpoint_dir: Path | None  # None: what the ranks announce
@@ -81,6 +83,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         witness = _witness(args, conf, meeting)
     except ValueError as err:
         parser.error(str(err))
+    if args.on_loss != "end" and meeting is not None:
+        parser.error(f"--on-loss {args.on_loss} works on a single node only, so far")
     misused = scheduler.misuse(environ)
     if misused and meeting is not None:
         parser.error(misused)
@@ -113,6 +117,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         exclude_after=args.exclude_after,
         stall_timeout_s=args.stall_timeout,
         on_stall=args.on_stall,
+        on_loss=args.on_loss,
+        min_ranks=args.min_ranks,
         learned_limits=args.learned_limits,
         run_dir=args.run_dir,
         checkpoint_dir=args.checkpoint_dir,
@@ -144,6 +150,14 @@ def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -
 
 
 def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
+    """Return a line for each option that changes nothing here."""
+    notes = []
+    if args.min_ranks != 1 and args.on_loss == "end":
+        notes.append("--min-ranks has no effect without --on-loss shrink")
+    return notes + _without_effect_alone(args, meeting)
+
+
+def _without_effect_alone(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
     """Return a line for each option that changes nothing on a single node."""
     if meeting is not None:
         return []

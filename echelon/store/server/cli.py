@@ -7,8 +7,9 @@ its server along while a server started from a terminal or with input closed con
 and its other children may still need the server.
 
 A parent may say more through that pipe, a line each: `admit ADDRESS` lets torch's clients in from
-an address whose owner the parent knows; `renew` drops all members and keys, and is answered by
-the same line once that is done. Any other line is ignored.
+an address whose owner the parent knows; `publish KEY VALUE`, each of them one word, stores a value;
+`renew` drops all members and keys, and is answered by the same line once that is done. Any other
+line is ignored.
 """
 
 from __future__ import annotations
@@ -128,5 +129,7 @@ def _obey(server: StoreServer, words: list[str]) -> None:
             print("renew", flush=True)
         elif len(words) == 2 and words[0] == "admit":
             server.admit(words[1])
+        elif len(words) == 3 and words[0] == "publish":
+            server.publish(words[1], words[2])
     except (EchelonError, ValueError) as error:
         print(f"echelon store: {' '.join(words)}: {error}", file=sys.stderr)

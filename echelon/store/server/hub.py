@@ -142,6 +142,11 @@ class Hub:
         for connection in list(self.connections):
             connection.close()
 
+    def publish(self, key: bytes, value: bytes) -> None:
+        """Store a value, and answer those who wait for it."""
+        self.state.set(key, value)
+        self.deliver_woken()
+
     def renew(self) -> None:
         """Drop all members and keys and take another instance, as a new server would."""
         for connection in list(self.connections):

@@ -189,6 +189,15 @@ class StoreServer:
         plain = plain_address(address)
         self._call(lambda hub: hub.admitted_addresses.add(plain))
 
+    def publish(self, key: str, value: str) -> None:
+        """Store a value under a key, for an owner that is not a client.
+
+        Raises:
+            StoreError: the server is not running.
+        """
+        wire = b"/" + key.encode()  # as clients send keys
+        self._call(lambda hub: hub.publish(wire, value.encode()))
+
     def renew(self) -> None:
         """Hang up on everyone and drop all keys, for an owner that begins something new.
 

@@ -23,6 +23,7 @@ from echelon.launcher.coordinator.decide import (
     StopWorkers,
     TimePassed,
     WorkerEnded,
+    WorkerLost,
     describe_code,
 )
 
@@ -157,3 +158,37 @@ def test_ranks_that_a_stop_signal_ended_have_failed_if_the_launcher_gets_none():
         CollectIncident("failure", "rank 0 was killed by SIGTERM"),
         EndAttempt(EndedBy.WORKER, failed=True),
     ]
+
+
+def test_a_loss_that_the_others_survive_is_collected_after_the_pause_and_is_no_failure():
+    attempt = _attempt(4)
+    assert attempt.on(WorkerLost(1, "was killed by SIGKILL"), 1.0) == []
+    assert attempt.on(WorkerLost(2, "was killed by SIGSEGV"), 1.3) == []
+    assert (attempt.phase, attempt.running) == (Phase.RUNNING, (0, 3))
+    assert attempt.deadline_s == 1.0 + SETTLE_S
+    reason = "rank 1 was killed by SIGKILL, rank 2 was killed by SIGSEGV"
+    collect = CollectIncident("failure", reason, is_survived=True)
+    assert attempt.on(TimePassed(), 1.0 + SETTLE_S) == [collect]
+    assert attempt.deadline_s is None
+    assert attempt.on(WorkerEnded(0, 0), 2.0) == []
+    assert attempt.on(WorkerEnded(3, 0), 2.0) == [EndAttempt(EndedBy.WORKER, failed=False)]
+
+
+def test_a_loss_just_before_the_end_is_collected_before_it():
+    attempt = _attempt()
+    attempt.on(WorkerLost(1, "was killed by SIGKILL"), 1.0)
+    assert attempt.on(WorkerEnded(0, 0), 1.1) == [
+        CollectIncident("failure", "rank 1 was killed by SIGKILL", is_survived=True),
+        EndAttempt(EndedBy.WORKER, failed=False),
+    ]
+
+
+def test_survivors_that_fail_after_a_loss_make_one_incident_of_both():
+    attempt = _attempt(3)
+    attempt.on(WorkerLost(1, "was killed by SIGKILL"), 1.0)
+    assert attempt.on(WorkerEnded(0, 1), 1.1) == []
+    assert attempt.on(TimePassed(), 1.1 + SETTLE_S) == [
+        CollectIncident("failure", "rank 0 exited with code 1"),
+        *_STOP,
+    ]
+    assert attempt.on(WorkerEnded(2, -15), 2.0) == [EndAttempt(EndedBy.WORKER, failed=True)]

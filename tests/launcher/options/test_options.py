@@ -53,6 +53,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--stall-timeout", "nan", "x.py"], "nan: must be greater than 0"),
         (["--max-restarts", "-1", "x.py"], "-1 is negative"),
         (["--on-stall", "explode", "x.py"], "invalid choice: 'explode'"),
+        (["--on-loss", "grow", "x.py"], "invalid choice: 'grow'"),
         (["--nnodes", "3:2", "x.py"], "3:2: must be 1 <= MIN <= MAX"),
         (["--nnodes", "2", "x.py"], "--nnodes above 1 needs --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:x", "x.py"], "is not HOST:PORT"),
@@ -130,3 +131,19 @@ def test_every_option_of_torchruns_is_a_variable_too(script):
         environ[f"PET_{name.upper()}"] = value or "1"
     assert parse([script], environ).notes == parse([*_TORCHRUNS.split(), script], {}).notes
     assert parse([script], environ).logs == parse([*_TORCHRUNS.split(), script], {}).logs
+
+
+def test_ranks_of_several_nodes_cannot_continue_without_one(script, capsys):
+    environ = {"ECHELON_SECRET": "a-secret-of-the-tests"}
+    with pytest.raises(SystemExit) as exit_info:
+        parse(
+            ["--on-loss", "shrink", "--nnodes", "1:2", "--rdzv-endpoint", "127.0.0.1:1", script],
+            environ,
+        )
+    assert exit_info.value.code == 2
+    assert "--on-loss shrink works on a single node only, so far" in capsys.readouterr().err
+
+
+def test_a_least_number_of_ranks_without_losses_to_survive_has_no_effect(script):
+    options = parse(["--min-ranks", "2", script], {})
+    assert options.notes == ("--min-ranks has no effect without --on-loss shrink",)

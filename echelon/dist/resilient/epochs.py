@@ -1,0 +1,76 @@
+"""The epochs that the launcher publishes, and how the ranks of one meet.
+
+A rank reads only its own copy of the newest epoch and never decides who is lost. Where a rank that
+others wait for is lost in turn, the launcher opens the gate of their meeting, and they find that a
+newer epoch is there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from echelon.dist.backends.interface import Members
+from echelon.dist.membership.meet import arrive
+from echelon.recorder.continuation import Epoch, epoch_key, meeting_key
+from echelon.store.base import Store
+
+
+class Superseded(Exception):  # noqa: N818 -- not an error that a user sees
+    """A newer epoch has replaced the one whose ranks were meeting."""
+
+
+class Epochs:
+    """This rank's view of the epochs of its attempt.
+
+    Args:
+        store: the job's.
+        rank: this process, as the launcher numbers it.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self.number = 0
+
+    def next(self, timeout_s: float) -> Epoch:
+        """Return the newest epoch after the last one that was returned; waits for one.
+
+        Raises:
+            StoreTimeoutError: there was none within `timeout_s`.
+            StoreError: the store cannot be reached.
+        """
+        self.number += 1
+        try:
+            text = self._store.get(epoch_key(self.number), timeout=timeout_s)
+        except BaseException:
+            self.number -= 1
+            raise
+        while self._is_superseded():
+            self.number += 1
+            text = self._store.get(epoch_key(self.number), timeout=timeout_s)
+        return Epoch.unpack(text)
+
+    def meet(self, epoch: Epoch, mine: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Exchange one value per rank of an epoch; blocks until all of them have arrived.
+
+        Returns:
+            The values, in the order of the roster.
+
+        Raises:
+            Superseded: a rank of this epoch is lost.
+            StoreTimeoutError: a rank did not arrive within `timeout_s`.
+            StoreError: the store cannot be reached.
+        """
+        roster = list(epoch.roster)
+        key = meeting_key(epoch.number)
+        members = Members(name="continuation", rank=roster.index(self._rank), ranks=roster)
+        arrive(members, self._store, key, mine)
+        self._store.wait([f"{key}/gate"], timeout=timeout_s)
+        if self._is_superseded():
+            raise Superseded
+        names = [f"{key}/{place}" for place in range(len(roster))]
+        return [json.loads(text) for text in self._store.multi_get(names)]
+
+    def _is_superseded(self) -> bool:
+        return self._store.check([epoch_key(self.number + 1)])

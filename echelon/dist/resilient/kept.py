@@ -1,0 +1,146 @@
+"""A rank's copy of the training state as of a step's start, in its own memory.
+
+Tensors are copied into memory that is kept from one step to the next, and restored in place:
+parameters stay the objects that the model, the optimizer and the caller hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Stateful(Protocol):
+    """What has a state of its own: a schedule, an average of the weights, a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a state."""
+
+
+class KeptState:
+    """The state of a model, its optimizer and random numbers at one moment.
+
+    Memory: as much as the parameters, the buffers and the optimizer's state take.
+
+    Args:
+        model: replicated on all ranks.
+        optimizer: of its parameters.
+        also: what else the steps change.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, also: Sequence[Stateful] = ()
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._also = list(also)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live, its copy)
+        self._state: dict[torch.Tensor, dict[str, Any]] = {}  # the optimizer's, by parameter
+        self._settings: list[dict[str, Any]] = []  # of its parameter groups
+        self._others: list[dict[str, Any]] = []
+        self._random = _random_state()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much the copies of tensors take."""
+        copies = [kept for _, kept in self._tensors]
+        copies += [v for one in self._state.values() for v in one.values() if _is_tensor(v)]
+        return sum(one.numel() * one.element_size() for one in copies)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the present state over the one kept before. Local."""
+        live = [*self._model.parameters(), *self._model.buffers()]
+        before = {id(one): kept for one, kept in self._tensors}
+        self._tensors = [(one, _copied(one, before.get(id(one)))) for one in live]
+        known, self._state = self._state, {}
+        for parameter, values in self._optimizer.state.items():
+            old = known.get(parameter, {})
+            self._state[parameter] = {k: _copied(v, old.get(k)) for k, v in values.items()}
+        self._settings = [_settings(group) for group in self._optimizer.param_groups]
+        self._others = [copy.deepcopy(one.state_dict()) for one in self._also]
+        self._random = _random_state()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the kept state back, in place, and drop gradients. Local."""
+        for live, kept in self._tensors:
+            live.copy_(kept)
+            live.grad = None
+        self._restore_optimizer()
+        for one, state in zip(self._also, self._others, strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+        _set_random_state(self._random)
+
+    def drop(self) -> None:
+        """Release the copies: no other rank is left that could be lost."""
+        self._tensors.clear()
+        self._state.clear()
+
+    def _restore_optimizer(self) -> None:
+        state = self._optimizer.state
+        for parameter in [one for one in state if one not in self._state]:
+            del state[parameter]  # made by the step that is dropped
+        for parameter, kept in self._state.items():
+            now = state[parameter]
+            for key in [key for key in now if key not in kept]:
+                del now[key]
+            for key, value in kept.items():
+                now[key] = _copied(value, now.get(key))
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            for key in [key for key in group if key not in settings and key != "params"]:
+                del group[key]
+            group.update(copy.deepcopy(settings))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _copied(value: Any, place: Any) -> Any:
+    """Return a copy of a value: of a tensor in `place`, if that is one of the same form."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    is_alike = (
+        isinstance(place, torch.Tensor)
+        and place.shape == value.shape
+        and place.dtype == value.dtype
+        and place.device == value.device
+    )
+    if not is_alike:
+        return value.detach().clone()
+    return place.copy_(value)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the state of the generators of torch, Python and, where it is loaded, NumPy."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_used:
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])

@@ -1,0 +1,286 @@
+"""`run`: steps that are committed by all ranks, and repeated by the survivors when one is lost.
+
+[Note: kept and finished] Each rank holds two numbers. `kept` is the step of whose start it has a
+copy; `finished` is one more once it has computed that step completely, so that its live state is
+the start of the next one. A barrier ends each step: a rank sets `finished` before it enters, and
+only behind it raises `kept` and copies again. So a rank that is past the barrier knows that all
+have finished, and among survivors `finished` and `kept` differ by at most one step. They exchange
+`finished` and continue from its least value: each of them has that state, live or as its copy.
+
+Protection begins as a step does: a rank has `finished` the start once `prepare` has returned.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.dist import runtime
+from echelon.dist.fsdp.parameters.unit import units_of
+from echelon.dist.group import ProcessGroup
+from echelon.dist.membership.environment import on_loss
+from echelon.dist.resilient.epochs import Epochs, Superseded
+from echelon.dist.resilient.kept import KeptState, Stateful
+from echelon.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    PeerLostError,
+    StoreError,
+)
+from echelon.host.identity import process_identity
+from echelon.recorder import span, step
+from echelon.recorder.continuation import SHRINK, Epoch, Standing, State, note_standing
+
+_T = TypeVar("_T")
+_LOST_S = 30.0  # for the launcher to publish who is left, once a rank is known to have died
+_OTHER_S = 2.0  # the same after another error, which need not be anyone's death
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that train together, from one loss to the next.
+
+    Attributes:
+        group: of all of them; also `echelon.dist.world()`.
+        epoch: 0 at the start, higher after each loss.
+        lost: ranks that were lost so far, as the launcher numbers them.
+    """
+
+    group: ProcessGroup
+    epoch: int
+    lost: tuple[int, ...]
+
+
+def run(
+    prepare: Callable[[World], Callable[[int], _T]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    total: int,
+    first: int = 0,
+    also: Sequence[Stateful] = (),
+    on_commit: Callable[[int, _T], None] | None = None,
+) -> None:
+    """Train the steps `first` to `total - 1`, and continue when ranks are lost.
+
+    Under `echelon run --on-loss shrink` the ranks that are left drop the step in which one died,
+    restore the state of its start and repeat it, in the living processes. With gradients that do
+    not depend on the number of ranks (`echelon.train.same_bits.SameBits`) the result has the same
+    bits as without the loss. Elsewhere `run` trains without this protection, and warns.
+
+    Every rank calls this after `echelon.dist.init`. Each step ends with a barrier, and each rank
+    copies the training state once per step, which takes as much memory again as that state.
+
+    Args:
+        prepare: makes what belongs to the present ranks (groups, meshes, `SameBits`), and returns
+            the function that computes one step, given its number. Called at the start, and again
+            after each loss: groups from before are closed then. What it returns must change nothing
+            but the model, the optimizer, `also` and random numbers, must not use gradients of an
+            earlier step, and must let CollectiveError pass.
+        model: replicated: each rank has all of it.
+        optimizer: of its parameters.
+        total: the number of the last step, plus one.
+        first: the number of the first step.
+        also: schedules, averages and other objects with a state that steps change.
+        on_commit: called with each step's number and result, once per rank, when no loss can undo
+            the step any more. It must not call collectives.
+
+    Raises:
+        ValueError: there is no world, or `model` is not replicated.
+        CollectiveError: a collective failed, and no epoch without the ranks at fault was published:
+            too few ranks are left, or no rank has died.
+
+    Example:
+        >>> def prepare(world):
+        ...     probes = world.epoch == 0
+        ...     same = SameBits(model, optimizer, micro_batches=24, seed=1, probe=probes)
+        ...     def train_step(step):
+        ...         loss = same.backward(step, lambda n: loss_of(model, data.batch(step, n)))
+        ...         optimizer.step()
+        ...         return loss
+        ...     return train_step
+        >>> resilient.run(prepare, model, optimizer, total=1000)
+    """
+    group = runtime.world()
+    _check_replicated(model)
+    if not first <= total:
+        raise ValueError(f"first={first} is above total={total}")
+    is_protected = on_loss() == SHRINK and group.size > 1
+    if group.size > 1 and not is_protected and group.rank == 0:
+        warnings.warn(
+            "resilient.run: no protection: a rank that dies ends this job. Start it with "
+            "`echelon run --on-loss shrink`",
+            stacklevel=2,
+        )
+    kept = KeptState(model, optimizer, also)
+    training = _Training(prepare, kept, first, total, on_commit, is_protected=is_protected)
+    training.train(World(group, 0, ()))
+
+
+class _Training(Generic[_T]):
+    """One call of `run` on this rank. See the note on kept and finished."""
+
+    def __init__(
+        self,
+        prepare: Callable[[World], Callable[[int], _T]],
+        state: KeptState,
+        first: int,
+        total: int,
+        on_commit: Callable[[int, _T], None] | None,
+        *,
+        is_protected: bool,
+    ) -> None:
+        self._prepare = prepare
+        self._state = state
+        self._first = first
+        self._total = total
+        self._on_commit = on_commit
+        self._may_continue = is_protected
+        self._has_begun = False
+        self._kept = first - 1
+        self._finished = first - 1
+        self._result: _T | None = None
+        self._epochs = Epochs(runtime.job_store(), runtime.own_rank())
+
+    def train(self, world: World) -> None:
+        """Train to the end, in as many worlds as it takes."""
+        now: World | None = world
+        while now is not None:
+            try:
+                self._train_in(now)
+                break
+            except CollectiveError as err:
+                if not (self._may_continue and self._has_begun):
+                    raise
+                now = self._recover(err)
+        self._state.drop()
+        if self._may_continue:
+            self._note(State.DONE, self._total)
+
+    def _train_in(self, world: World) -> None:
+        compute = self._prepare(world)
+        if not self._has_begun:
+            self._begin(world)
+        while self._kept < self._total:
+            step(self._kept)
+            result = compute(self._kept)
+            self._check_groups()
+            self._finished, self._result = self._kept + 1, result
+            world.group.barrier()
+            self._commit(world.group.size)
+
+    def _begin(self, world: World) -> None:
+        self._finished = self._first
+        self._has_begun = True
+        if self._may_continue:
+            self._note(State.PROTECTED, self._first)
+            world.group.barrier()
+        self._commit(world.group.size)
+
+    @staticmethod
+    def _check_groups() -> None:
+        """Raise what a step has swallowed: its result may be that of a collective that failed."""
+        error = runtime.first_error()
+        if error is not None:
+            raise error
+
+    def _commit(self, size: int) -> None:
+        """Make the live state the one to return to: every rank has it, or can have it."""
+        self._kept = self._finished
+        if self._may_continue and size > 1:
+            self._state.keep()
+        else:
+            self._state.drop()
+        if self._kept > self._first and self._on_commit is not None:
+            result: Any = self._result
+            self._on_commit(self._kept - 1, result)
+        self._result = None
+
+    # ---- after a loss ----
+
+    def _recover(self, err: CollectiveError) -> World | None:
+        """Return the world of the ranks that are left; None if all have finished all steps.
+
+        Raises:
+            CollectiveError: no epoch was published, or its ranks did not meet.
+        """
+        if isinstance(err, CollectiveMismatchError):
+            raise err  # every rank would call the same again
+        with span("recovery"):
+            runtime.leave_groups()
+            wait_s = _LOST_S if isinstance(err, PeerLostError) else _OTHER_S
+            while True:
+                try:
+                    epoch = self._epochs.next(wait_s)
+                    if epoch.done:  # they are past the last barrier, so all have finished all steps
+                        self._settle(self._total, size=1)
+                        return None
+                    return self._join(epoch)
+                except (Superseded, PeerLostError):
+                    wait_s = _LOST_S  # for a newer epoch
+                except StoreError as why:
+                    raise _unrepeated(err, why) from err
+
+    def _join(self, epoch: Epoch) -> World:
+        """Agree with the ranks of an epoch on a step, restore its start, and make their world."""
+        mine = {"kept": self._kept, "finished": self._finished, "process": process_identity()}
+        timeout_s = runtime.world().timeout_s
+        rows = self._epochs.meet(epoch, mine, timeout_s)
+        target = min(int(row["finished"]) for row in rows)
+        repeats = any(row["kept"] == target for row in rows) and target < self._total
+        self._settle(target, size=len(rows))
+        facts = [row["process"] for row in rows]
+        group = runtime.regroup(epoch.roster, epoch.number, facts)
+        self._note(State.PROTECTED, target, repeats=repeats)
+        return World(group, epoch.number, epoch.lost)
+
+    def _note(self, state: State, step_number: int, *, repeats: bool = False) -> None:
+        standing = Standing(
+            state=state,
+            epoch=self._epochs.number,
+            step=step_number,
+            repeats=repeats,
+            ready_mono_ns=time.monotonic_ns(),
+        )
+        note_standing(standing)
+
+    def _settle(self, target: int, size: int) -> None:
+        """Have the live state, and the copy, be those of the start of a step."""
+        if self._kept == target:
+            self._state.restore()
+        else:
+            assert self._finished == target == self._kept + 1, (self._kept, self._finished, target)
+            self._commit(size)
+        self._finished = target
+
+
+def _unrepeated(err: CollectiveError, why: StoreError) -> CollectiveError:
+    return type(err)(
+        f"{err}\nThe step is not repeated, since it is not known which ranks continue: {why}",
+        group=err.group,
+        operation=err.operation,
+        sequence=err.sequence,
+        ranks=err.ranks,
+    )
+
+
+def _check_replicated(model: nn.Module) -> None:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "resilient.run does not cover DistributedDataParallel, whose groups it cannot make "
+            "again: pass the module in it, and average gradients with SameBits"
+        )
+    is_divided = any(isinstance(one, DTensor) for one in model.parameters())
+    if is_divided or units_of(model):
+        raise ValueError(
+            "resilient.run needs a replicated model: this one is sharded, and a rank's shards are "
+            "lost with it. Restarts from a checkpoint cover that"
+        )

@@ -1,0 +1,123 @@
+"""What the launcher and its ranks exchange when ranks are lost and the others continue.
+
+    launcher -> ranks   an epoch, in the job's store: which ranks are left
+    rank -> launcher    a standing, RANK_DIR/standing.json: whether it can continue, and how it did
+
+Both sides import this module; neither imports the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+_FILE = "standing.json"
+SHRINK = "shrink"  # of ECHELON_ON_LOSS: the launcher publishes epochs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """The ranks of an attempt from one loss to the next. A newer one replaces all before it.
+
+    Attributes:
+        number: from 1; the attempt begins in epoch 0, which is not published.
+        roster: the ranks that continue, ascending.
+        lost: the ranks that the attempt has lost so far, ascending.
+        done: ranks that have finished all steps, and take part in none any more.
+    """
+
+    number: int
+    roster: tuple[int, ...]
+    lost: tuple[int, ...]
+    done: tuple[int, ...] = ()
+
+    def pack(self) -> str:
+        """Return it as one word."""
+        return json.dumps({"format": 1, **asdict(self)}, separators=(",", ":"))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Epoch:
+        """Read what `pack` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            told = json.loads(text)
+            lists = {name: tuple(map(int, told[name])) for name in ("roster", "lost", "done")}
+            return cls(number=int(told["number"]), **lists)
+        except (KeyError, TypeError) as err:
+            raise ValueError(f"not an epoch: {text[:80]!r}") from err
+
+
+def epoch_key(number: int) -> str:
+    """Return the key under which the store holds an epoch."""
+    return f"continuation/{number}/epoch"
+
+
+def meeting_key(number: int) -> str:
+    """Return the key below which the ranks of an epoch meet.
+
+    Its gate is set by the last rank to arrive, and by the launcher once a newer epoch replaces this
+    one: no rank waits for one that is lost.
+    """
+    return f"continuation/{number}/meeting"
+
+
+class State(Enum):
+    """Where a rank stands."""
+
+    PROTECTED = "protected"  # it holds what it takes to continue without another rank
+    DONE = "done"  # it has finished all steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What one rank reports of itself.
+
+    Attributes:
+        epoch: that it is in.
+        step: the first one of this epoch.
+        repeats: whether a rank had begun that step before.
+        ready_mono_ns: when it was ready to compute that step.
+    """
+
+    state: State
+    epoch: int = 0
+    step: int = 0
+    repeats: bool = False
+    ready_mono_ns: int = 0
+
+
+def note_standing(standing: Standing) -> None:
+    """Report this rank's standing; nothing happens without a launcher.
+
+    A disk that refuses it costs the protection: the launcher then treats a loss as a failure.
+    """
+    folder = os.environ.get("ECHELON_RANK_DIR", "")
+    if not folder:
+        return
+    told = {"format": 1, **asdict(standing), "state": standing.state.value}
+    part = Path(folder) / f".{_FILE}.{os.getpid()}.part"
+    with contextlib.suppress(OSError):
+        part.write_text(json.dumps(told))
+        part.replace(part.with_name(_FILE))
+
+
+def read_standing(rank_dir: Path) -> Standing | None:
+    """Return what a rank reported last; None if nothing that can be read."""
+    try:
+        told = json.loads((rank_dir / _FILE).read_text())
+        return Standing(
+            state=State(told["state"]),
+            epoch=int(told["epoch"]),
+            step=int(told["step"]),
+            repeats=bool(told["repeats"]),
+            ready_mono_ns=int(told["ready_mono_ns"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

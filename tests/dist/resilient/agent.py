@@ -1,0 +1,158 @@
+"""The launcher's part, in the test's own process: it sees deaths and publishes who is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from echelon.launcher.coordinator.losses import Losses
+from echelon.launcher.coordinator.roster import Node
+from echelon.launcher.coordinator.world import World
+from echelon.launcher.job.report import Report
+from echelon.launcher.job.rundir import RunDirectory
+from echelon.launcher.options.options import parse
+from echelon.store import StoreServer
+from tests.ranks import run_ranks
+
+_LOOK_S = 0.002
+_KILLED = -9
+
+
+class _Meeting:
+    """The job's store, as `Losses` sees it."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self.host, self.port = "127.0.0.1", server.port
+        self.publish = server.publish
+
+    def admit(self, address: str) -> None: ...
+
+    def renew(self) -> None: ...
+
+    def how_it_died(self) -> str:
+        return ""
+
+
+class Agent:
+    """Watches the processes of ranks that report their pids.
+
+    Attributes:
+        report: of the job; has the continuations.
+        pids: of the ranks that have reported.
+    """
+
+    def __init__(self, folder: Path, world_size: int, server: StoreServer, *argv: str) -> None:
+        self.report = Report(job_id="x", world_size=world_size)
+        self.pids: dict[int, int] = {}
+        self.said: list[str] = []
+        self._folder = folder
+        self._size = world_size
+        node = Node(name="here", host="here", num_workers=world_size)
+        self._world, _ = World.of(
+            [node], number=0, grace_s=1.0, stop_on_stall=False, stall_timeout_s=60.0
+        )
+        options = parse([*argv, "--on-loss", "shrink", "--no-python", "true"], {})
+        directory = RunDirectory(folder, "")
+        self._losses = Losses(options, directory, _Meeting(server), self.report, self.said.append)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        poll, ranks = select.epoll(), {}
+        while not self._stop.is_set():
+            for rank in set(range(self._size)) - set(self.pids):
+                path = self._folder / f"{rank}.pid"
+                if path.exists():
+                    self.pids[rank] = int(path.read_text())
+                    fd = os.pidfd_open(self.pids[rank])
+                    poll.register(fd, select.EPOLLIN)
+                    ranks[fd] = rank
+            for fd, _ in poll.poll(_LOOK_S):
+                poll.unregister(fd)
+                os.close(fd)
+                self._note(ranks.pop(fd))
+            self._losses.look(self._world)
+        self._losses.look(self._world)
+        for fd in ranks:
+            os.close(fd)
+        poll.close()
+
+    def _note(self, rank: int) -> None:
+        """A rank that ended otherwise than by SIGKILL has left its result behind, or fails."""
+        was_done = (self._folder / f"{rank}.done").exists()
+        code = 0 if was_done else _KILLED
+        self._world.note_ended(rank, code)
+        self._losses.takes(self._world, rank, code)
+
+
+def introduce(folder: Path, rank: int) -> None:
+    """Tell the agent of this rank, and have the rank report to it."""
+    rank_dir = folder / f"rank_{rank}" / "attempt_0"
+    rank_dir.mkdir(parents=True)
+    os.environ["ECHELON_RANK_DIR"] = str(rank_dir)
+    part = folder / f".{rank}.pid"
+    part.write_text(str(os.getpid()))
+    part.rename(folder / f"{rank}.pid")
+
+
+def note_done(folder: Path, rank: int) -> None:
+    """Tell the agent that this rank ends by itself."""
+    (folder / f"{rank}.done").touch()
+
+
+@contextlib.contextmanager
+def watched(folder: Path, world_size: int, *argv: str) -> Iterator[tuple[Agent, int]]:
+    """Yield an agent and the port of its job's store."""
+    with StoreServer("127.0.0.1", 0) as server, Agent(folder, world_size, server, *argv) as agent:
+        yield agent, server.port
+
+
+def run_watched(
+    fn: Any, world_size: int, folder: Path, *args: Any, exit_codes: dict[int, int]
+) -> tuple[list[Any], Agent]:
+    """Run ranks under an agent; return what those that are left return, and the agent."""
+    with watched(folder, world_size) as (agent, port):
+        found = run_ranks(
+            fn, world_size, folder, *args, store_port=port, exit_codes=exit_codes,
+            environ={"ECHELON_ON_LOSS": "shrink"}, timeout_s=120.0,
+        )  # fmt: skip
+    return [one for one in found if one is not None], agent
+
+
+def wait_for_end(pid: int, limit_s: float = 60.0) -> None:
+    """Wait until a process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ready, _, _ = select.select([fd], [], [], limit_s)
+    finally:
+        os.close(fd)
+    assert ready, f"process {pid} has not ended"
+
+
+def pid_of(folder: Path, rank: int, limit_s: float = 60.0) -> int:
+    """Return a rank's pid, once it has reported it."""
+    deadline_s = time.monotonic() + limit_s
+    path = folder / f"{rank}.pid"
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"rank {rank} has not reported"
+        time.sleep(_LOOK_S)
+    return int(path.read_text())

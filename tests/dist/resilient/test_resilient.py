@@ -1,0 +1,79 @@
+"""Ranks that are killed at named moments: the bits at the end are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.dist.resilient.agent import run_watched
+from tests.dist.resilient.training import train
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+_TOTAL = 14
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The fingerprint of a run on one rank, which none of this concerns."""
+    ((found, _, _),) = run_ranks(train, 1, tmp_path_factory.mktemp("whole"), _TOTAL, [])
+    return found
+
+
+def _codes(kills):
+    return {rank: -signal.SIGKILL for rank, _, _ in kills}
+
+
+def _survive(tmp_path, world_size, kills):
+    """Run, and return what each rank that is left reports, and what the launcher does."""
+    ends, agent = run_watched(train, world_size, tmp_path, _TOTAL, kills, exit_codes=_codes(kills))
+    assert len(ends) == world_size - len({rank for rank, _, _ in kills})
+    return ends, agent
+
+
+def test_a_rank_may_die_at_any_moment_of_a_step(tmp_path, undisturbed):
+    kills = [
+        (0, "forward", 2), (5, "backward", 4), (1, "collective", 6), (4, "before the optimizer", 8),
+        (2, "after the optimizer", 10),
+    ]  # fmt: skip
+    ends, agent = _survive(tmp_path, 6, kills)
+    assert [end[0] for end in ends] == [undisturbed]
+    ((_, worlds, commits),) = ends
+    assert [size for _, _, size in worlds] == [6, 5, 4, 3, 2, 1]
+    assert worlds[-1][1] == (0, 1, 2, 4, 5)
+    assert [step for step, _ in commits] == list(range(_TOTAL))
+    told = [(one["step"], one["repeated"]) for one in agent.report.continuations]
+    assert told[:3] == [(2, True), (4, True), (6, True)]
+    # The last two died when nothing was left to exchange: where the others have got that far, they
+    # need not repeat the step.
+    assert told[3] in [(8, True), (9, False)]
+    assert told[4] in [(10, True), (11, False)]
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [("leaving", "before the meeting", "in the meeting"), ("restoring", "regrouping", "prepare")],
+    ids=["before an agreement", "after it"],
+)
+def test_a_rank_may_die_while_another_loss_is_recovered_from(tmp_path, undisturbed, moments):
+    first = [(rank, "forward", step) for rank, step in ((0, 2), (7, 5), (2, 8))]
+    second = [(rank, m, step) for rank, m, step in zip((1, 6, 3), moments, (2, 5, 8), strict=True)]
+    ends, agent = _survive(tmp_path, 8, first + second)
+    assert [end[0] for end in ends] == [undisturbed] * 2
+    for _, worlds, commits in ends:
+        assert worlds[-1][1:] == ((0, 1, 2, 3, 6, 7), 2)
+        assert [step for step, _ in commits] == list(range(_TOTAL))
+    assert agent.report.continuations[-1]["lost_ranks"] == [0, 1, 2, 3, 6, 7]
+
+
+def test_two_may_die_at_once_and_one_while_others_pass_the_barrier(tmp_path, undisturbed):
+    """Also the last barrier: behind it a rank is done, and another one still fails in it."""
+    last = _TOTAL - 1
+    kills = [(0, "forward", 3), (1, "forward", 3), (2, "barrier", 6), (3, "barrier", last)]
+    ends, agent = _survive(tmp_path, 6, kills)
+    assert [end[0] for end in ends] == [undisturbed] * 2
+    for _, _, commits in ends:
+        assert [step for step, _ in commits] == list(range(_TOTAL))
+    assert [one["step"] for one in agent.report.continuations][:2] == [3, 7]

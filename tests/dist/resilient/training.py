@@ -1,0 +1,154 @@
+"""A training that is killed at named moments, by the rank itself, and what its survivors saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import echelon.dist as dist
+from echelon.dist import resilient, runtime
+from echelon.dist.backends.shm import rendezvous
+from echelon.dist.resilient import epochs, kept
+from echelon.errors import PeerLostError
+from echelon.train.same_bits import SameBits, fingerprint
+from tests.dist.resilient.agent import introduce, note_done, pid_of, wait_for_end
+from tests.train.same_bits.model import loss_of, make
+
+MICRO_BATCHES = 6
+Kill = tuple[int, str, int]  # rank, moment, step
+
+
+def die(*_: object) -> None:
+    """End as by a kill from outside: no handler, no clean-up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(rank: int, world_size: int, folder: Path, total: int, kills: list[Kill]) -> Any:
+    """Train under protection; return the fingerprint and the worlds that this rank was in."""
+    introduce(folder, rank)
+    torch.set_num_threads(1)
+    dist.init("shm", timeout_s=60)
+    found = Training(rank, folder, total, kills).run()
+    note_done(folder, rank)
+    dist.shutdown()
+    return found
+
+
+class Training:
+    """One rank's training, with what is to kill it."""
+
+    def __init__(self, rank: int, folder: Path, total: int, kills: list[Kill]) -> None:
+        self.rank, self.folder, self.total = rank, folder, total
+        self.kills = kills
+        self.step = -1
+        self.model = make(seed=rank)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
+        self.worlds: list[tuple[int, tuple[int, ...], int]] = []
+        self.commits: list[tuple[int, float]] = []
+
+    def run(self) -> tuple[str, list[Any], list[Any]]:
+        self._arm()
+        resilient.run(
+            self.prepare, self.model, self.optimizer, total=self.total, also=[self.scheduler],
+            on_commit=lambda step, _: self.commits.append((step, time.monotonic())),
+        )  # fmt: skip
+        return fingerprint(self.model, self.optimizer), self.worlds, self.commits
+
+    def prepare(self, world: resilient.World) -> Any:
+        self.worlds.append((world.epoch, world.lost, world.group.size))
+        if world.epoch:
+            self._die_at("prepare", self.step)
+        same = SameBits(
+            self.model, self.optimizer, micro_batches=MICRO_BATCHES, group=world.group, seed=7,
+            probe=world.epoch == 0,
+        )  # fmt: skip
+
+        def train_step(step: int) -> float:
+            self.step = step
+            loss = same.backward(step, lambda number: self.loss(world.group, number))
+            same.clip_grad_norm_(0.5)
+            self._die_at("before the optimizer", step)
+            self.optimizer.step()
+            self._die_at("after the optimizer", step)
+            self.scheduler.step()
+            return loss
+
+        return train_step
+
+    def loss(self, group: dist.ProcessGroup, number: int) -> torch.Tensor:
+        step = self.step
+        self._die_at("forward", step)
+        if self._dies_at("collective", step):
+            threading.Thread(target=_die_once_waiting, args=(group,), daemon=True).start()
+        for rank, moment, when in self.kills:
+            if (moment, when) == ("collective", step) and rank != self.rank:
+                wait_for_end(pid_of(self.folder, rank))  # it can only wait, then
+        loss = loss_of(self.model, step, number, MICRO_BATCHES)
+        if self._dies_at("backward", step):
+            self.model.head.weight.register_hook(die)
+        return loss
+
+    def _dies_at(self, moment: str, step: int) -> bool:
+        return (self.rank, moment, step) in self.kills
+
+    def _die_at(self, moment: str, step: int) -> None:
+        if self._dies_at(moment, step):
+            die()
+
+    def _arm(self) -> None:
+        """Have this rank die, or fail, inside functions of the package."""
+        self._before(runtime, "leave_groups", "leaving")
+        self._before(epochs.Epochs, "meet", "before the meeting")
+        self._before(kept.KeptState, "restore", "restoring")
+        self._before(kept.KeptState, "keep", "keeping")
+        self._before(rendezvous, "exchange", "regrouping")
+        self._after(epochs, "arrive", "in the meeting")
+        self._fail_behind_a_barrier()
+
+    def _before(self, owner: Any, name: str, moment: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self._die_at(moment, self.step)
+            return real(*args, **options)
+
+        setattr(owner, name, call)
+
+    def _after(self, owner: Any, name: str, moment: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            found = real(*args, **options)
+            self._die_at(moment, self.step)
+            return found
+
+        setattr(owner, name, call)
+
+    def _fail_behind_a_barrier(self) -> None:
+        """Have this rank learn of a death in the barrier that the others have passed."""
+        real = dist.ProcessGroup.barrier
+
+        def barrier(group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
+            real(group, *args, **options)
+            for rank, moment, step in self.kills:
+                if (moment, step) == ("barrier", self.step):
+                    if rank == self.rank:
+                        die()
+                    elif group.rank == group.size - 1:
+                        wait_for_end(pid_of(self.folder, rank))
+                        raise PeerLostError(f"rank {rank} died or left", ranks=[rank])
+
+        dist.ProcessGroup.barrier = barrier  # type: ignore[method-assign]
+
+
+def _die_once_waiting(group: dist.ProcessGroup) -> None:
+    while not group.state.waits():
+        time.sleep(0.001)
+    die()
