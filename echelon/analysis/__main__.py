@@ -1,4 +1,4 @@
-"""`python -m echelon.analysis` works as `fr-analyze`."""
+"""Entry point: `python -m echelon.analysis` runs `fr-analyze`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""`fr-analyze`: read a folder of black boxes and say what happened.
+"""`fr-analyze`: read a folder of black boxes and report what happened.
 
-Exit codes: 0 nothing is wrong, 1 something is, 2 the input cannot be read. Only the standard
-library is imported before the arguments are known, so that `--help` answers at once.
+Exit codes: 0 nothing is wrong, 1 a finding, 2 the input cannot be read. Only the standard library
+is imported before the arguments are parsed, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fr-analyze",
-        description="Say which rank stopped a distributed job, why, and at which line.",
+        description="Report which rank stopped a distributed job, why, and at which line.",
         epilog="Exit code: 0 nothing is wrong, 1 a finding, 2 the input cannot be read. "
         "`fr-analyze --attach [PID ...]` looks at a running job instead; see --attach --help.",
     )

@@ -1,7 +1,7 @@
-"""Where two runs part: the first step, micro-batch, parameter and rank with other bits.
+"""Where two runs diverge: the first step, micro-batch, parameter and rank with different bits.
 
-Reads what `SameBits(..., fingerprints=FOLDER)` recorded. A line belongs to a micro-batch and not to
-a rank, so the runs may have different numbers of ranks.
+Reads what `SameBits(..., fingerprints=FOLDER)` recorded. Each line describes a micro-batch rather
+than a rank, so the two runs may have different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FOLDER = "fingerprints"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank recorded of one micro-batch: bits, as text."""
+    """What one rank recorded about one micro-batch, with bits as text."""
 
     rank: int
     loss: str
@@ -28,9 +28,9 @@ class Bits:
     """One run's record.
 
     Attributes:
-        micro_batches: by step and number; of a repeated step the last.
+        micro_batches: by step and number; if a step was repeated, its last run.
         norms: of the reduced gradients, by step, then by rank.
-        num_torn: lines that could not be read.
+        num_torn: number of lines that could not be read.
     """
 
     micro_batches: dict[tuple[int, int], MicroBatch] = field(default_factory=dict)
@@ -40,10 +40,10 @@ class Bits:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part; `step` is None if they do not.
+    """Where two runs diverge; `step` is None if they do not.
 
     Attributes:
-        step: the first one with other bits.
+        step: the first step with different bits.
         text: one to three lines for the user.
     """
 
@@ -52,13 +52,13 @@ class Parting:
 
 
 def compare(first: Path, second: Path) -> Parting:
-    """Return where two runs part.
+    """Compare two runs and return where they diverge.
 
     Args:
         first, second: folders of fingerprints, or run directories that contain one.
 
     Raises:
-        ValueError: a folder has no fingerprints, or the runs have no step in common.
+        ValueError: a folder has no fingerprints, or the runs have no micro-batch in common.
         OSError: a file cannot be read.
     """
     one, two = read_bits(first), read_bits(second)
@@ -80,10 +80,10 @@ def compare(first: Path, second: Path) -> Parting:
 
 
 def read_bits(folder: Path) -> Bits:
-    """Return what a run recorded.
+    """Read what a run recorded.
 
     Raises:
-        ValueError: there is nothing.
+        ValueError: the folder has no fingerprints.
         OSError: a file cannot be read.
     """
     inner = folder / _FOLDER

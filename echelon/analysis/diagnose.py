@@ -1,6 +1,6 @@
-"""From a picture to a report: have the rules propose, choose the root, and order the findings.
+"""From a picture to a report: run the rules, choose the root, and order the findings.
 
-After the root come roots of ranks that it does not explain, and endings that followed it.
+The root comes first, then the roots of ranks that it does not explain, then later endings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     find_given_up,
     find_transport,
 )
-# Asked in turn where no hypothesis was proposed.
+# Tried in order if no hypothesis was proposed.
 FALLBACKS: tuple[Rule, ...] = (find_missing, find_unknown, find_straggler)
 _MAX_NAMED = 16
 _MESSAGE_CHARS = 300
@@ -63,11 +63,11 @@ _ENDINGS = frozenset({Cause.EXCEPTION, Cause.DEAD_PROCESS, Cause.OUT_OF_MEMORY, 
 
 
 def analyze(path: str | Path) -> Report:
-    """Read an incident, a `dump/`, a run directory or torch's dumps, and say what happened.
+    """Read an incident, a `dump/`, a run directory or torch's dumps, and report what happened.
 
     Raises:
-        DumpFormatError: files are there and none of them can be read.
-        ValueError: there is no such folder, or it holds nothing that we know.
+        DumpFormatError: files exist, but none of them can be read.
+        ValueError: the folder does not exist or holds nothing in a known format.
 
     Example:
         >>> report = analyze(incident)  # or the folder of a run, or of torch's dumps
@@ -78,23 +78,23 @@ def analyze(path: str | Path) -> Report:
 
 
 def examine(path: str | Path) -> tuple[Picture, Report]:
-    """Do what `analyze` does, and return the picture too, for those who draw it.
+    """Do what `analyze` does, and also return the picture for the renderers.
 
     Raises:
-        DumpFormatError: as `analyze`.
-        ValueError: as `analyze`.
+        DumpFormatError: as in `analyze`.
+        ValueError: as in `analyze`.
     """
     picture = take_picture(load(Path(path)))
     return picture, report_of(picture)
 
 
 def diagnose(evidence: Evidence) -> Report:
-    """Find out what happened."""
+    """Diagnose the evidence and return the report."""
     return report_of(take_picture(evidence))
 
 
 def report_of(picture: Picture) -> Report:
-    """Ask the rules and put their findings in order, the root first."""
+    """Run the rules and order their findings, the root first."""
     evidence = picture.evidence
     findings = tuple(
         _cautious(evidence, _named(_with_threads(evidence, _advised(evidence, finding))))
@@ -112,7 +112,7 @@ def report_of(picture: Picture) -> Report:
 
 
 def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
-    """Merge the main threads' stacks of all ranks, as they were at the snapshot."""
+    """Merge the main threads' stacks of all ranks, as captured at the snapshot."""
     shown: dict[int, tuple[str, ...]] = {}
     for rank, facts in evidence.ranks.items():
         thread = main_thread(facts.host.stacks) if facts.host.stacks else None
@@ -122,7 +122,7 @@ def merged_stacks(evidence: Evidence) -> tuple[Branch, ...]:
 
 
 def _cautious(evidence: Evidence, finding: Finding) -> Finding:
-    """After an early look, call only that certain in which some ranks differ from the others."""
+    """Lower `certain` after an early snapshot, unless some ranks differ from the others."""
     differs = 0 < len(finding.culprit_ranks) < evidence.world_size
     if not evidence.incident.is_early or differs or finding.confidence is not Confidence.CERTAIN:
         return finding
@@ -130,7 +130,7 @@ def _cautious(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _advised(evidence: Evidence, finding: Finding) -> Finding:
-    """Add what a known message at the end of a culprit's output means, and what to do about it."""
+    """Add the meaning of a known message at the end of a culprit's output, and the remedy."""
     if evidence.foreign == LOGS or finding.cause not in _ENDINGS:
         return finding
     for rank in finding.culprit_ranks[:_MAX_NAMED]:
@@ -157,7 +157,7 @@ def _with_threads(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _named(finding: Finding) -> Finding:
-    """Make sure that the evidence names each culprit as `rank R`, also where it speaks of many."""
+    """Ensure that the evidence names each culprit as `rank R`, even where it lists many ranks."""
     text = " ".join(finding.evidence) + " "
     if len(finding.culprit_ranks) > _MAX_NAMED:
         return finding
@@ -169,7 +169,7 @@ def _named(finding: Finding) -> Finding:
 
 
 def _findings(picture: Picture) -> list[Finding]:
-    """Return the root, the roots beside it, and the endings that came after it."""
+    """Return the root, the roots beside it, and the endings that followed."""
     if picture.evidence.foreign == LOGS:
         return find_in_logs(picture)
     choice = choose(picture, propose(picture, RULES))

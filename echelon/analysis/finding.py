@@ -1,7 +1,7 @@
-"""What an analysis says: findings, each with a cause, culprits and evidence, and the report.
+"""The result of an analysis: findings, each with a cause, culprits and evidence, and the report.
 
-The words are those of `docs/verdicts.md`. A `Finding` is plain data and knows nothing of how it was
-found; `Report.to_json` is the one place that fixes the shape of `fr-analyze --json`.
+The words are those of `docs/verdicts.md`. A `Finding` is plain data, independent of how it was
+found. `Report.to_json` alone defines the shape of `fr-analyze --json`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Confidence(str, Enum):
 
 
 class Scope(Enum):
-    """Whose trouble a finding explains, apart from those who wait for these ranks in turn."""
+    """Which ranks' trouble a finding explains, apart from ranks that wait for these in turn."""
 
     CULPRITS = "those who wait for its culprits"
     GROUP = "those inside its operation or a later one of its group"
@@ -76,11 +76,11 @@ class Scope(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """A runner-up: another root that was proposed, and what speaks against it."""
+    """A runner-up: another proposed root, and what counts against it."""
 
     cause: Cause
     culprit_ranks: tuple[int, ...]
-    confidence: Confidence  # of its observation
+    confidence: Confidence  # confidence in its observation
     summary: str
     against: str
 
@@ -97,10 +97,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is wrong, who caused it, and why we think so.
+    """One thing that is wrong, the ranks that caused it, and the evidence for that.
 
-    `operation` and `sequence` say where others wait for the culprits or where they differ; None
-    where no operation is involved. `info` findings are worth knowing and never the verdict.
+    `operation` and `sequence` identify where others wait for the culprits or where calls differ;
+    they are None if no operation is involved. `info` findings are worth knowing but never the
+    verdict.
 
     Example:
         >>> finding = analyze(incident).verdict
@@ -152,7 +153,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The outcome of one analysis. `findings` has the root first; `verdict` is it, or None.
+    """The outcome of one analysis. The root is first in `findings`, and `verdict` returns it.
 
     Example:
         >>> report = analyze(incident)
@@ -181,7 +182,7 @@ class Report:
 
     @property
     def undecided(self) -> bool:
-        """Whether nothing points to a fault while ranks are inside operations that may be stuck."""
+        """Whether ranks are inside operations that may be stuck, with no sign of a fault."""
         return self.healthy and any(one.cause is Cause.UNKNOWN for one in self.findings)
 
     @property
@@ -192,7 +193,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """What `fr-analyze` exits with: 0 if nothing is wrong, else 1."""
+        """The exit code of `fr-analyze`: 0 if nothing is wrong, else 1."""
         return 0 if self.healthy else 1
 
     def to_json(self) -> dict[str, Any]:
@@ -211,7 +212,7 @@ class Report:
 
 
 def rank_list(ranks: Sequence[int], limit: int = 6) -> str:
-    """Name ranks as a person would: `rank 3`, `ranks 0-6`, `ranks 1, 4 and 9`."""
+    """Format ranks for a reader: `rank 3`, `ranks 0-6`, `ranks 1, 4 and 9`."""
     if not ranks:
         return "no rank"
     runs = _runs(sorted(set(ranks)))
@@ -237,7 +238,7 @@ def _pair(run: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Show a bandwidth: `12.4 GB/s`, `310 MB/s`, `-` if it is not known."""
+    """Format a bandwidth: `12.4 GB/s`, `310 MB/s`, `-` if it is not known."""
     if bytes_per_s <= 0:
         return "-"
     if bytes_per_s >= 1e9:
@@ -246,7 +247,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """Show a duration: `840 us`, `31 ms`, `31.2 s`, `4 min 10 s`."""
+    """Format a duration: `840 us`, `31 ms`, `31.2 s`, `4 min 10 s`."""
     if duration_s < 0.001:
         return f"{duration_s * 1e6:.0f} us"
     if duration_s < 1:

@@ -1,14 +1,14 @@
 """Hypotheses about a root, and the choice among them.
 
-Every rule proposes what it sees; no rule is a trump. A proposal explains the disturbed ranks that
-its culprits hold up, directly or through others, and it may be explained by another one in turn:
-after a death, a timeout or a mismatch other ranks end too. The root is the proposal that explains
-the most and that nothing contradicts; of equals, the one whose rule stands nearer to a cause (a
-slip explains a mismatch, a mismatch explains endings). What it leaves unexplained needs a root of
-its own, and is a finding beside it.
+Every rule proposes what it sees, and no rule automatically wins. A proposal explains the disturbed
+ranks that its culprits hold up, directly or through others, and it may be explained by another
+proposal in turn: after a death, a timeout or a mismatch, other ranks end too. The root is the
+proposal that explains the most and that nothing contradicts. Among equals, the rule nearer to a
+cause wins (a slip explains a mismatch, a mismatch explains endings). Disturbed ranks that the root
+leaves unexplained need a root of their own, which becomes a finding beside it.
 
 [Note: certainty of an observation, certainty of a choice] That rank 3 was killed may be certain and
-yet be the consequence of something else. A rule states how sure its observation is; here a second
+yet be the consequence of something else. A rule states how sure its observation is. Here, a second
 proposal that explains as much, and that the root does not explain in turn, lowers the confidence.
 """
 
@@ -55,7 +55,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The root and what stands beside it; `roots` is empty where no hypothesis was proposed."""
+    """The root and the findings beside it; `roots` is empty if no hypothesis was proposed."""
 
     roots: tuple[Finding, ...]
     rest: tuple[Hypothesis, ...]
@@ -63,7 +63,7 @@ class Choice:
 
 
 def propose(picture: Picture, rules: Sequence[Rule]) -> list[Hypothesis]:
-    """Ask all rules."""
+    """Run all rules and collect their hypotheses."""
     return [
         Hypothesis(
             finding=finding,
@@ -88,7 +88,7 @@ def explained(picture: Picture, finding: Finding) -> frozenset[int]:
     if finding.scope is Scope.SHARED:
         reached |= picture.dragged_along(start)
     waiting = picture.graph.waiting
-    # Who ended and waited nowhere: any cause may have led to that.
+    # Ranks that ended and waited nowhere: any cause may have led to that.
     return frozenset((reached & picture.disturbed) | (picture.disturbed - waiting))
 
 
@@ -106,7 +106,7 @@ def _is_weak(picture: Picture, finding: Finding) -> bool:
 
 
 def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
-    """Choose the root, further roots for what it does not explain, and judge how sure that is."""
+    """Choose the root and further roots for what it does not explain, and judge the confidence."""
     if not hypotheses:
         return Choice(roots=(), rest=())
     ordered = sorted(hypotheses, key=lambda one: (-one.score, one.place))
@@ -127,14 +127,14 @@ def choose(picture: Picture, hypotheses: Sequence[Hypothesis]) -> Choice:
 
 
 def _is_alike(root: Hypothesis, other: Hypothesis) -> bool:
-    """Return whether two roots can share a finding. Endings cannot: each has its place in time."""
+    """Return whether two roots can share a finding. Endings cannot: their order matters."""
     if root.finding.scope is not Scope.CULPRITS:
         return False
     return other.place == root.place and other.finding.cause is root.finding.cause
 
 
 def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
-    """Name several roots of one cause together where each is needed: neither explains the other.
+    """Report several roots of one cause together if each is needed: neither explains the other.
 
     Each keeps its own words and evidence.
     """
@@ -158,14 +158,14 @@ def _merged(root: Hypothesis, taken: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def _is_same(one: Hypothesis, taken: Sequence[Hypothesis]) -> bool:
-    """Return whether a proposal names ranks that are named already."""
+    """Return whether all ranks of a proposal are already named."""
     named = {rank for other in taken for rank in other.finding.culprit_ranks}
     ranks = set(one.finding.culprit_ranks)
     return bool(ranks) and ranks <= named
 
 
 def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) -> Finding:
-    """Lower the root's confidence by its rivals, and name them."""
+    """Lower the root's confidence according to its rivals, and list them."""
     finding = _as_sure_as_seen(picture, root.finding)
     alternatives: list[Alternative] = []
     for rival in rivals:
@@ -189,7 +189,7 @@ def _judged(picture: Picture, root: Hypothesis, rivals: Sequence[Hypothesis]) ->
 def _as_sure_as_seen(picture: Picture, finding: Finding) -> Finding:
     """Lower `certain` where ranks left no record: one of them may have failed before.
 
-    A mismatch stands by itself: its vote has taken the ranks that are missing into account.
+    A mismatch is exempt: its vote has already taken the missing ranks into account.
     """
     if finding.confidence is not Confidence.CERTAIN or finding.cause in _SELF_EVIDENT:
         return finding
@@ -225,7 +225,7 @@ def is_joint(picture: Picture, one: Finding, other: Finding) -> bool:
 
 
 def _capped(finding: Finding, rival: Finding) -> Finding:
-    """Lower a confidence where a rival explains as much: the surer the rival, the lower."""
+    """Lower a confidence if a rival explains as much: the surer the rival, the lower."""
     if rival.confidence is Confidence.POSSIBLE:
         return finding
     highest = Confidence.LIKELY if finding.confidence is Confidence.CERTAIN else Confidence.POSSIBLE

@@ -1,7 +1,7 @@
-"""`fr-analyze --watch`: look at a running job again and again, and say what is new.
+"""`fr-analyze --watch`: look at a running job repeatedly and report what changed.
 
-A job's rings are read while it runs; an incident that its launcher writes takes their place until
-the rings show that the job has overtaken it: a later attempt, or more recorded on every rank. Each
+A job's rings are read while it runs. An incident that its launcher writes takes their place until
+the rings show that the job has moved past it: a later attempt, or more recorded on every rank. Each
 look reports only what changed, so that a terminal left open shows the history of the job.
 """
 
@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 
 class Watch:
-    """Remember what was last seen of a folder, and show what is new at each look."""
+    """Remembers what was last seen of a folder, and shows what is new at each look."""
 
     def __init__(self, path: Path, show: Show, say: Say) -> None:
         self.exit_code = 0
@@ -35,7 +35,7 @@ class Watch:
         self._last = ""
 
     def look(self) -> None:
-        """Look once. A folder that holds nothing yet is waited for."""
+        """Look once. If the folder holds nothing yet, keep waiting for it."""
         try:
             report = report_of(take_picture(current(self._path)))
         except (DumpFormatError, ValueError) as err:
@@ -60,7 +60,7 @@ class Watch:
 
 
 def current(path: Path) -> Evidence:
-    """Read what tells how a job is now: its newest incident, or its rings if they are newer.
+    """Read the job's current state: its newest incident, or its rings if they are newer.
 
     Raises:
         DumpFormatError: nothing there can be read.

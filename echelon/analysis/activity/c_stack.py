@@ -1,8 +1,8 @@
-"""What the C frames of a waiting thread say, where its Python frames do not.
+"""What a waiting thread's C frames show where its Python frames do not.
 
-The function that a thread waits in is certain; its callers, marked with `?`, are read from its
-stack's memory and may be left over from calls that have returned (`host/native_stacks.py`). So only
-the frames next to the wait count, and none of them names a line.
+The function that a thread waits in is certain. Its callers, marked with `?`, were found by scanning
+the stack's memory and may be left over from calls that have returned (`host/native_stacks.py`).
+Only the frames next to the wait are therefore used, and none of them gives a line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GLOO = re.compile(r"\d+ pt_gloo_runloop")
 
 
 def main_frames(native: str) -> tuple[str, ...]:
-    """Return the main thread's C frames, innermost first, without marks and files of functions."""
+    """Return the main thread's C frames, innermost first, without marks and file names."""
     lines = native.splitlines()
     below = itertools.takewhile(lambda line: line[:1] == " ", lines[1:])
     return tuple(line.strip().removeprefix("? ") for line in below)
 
 
 def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
-    """Return what a thread waits for, and the C function that says so; None if nothing is known."""
+    """Return what a thread waits for and the C function that shows it; None if nothing is known."""
     near = frames[:_NEAR]
     waits_in_torch = any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
     if waits_in_torch:
@@ -45,7 +45,7 @@ def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
     if nccl:
         return Doing.DEVICE, nccl.partition(" ")[0]
     if near and C_POLL.search(near[0]) and len(near) > 1 and C_TORCH.search(near[1]):
-        return Doing.STORE, "poll, called by torch's C++"  # its store's client alone polls there
+        return Doing.STORE, "poll, called by torch's C++"  # only its store's client polls there
     for frame in near:
         for doing, pattern in C_WAITS:
             if pattern.search(frame):
@@ -54,7 +54,7 @@ def read_c_stack(frames: tuple[str, ...]) -> tuple[Doing, str] | None:
 
 
 def waits_in_torch(native: str) -> bool:
-    """Tell whether the main thread waits for another thread from within torch's C++."""
+    """Return whether the main thread waits for another thread from within torch's C++."""
     near = main_frames(native)[:_NEAR]
     return any(map(C_CONDITION.search, near[:2])) and any(map(C_TORCH.search, near))
 
@@ -62,8 +62,8 @@ def waits_in_torch(native: str) -> bool:
 def num_inside(threads: Iterable[HostThread], native: str) -> int:
     """Count the Gloo threads that wait for peers in a collective.
 
-    Only there do they wait with a timeout, but for one case: a thread that drops a Python object
-    asks for the interpreter's lock, and waits for it 5 ms at a time.
+    Gloo threads wait with a timeout only there, with one exception: a thread that drops a Python
+    object requests the interpreter's lock and waits for it 5 ms at a time.
     """
     waiting = sum(thread.is_in_collective for thread in threads)
     return max(0, waiting - _num_taking_lock(native)) if waiting else 0

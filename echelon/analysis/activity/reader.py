@@ -1,9 +1,9 @@
-"""From a stack to what its thread does.
+"""Classify what a thread is doing from its stack.
 
-The frames are read from the innermost outwards. Up to the user's innermost line they say what that
-line called; beyond it only a phase counts that may run the user's code: loading, a checkpoint, the
-compiler. C frames add what Python's do not show: `work.wait()` and a store's `get` are C++ called
-by the user's own line.
+Frames are read from the innermost outwards. Up to the user's innermost line, they show what that
+line called. Beyond it, only phases that may run the user's code are considered: loading, a
+checkpoint, the compiler. C frames add what Python frames do not show: `work.wait()` and a store's
+`get` are C++ code called directly by the user's line.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
 _MAX_FRAMES = 400
 
 
-@lru_cache(maxsize=4096)  # each rank is asked by several rules
+@lru_cache(maxsize=4096)  # several rules ask about each rank
 def read_activity(stacks: str, native: str = "") -> Activity:
-    """Return what the main thread does.
+    """Return what the main thread is doing.
 
     Args:
         stacks: Python stacks of all threads, in faulthandler's form.
-        native: the C frames read at the same moment, see `HostFacts.native_stacks`.
+        native: C frames read at the same moment; see `HostFacts.native_stacks`.
     """
     thread = main_thread(stacks)
     return read_frames(thread.frames if thread else (), main_frames(native))
 
 
 def read_frames(frames: tuple[Frame, ...], c_frames: tuple[str, ...] = ()) -> Activity:
-    """Return what a thread does by its frames, innermost first."""
+    """Return what a thread is doing according to its frames, innermost first."""
     frames = frames[:_MAX_FRAMES]
     seen = read_c_stack(c_frames)
     line = users_frame(frames)
@@ -43,7 +43,7 @@ def read_frames(frames: tuple[Frame, ...], c_frames: tuple[str, ...] = ()) -> Ac
     called = _first(frames[:own], CALLED)
     phase = _phase(frames)
     if called is not None and phase is not None and _is_below(phase[1], called[1], frames):
-        called = None  # a library of collectives that compiles, or reads a file
+        called = None  # a collectives library that compiles or reads a file
     if called is not None and called[0] is not Doing.BACKWARD:
         return Activity(doing=called[0], line=line, by=str(called[1]))
     if seen is not None and seen[0] in (Doing.COLLECTIVE, Doing.STORE, Doing.DEVICE):
@@ -80,7 +80,7 @@ def _phase(frames: tuple[Frame, ...]) -> tuple[Doing, Frame] | None:
 def _first(
     frames: Sequence[Frame], tables: Sequence[tuple[Doing, tuple[Row, ...]]]
 ) -> tuple[Doing, Frame] | None:
-    """Return the innermost frame that any of the tables knows, and what it means."""
+    """Return the innermost frame that one of the tables matches, and what it means."""
     for frame in frames:
         path = frame.file[-1024:].replace("\\", "/")
         for doing, rows in tables:

@@ -1,9 +1,9 @@
-"""Which frames mean what: regular expressions over a file's path and a function's name.
+"""Frames and what they mean: regular expressions over a file's path and a function's name.
 
-Each row is `(path, function)`, both searched; an empty function matches any. Paths are written with
-`/`; a stack of another system is searched with its slashes turned. Rows were taken from stacks of
-real programs (`tests/data/stacks`, with the script that made them); those of libraries that were
-not at hand are named by the layout of their packages.
+Each row is `(path, function)`; both patterns are searched for, and an empty function matches any.
+Paths are written with `/`; in stacks from other systems, backslashes are converted first. The rows
+were taken from stacks of real programs (`tests/data/stacks`, with the script that made them). Rows
+for libraries that were not available follow the layout of their packages.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ CALLED: tuple[tuple[Doing, tuple[Row, ...]], ...] = (
     (Doing.BACKWARD, _table((r"torch/autograd/graph\.py$", r"^_engine_run_backward$"))),
 )
 
-# Frames anywhere in the stack: a phase that may run the user's code below it. The first one found
-# in the order of this table decides, so that reading a file for a batch is loading.
+# Frames anywhere in the stack: a phase that may run the user's code below it. The table is searched
+# in order, so that reading a file for a batch is loading.
 PHASES: tuple[tuple[Doing, tuple[Row, ...]], ...] = (
     (
         Doing.LOADING,
@@ -129,7 +129,7 @@ WAITS: tuple[tuple[Doing, tuple[Row, ...]], ...] = (
 
 IMPORTS = _table((r"^<frozen importlib\._bootstrap", r"^_(?:find_and_load|load_unlocked)"))
 
-# C functions that a waiting thread stands in or was called through, innermost first.
+# C functions in or through which a thread waits, innermost first.
 C_WAITS: tuple[tuple[Doing, re.Pattern[str]], ...] = (
     (Doing.LOCK, re.compile(r"^PyThread_acquire_lock|^_PyMutex_Lock|^sem_(?:timed)?wait")),
     (Doing.CHILD, re.compile(r"^(?:wait4|waitid|__wait4|__waitpid|waitpid)\b")),
@@ -146,5 +146,5 @@ C_TORCH = re.compile(r"libtorch_(?:cpu|cuda|python)|libc10")
 
 
 def match(rows: Iterable[Row], path: str, function: str) -> bool:
-    """Tell whether a frame is of one of these kinds."""
+    """Return whether a frame matches one of these rows."""
     return any(row.path.search(path) and row.function.search(function) for row in rows)

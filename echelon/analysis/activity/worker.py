@@ -1,6 +1,6 @@
-"""What a process below a rank does: a loader's worker, a compiler, a helper of a checkpoint.
+"""What a process below a rank is doing: a loader's worker, a compiler, a checkpoint helper.
 
-A forked worker's stack begins with its parent's frames; what is its own starts below the loop that
+A forked worker's stack begins with its parent's frames. Its own frames start inside the loop that
 it runs.
 """
 
@@ -28,7 +28,7 @@ _SHORT = 60
 
 
 class Role(Enum):
-    """What a process is to its rank."""
+    """The role of a process within its rank."""
 
     LOADER = "data-loader worker"
     COMPILER = "compiler"
@@ -38,16 +38,16 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerState:
-    """A process of a rank, and what it does."""
+    """A process of a rank, and what it is doing."""
 
     child: HostChild
     role: Role
     activity: Activity
-    is_idle: bool = False  # it waits for work
+    is_idle: bool = False  # idle, waiting for work
 
     @property
     def trouble(self) -> int:
-        """How telling it is: a dead one before a stopped one, that before one in code."""
+        """How significant its state is: dead first, then stopped, then running code."""
         if self.child.state in ("Z", "X"):
             return 5
         if self.child.state in ("T", "t", "D"):
@@ -57,7 +57,7 @@ class WorkerState:
         return 3 if self.activity.doing in (Doing.USER, Doing.LOCK, Doing.NETWORK) else 2
 
     def words(self) -> str:
-        """Say which process it is and what it does, after "waits for "."""
+        """Describe the process and what it is doing, phrased to follow "waits for "."""
         child = self.child
         name = f"its {self.role.value} (pid {child.pid})"
         if self.role is Role.PROGRAM:
@@ -84,7 +84,7 @@ class WorkerState:
 
 
 def read_worker(child: HostChild) -> WorkerState:
-    """Return what a process of a rank is and does."""
+    """Return what a process of a rank is and what it is doing."""
     thread = main_thread(child.stacks)
     frames = thread.frames if thread else ()
     loop = next((n for n, one in enumerate(frames) if _LOADER.search(one.file)), None)

@@ -1,1 +1,1 @@
-"""What was recorded, and what follows from it: rows, lanes, streams, waits, stacks, times."""
+"""The recorded facts in one form: rows, lanes, streams, waits, stacks, times."""

@@ -1,9 +1,9 @@
-"""What was called, with what: the unit of the vote.
+"""Calls and their arguments: the unit of the vote.
 
 [Note: exact calls and comparable calls] Two ranks of a well-matched collective need not pass equal
-arguments: all_to_all splits are each other's transpose, and what torch records of a gather differs
-on its root. So a row carries the exact call, and `Tables.comparable` maps it to what must be equal
-on all members. The vote is over comparable calls; the exact ones are shown to people.
+arguments: all_to_all splits are each other's transpose, and torch's record of a gather differs on
+its root. A row therefore carries the exact call, and `Tables.comparable` maps it to the part that
+must be equal on all members. The vote is over comparable calls; reports show the exact ones.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from echelon.recorder.format.schema import Signature
 TRANSPOSED = frozenset({"all_to_all", "alltoall", "all_to_all_single", "all_to_allv"})
 
 
-NO_VOTE = object()  # instead of a comparable call: this one takes no part in the vote
+NO_VOTE = object()  # in place of a comparable call: this one takes no part in the vote
 
 
 class Call(NamedTuple):
-    """What was called, with what."""
+    """One call and its arguments."""
 
     operation: str
     signature: Signature
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     root: int = -1
 
     def __str__(self) -> str:
-        """Show it as a person would write it: `all_reduce(float32[1024], sum)`."""
+        """Format the call as in `all_reduce(float32[1024], sum)`."""
         parts = [str(self.signature)] if str(self.signature) else []
         parts += [self.reduce_op] if self.reduce_op else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Tables:
-    """Tables that all ranks share: calls, and texts (sites, stacks, errors)."""
+    """Tables shared by all ranks: calls, and texts (sites, stacks, errors)."""
 
     def __init__(self) -> None:
         self.texts: list[str] = [""]
@@ -46,7 +46,7 @@ class Tables:
         self._comparable_index: dict[object, int] = {}
 
     def text(self, text: str) -> int:
-        """Return the number of a text, adding it if it is new."""
+        """Return the number of a text; add the text if it is new."""
         known = self._text_index.get(text)
         if known is None:
             known = self._text_index[text] = len(self.texts)
@@ -54,11 +54,11 @@ class Tables:
         return known
 
     def call(self, call: Call, comparable: object = None) -> int:
-        """Return the number of a call, adding it if it is new.
+        """Return the number of a call; add the call if it is new.
 
         Args:
-            comparable: what must be equal on all members; None: by the rules for our own calls;
-                NO_VOTE: too little is known to compare it.
+            comparable: what must be equal on all members. None derives it by the rules for
+                echelon's own calls; NO_VOTE means that too little is known to compare the call.
         """
         key = (call, comparable)
         known = self._call_index.get(key)
@@ -76,7 +76,7 @@ class Tables:
 
 
 def comparable_call(call: Call) -> object:
-    """Return what all members of a collective must agree on.
+    """Return the part of a collective on which all members must agree.
 
     See [Note: exact calls and comparable calls].
     """

@@ -1,8 +1,7 @@
-"""Sends and receives of our own records, indexed once: which pairs exchanged how much.
+"""Sends and receives of echelon's own records, indexed once: which pairs exchanged how much.
 
-The n-th send of a pair belongs to its n-th receive, by the numbers that both sides count. Every
-question of the rules is then a look-up, so that thousands of ranks with posted receives cost what
-their rows cost.
+The n-th send of a pair matches its n-th receive, by the numbers that both sides count. The rules
+then only look things up, so the cost depends on the number of rows even with thousands of ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Exchanges:
 
     @staticmethod
     def _first_pending(facts: RankEvidence, places: Any, rows: Any, is_send: Any) -> list[Any]:
-        """Return the first pending row per (group, peer, way), a failed one if it is the last."""
+        """Return the first pending row per (group, peer, direction); a failed last row counts."""
         inside = (rows["state"] == State.CREATED) | (rows["state"] == State.STARTED)
         inside |= (rows["state"] == State.FAILED) & (places == len(facts.rows) - 1)
         first: dict[tuple[int, int, bool], Any] = {}
@@ -74,21 +73,21 @@ class Exchanges:
         return list(first.values())
 
     def is_send(self, row: Any) -> bool:
-        """Return whether a row sends."""
+        """Return whether a row is a send."""
         return bool(self._sends[int(row["call"])])
 
     def is_answered(self, rank: int, row: Any) -> bool:
-        """Return whether the peer of a row has posted its side, as far as its record reaches."""
+        """Return whether the peer of a row has posted its side, as far as recorded."""
         side = (int(row["peer"]), int(row["group"]), rank, not self.is_send(row))
         latest = self._latest.get(side)
         return latest is not None and latest >= int(row["p2p_sequence"])
 
     def has_done(self, rank: int, row: Any) -> bool:
-        """Return whether a rank finished an operation like this one with this peer before."""
+        """Return whether a rank completed an operation like this one with this peer before."""
         return (rank, int(row["peer"]), int(row["call"])) in self._done
 
     def unheard(self, rank: int) -> list[int]:
-        """Return the ranks that sent this rank more than it has received from them."""
+        """Return the ranks that sent this rank more messages than it has received from them."""
         return sorted(
             sender
             for sender in self._senders.get(rank, ())

@@ -1,9 +1,9 @@
-"""What a rank has always done: how much of its latest stream it has called before, in that order.
+"""A rank's habit: how much of its latest stream it has called before, in the same order.
 
-Training repeats itself, so the end of a stream is mostly found earlier in it. A rank that left a
-call out, made one too many or took another order has a short end that is known, back to that
-place; ranks that only wait for it have a long one. It takes nothing of other ranks, and no
-clock.
+Training repeats itself, so the end of a stream usually occurs earlier in it as well. For a rank
+that left out a call, made one too many or changed the order, only the calls since that place are
+familiar; for a rank that merely waits, a long stretch is. This needs neither other ranks' records
+nor a clock.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from echelon.analysis.evidence.streams import Streams
 from echelon.recorder.format.schema import Flag, State
 
 _MAX_ROWS = 4096
-_HABITUAL = 0.4  # a share below this: the records do not reach back far enough
+_HABITUAL = 0.4  # a smaller share means that the records do not reach back far enough
 _CLEARLY = 2.0  # by how much the next rank must be more habitual
-_MIN_CALLS = 12  # fewer hold no history that a call could break with
-_CONTEXTS = (8, 4, 2, 1)  # calls that the next one is expected after
+_MIN_CALLS = 12  # with fewer, there is no history that a call could break with
+_CONTEXTS = (8, 4, 2, 1)  # length of the context that predicts the next call
 _SHIFTS = (1, 2, 3)
-_MATCHED = 2  # calls that must agree after a slip: one alone may be out of order as well
+_MATCHED = 2  # calls that must agree after a slip: a single one may itself be out of order
 _FIELDS = ("group", "call", "site", "peer")
 
 
 def habit_length(rows: npt.NDArray[Any]) -> int:
-    """Return how many of the latest calls, at the end, were made before in the same order."""
+    """Return how many of the latest calls were made before in the same order."""
     if len(rows) < 2:
         return 0
     keys = _keys(rows)
@@ -60,10 +60,10 @@ def in_one_launch(rows: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def least_habitual(streams: Streams, ranks: Iterable[int]) -> int | None:
-    """Return the one rank whose calls up to its head are the newest to it.
+    """Return the single rank whose calls up to its head are the least familiar to it.
 
-    None if no rank stands out, or the records do not reach back. What a rank enqueued behind its
-    head says nothing of how it got there.
+    None if no rank stands out, or if the records do not reach back far enough. Calls that a rank
+    enqueued behind its head are ignored: they do not show how it got there.
     """
     known = sorted(
         (habit_length(rows) / max(1, len(rows)), rank)
@@ -86,8 +86,9 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
     """Return what a rank did where its latest calls left its habit.
 
     Returns:
-        "left out" and the row, of an earlier round, of the call that did not come; or "extra" and
-        the row of the call that should not have been made. None where neither can be told.
+        "left out" and the row, from an earlier round, of the call that is missing; or "extra" and
+        the
+        row of the call that should not have been made. None if neither can be determined.
     """
     rows = streams.evidence.ranks[rank].rows
     known = _up_to_head(streams, rank)
@@ -111,7 +112,7 @@ def slip_of(streams: Streams, rank: int) -> tuple[str, int] | None:
 
 
 def _last_time(keys: list[int], place: int) -> int | None:
-    """Return what followed the calls before a place when they were made the last time."""
+    """Return what followed the calls before a position the last time they were made."""
     for length in _CONTEXTS:
         context = keys[place - length : place]
         if place < length:

@@ -1,7 +1,7 @@
-"""The TCP connections between ranks that carry nothing: which pairs, and which end they share.
+"""Stalled TCP connections between ranks: which pairs, and which end they share.
 
 Each rank's snapshot lists its connections as its host sees them. A connection whose two ends are
-both ranks of the job is a link; it is broken where bytes wait to be acknowledged, or to be read by
+both ranks of the job is a link. A link is broken if bytes wait to be acknowledged, or to be read by
 the other end, and nothing moves.
 """
 
@@ -21,7 +21,7 @@ _End = TypeVar("_End", int, str)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenLink:
-    """A connection on which something waits and nothing moves, seen from the end that sends."""
+    """A connection on which data waits and nothing moves, as seen from the sending end."""
 
     sender: int
     receiver: int
@@ -33,7 +33,7 @@ class BrokenLink:
 
     @property
     def is_dead(self) -> bool:
-        """Whether packets vanish: sent, not acknowledged, and the other end is not just slow."""
+        """Whether packets are lost: sent, not acknowledged, and the other end is not slow."""
         return bool(self.unsent_bytes) and not self.unread_bytes
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class BrokenLink:
 
 
 def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
-    """Return the links that carry nothing, those with the most bytes waiting first."""
+    """Return the broken links, those with the most waiting bytes first."""
     ends = {
         (one.local, one.peer): (rank, one)
         for rank, facts in ranks.items()
@@ -68,7 +68,8 @@ def broken_links(ranks: Mapping[int, RankEvidence]) -> tuple[BrokenLink, ...]:
 def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
     """Return the ranks at the end that most broken links share; () if none stands out.
 
-    First by host: the one that most other hosts have lost. If hosts tie, the same by rank.
+    Hosts are compared first: the one that most other hosts have lost. If hosts tie, ranks are
+    compared.
     """
     links = tuple(links)
     host = _most_frequent({frozenset((one.sender_host, one.receiver_host)) for one in links})
@@ -83,7 +84,7 @@ def common_end(links: Iterable[BrokenLink]) -> tuple[int, ...]:
 def _judge(rank: int, mine: Socket, other: int, theirs: Socket) -> Iterator[BrokenLink]:
     if mine.moved_bytes > 0 or theirs.moved_bytes > 0:
         return
-    # A packet for which there is no route is not even counted as sent again.
+    # A packet that has no route is not even counted as retransmitted.
     unacknowledged = mine.unsent_bytes > 0 and (mine.retransmits != 0 or mine.moved_bytes == 0)
     if unacknowledged or theirs.unread_bytes > 0:
         yield BrokenLink(

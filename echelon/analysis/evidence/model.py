@@ -1,8 +1,8 @@
-"""All ranks' records in one common form: what the rules look at.
+"""All ranks' records in one common form: the input of the rules.
 
-Readers hand over one record per rank, each with its own string table. Here they are rows over
-shared tables, so that "the same call" is "the same number" and thousands of ranks can be compared
-as arrays. Stamps are on rank 0's clock.
+Readers supply one record per rank, each with its own string table. Here they become rows over
+shared tables, so that equal calls have equal numbers and thousands of ranks can be compared as
+arrays. Timestamps are on rank 0's clock.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ DATA_WAIT, DATA_END = "data_wait", "data_end"  # a fetch of a batch; an iteratio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
-    """What `incident.json` says about why a snapshot was taken."""
+    """Why a snapshot was taken, according to `incident.json`."""
 
     kind: str = ""  # "failure", "stall", "signal"; "": no incident, rings or foreign dumps
     number: int = 0
     attempt: int = 0
     world_size: int = 0
     reason: str = ""
-    is_early: bool = False  # a learned limit asked for it: little time has passed yet
+    is_early: bool = False  # taken because of a learned limit, so that little time has passed yet
     lost: tuple[int, ...] = ()  # ranks of a lost node, if that loss was the first failure
-    ended: tuple[int, ...] = ()  # ranks in the order in which the coordinator heard of their ends
+    ended: tuple[int, ...] = ()  # ranks in the order in which the coordinator learned of their ends
     absent: Mapping[int, str] = field(default_factory=dict)  # rank -> why there is no dump of it
 
 
@@ -86,12 +86,12 @@ class RankEvidence:
     spans: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, SPAN_ROW))
     live: tuple[int, ...] = (0,) * Live.NUM_WORDS
     last_words: LastWords | None = None  # of the process
-    thread_words: LastWords | None = None  # of a thread that ended before it
+    thread_words: LastWords | None = None  # of an earlier thread that ended by an exception
     fault: Fault | None = None
     host: HostFacts = field(default_factory=HostFacts)
     has_ring: bool = True
     seen_ns: int = 0  # when the rank was last looked at, on rank 0's clock; 0: not known
-    # Group -> number of the last collective entered, where counters tell it beside the rows.
+    # Group -> number of the last collective entered, if counters record it in addition to the rows.
     entered: Mapping[int, int] = field(default_factory=dict)
     completed: Mapping[int, int] = field(default_factory=dict)  # the same of the last completed
 
@@ -111,12 +111,12 @@ class Evidence:
     tables: Tables
     incident: Incident = field(default_factory=Incident)
     origin: str = ""
-    foreign: str = ""  # "": our own black boxes; else whose, such as "torch nccl", "logs"
+    foreign: str = ""  # "": echelon's black boxes; else the source: "torch nccl", "logs"
     vague_groups: frozenset[int] = frozenset()  # members were inferred, not recorded
-    is_world_inferred: bool = False  # no record says how many ranks there were
-    unreadable: tuple[int, ...] = ()  # ranks whose file is there and cannot be read
+    is_world_inferred: bool = False  # no record gives the number of ranks
+    unreadable: tuple[int, ...] = ()  # ranks whose file exists but cannot be read
     warnings: tuple[str, ...] = ()
-    job_log: str = ""  # what logs say of no rank in particular: the launcher, the scheduler
+    job_log: str = ""  # log lines of no rank in particular: launcher, scheduler
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -124,13 +124,13 @@ class Evidence:
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 
     def call(self, row: Any) -> Call:
-        """Return what a row called."""
+        """Return the call of a row."""
         return self.tables.calls[int(row["call"])]
 
     def site(self, row: Any) -> str:
-        """Return where a row was called, "" if not known."""
+        """Return where a row was called, or "" if not known."""
         return self.tables.texts[int(row["site"])]
 
     def error(self, row: Any) -> str:
-        """Return a row's error, "" if none."""
+        """Return a row's error, or ""."""
         return self.tables.texts[int(row["error"])]

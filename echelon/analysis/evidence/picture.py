@@ -1,7 +1,7 @@
-"""What the rules look at: the evidence with the common questions about it answered once.
+"""The input of the rules: the evidence, with common questions about it answered once.
 
-A `Picture` is made once per analysis. It holds facts (who is inside what, who ended how, who waits
-for whom), never conclusions: those are the rules'.
+A `Picture` is made once per analysis. It holds facts (which rank is inside which operation, how
+ranks ended, which rank waits for which), never conclusions: drawing those is up to the rules.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from echelon.analysis.evidence.waits import Wait, WaitGraph, wait_graph
 from echelon.recorder.format.schema import State
 
 _Found = TypeVar("_Found")
-STUCK_AFTER_S = 5.0  # without an incident to say so, a wait this long is one
-_YOUNG_SHARE = 0.2  # of the oldest wait's age: what is younger is in flight
+STUCK_AFTER_S = 5.0  # without an incident, a wait this long counts as one
+_YOUNG_SHARE = 0.2  # share of the oldest wait's age: a younger operation is in flight
 _CONCLUSIVE = frozenset({"stall", "failure"})
 
 
@@ -37,11 +37,11 @@ class Picture:
     lanes: Sequence[Lanes]
     all_waits: WaitGraph
     streams: Streams | None = None  # of torch's dumps
-    own_exchanges: Exchanges | None = None  # of our records: torch's have streams
+    own_exchanges: Exchanges | None = None  # of echelon's records: torch's have streams
     _memory: dict[str, Any] = field(default_factory=dict)
 
     def remembered(self, key: str, find: Callable[[Picture], _Found]) -> _Found:
-        """Return what was found out about the whole job, once for all ranks that ask."""
+        """Return a fact about the whole job, computed once for all ranks that need it."""
         if key not in self._memory:
             self._memory[key] = find(self)
         found: _Found = self._memory[key]
@@ -49,7 +49,7 @@ class Picture:
 
     @cached_property
     def exchanges(self) -> Exchanges:
-        """The sends and receives, matched by the numbers that our records hold."""
+        """The sends and receives, matched by the numbers in echelon's records."""
         return self.own_exchanges or Exchanges(self.evidence)
 
     @cached_property
@@ -60,10 +60,10 @@ class Picture:
         return WaitGraph(tuple(self._with_reached(old, waits)))
 
     def is_stuck(self, wait: Wait) -> bool:
-        """Tell a wait that counts from an operation in flight.
+        """Return whether a wait counts, as opposed to an operation in flight.
 
-        A job may be in the midst of its work while a few of its ranks are stalled: a wait that is
-        far younger than the oldest one is in flight.
+        A job may be at work while a few of its ranks are stalled, so a wait that is far younger
+        than the oldest one is considered in flight.
         """
         if self.evidence.foreign or self.evidence.incident.kind == "failure":
             return True
@@ -76,7 +76,7 @@ class Picture:
         return age_s < STUCK_AFTER_S
 
     def is_over(self, wait: Wait) -> bool:
-        """Return whether all ranks of a wait recorded more between the two looks at them."""
+        """Return whether all ranks of a wait made progress between the two snapshots."""
         return bool(wait.waiting) and self._moved.issuperset(wait.waiting)
 
     @cached_property
@@ -89,7 +89,7 @@ class Picture:
 
     @staticmethod
     def _with_reached(old: list[Wait], waits: list[Wait]) -> list[Wait]:
-        """Add the younger waits of ranks that those in old ones wait for: they lead to the root."""
+        """Add the younger waits of ranks that older waits wait for: they lead to the root."""
         kept = {id(wait) for wait in old}
         by_rank: dict[int, list[Wait]] = {}
         for wait in waits:
@@ -109,7 +109,7 @@ class Picture:
 
     @cached_property
     def heads(self) -> dict[int, tuple[int, int]]:
-        """Each rank's first pending row, as (group, sequence): only it holds its stream up."""
+        """Each rank's first pending row, as (group, sequence): only it holds up the stream."""
         found: dict[int, tuple[int, int]] = {}
         for rank, facts in self.evidence.ranks.items():
             pending = np.flatnonzero(np.isin(facts.rows["state"], (State.CREATED, State.STARTED)))
@@ -120,7 +120,7 @@ class Picture:
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
-        """Ranks that wait inside an operation, gave up in one, or did not succeed."""
+        """Ranks that wait inside an operation, timed out in one, or did not succeed."""
         inside = {rank for wait in self.graph.waits for rank in wait.waiting}
         failed = {r for r, facts in self.evidence.ranks.items() if failed_last(facts) is not None}
         ended = {r for r, facts in self.evidence.ranks.items() if facts.host.exit_code}
@@ -128,9 +128,9 @@ class Picture:
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """Ranks of which nothing is known: no record, or no word of their own while others have.
+        """Ranks about which nothing is known: no record, or no recorded call while others have.
 
-        A rank whose end the coordinator heard of is known by that.
+        A rank whose end the coordinator learned of is known by that.
         """
         ranks = self.evidence.ranks
         recorded = {rank for rank, facts in ranks.items() if facts.has_ring and len(facts.rows)}
@@ -144,7 +144,7 @@ class Picture:
 
     @cached_property
     def broken_links(self) -> tuple[BrokenLink, ...]:
-        """Connections between ranks that carry nothing although something waits."""
+        """Connections between ranks on which data waits and nothing moves."""
         return broken_links(self.evidence.ranks)
 
     def links_within(self, ranks: Iterable[int]) -> tuple[BrokenLink, ...]:
@@ -155,12 +155,12 @@ class Picture:
         )
 
     def is_cut_off(self, wait: Wait) -> bool:
-        """Return whether packets vanish between ranks of a wait, or those that completed it."""
+        """Return whether packets are lost between ranks of a wait or to those that completed it."""
         return any(one.is_dead for one in self.links_within((*wait.waiting, *wait.completed)))
 
     @property
     def in_trouble(self) -> bool:
-        """Whether anything at all is amiss, beyond rows that look odd."""
+        """Whether anything is wrong at all, apart from rows that look odd."""
         return bool(self.disturbed) or self.evidence.incident.kind in _CONCLUSIVE
 
     def fallout(self, culprits: Iterable[int]) -> tuple[int, ...]:
@@ -170,9 +170,9 @@ class Picture:
         return tuple(sorted(reached - culprits))
 
     def dragged_along(self, gone: set[int]) -> set[int]:
-        """Return the ranks that share a pending operation with ranks that are gone.
+        """Return the ranks that share a pending operation with ranks that have exited.
 
-        A rank that died inside an operation had entered it: the others wait for no rank there.
+        A rank that died inside an operation had entered it, so the others do not wait for it there.
         """
         reached: set[int] = set(gone)
         for wait in self.graph.waits:
@@ -206,14 +206,15 @@ def failed_last(facts: RankEvidence) -> Any | None:
 
 
 def last_row(facts: RankEvidence) -> Any | None:
-    """Return the row a rank began last, None if it recorded none."""
+    """Return the row that a rank began last, None if it recorded none."""
     return facts.rows[-1] if len(facts.rows) else None
 
 
 def has_moved(facts: RankEvidence) -> bool:
-    """Return whether a rank made progress between the two looks at it.
+    """Return whether a rank made progress between the two snapshots.
 
-    Its other threads may record too: where both looks saw its main thread at one place, it stayed.
+    Its other threads may record too, so a main thread seen at the same place twice made no
+    progress.
     """
     host = facts.host
     if host.later_gap_s <= 0 or host.later_recorded <= 0:

@@ -1,10 +1,10 @@
-"""Ranks that run the same program, side by side: all groups and messages of each in one sequence.
+"""Ranks that run the same program, side by side: all calls of a rank in one sequence.
 
-`Lanes` compare one group's collectives. Here the whole sequence of a rank's calls is compared with
-those of the other ranks of a group from a collective on that all of them list. Ranks whose calls
-agree up to the next collective of that group are taken to run one program (the ranks of one
-pipeline stage do, those of different stages do not); the first place where one of them differs is
-where its program took another way, whatever held the others up because of it.
+`Lanes` compare one group's collectives. This module compares the whole sequence of a rank's calls
+(of all groups, and its messages) with those of the other ranks of a group, starting at a collective
+that all of them list. Ranks whose calls agree up to that group's next collective are assumed to run
+one program: the ranks of one pipeline stage do, those of different stages do not. The first call in
+which one of them differs is where its program diverged, whatever other ranks were held up by.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from echelon.analysis.evidence.streams import Streams
 from echelon.recorder.format.schema import Flag
 
 _MAX_ROWS = 4096
-_MIN_REACH = 4  # calls before the anchor that tell programs apart
+_MIN_REACH = 4  # calls before the anchor that identify a program
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first call that one rank of several made otherwise than the others.
+    """The first call that one rank made differently from the others.
 
     Attributes:
-        rank: the one that differs.
+        rank: the rank that differs.
         others: the ranks that agree.
-        row: of the differing call, in that rank's rows.
-        usual: one of the others, and the row of what it called in that place.
-        later: the keys of the rank's calls from there on, and of the others'.
+        row: the differing call, in that rank's rows.
+        usual: one of the others, and the row of its call at that position.
+        later: the keys of the rank's calls from there on, and those of the others.
     """
 
     rank: int
@@ -44,15 +44,15 @@ class Parting:
 
 
 def partings(streams: Streams) -> list[Parting]:
-    """Return the places at which single ranks left the program of the others.
+    """Return the positions at which single ranks diverged from the program of the others.
 
-    Groups are asked from the largest on; the first in which a rank differs answers.
+    Groups are tried from the largest on; the first one with a rank that differs is used.
     """
     keys = _keys(streams)
     groups = streams.evidence.groups
     order = sorted(range(len(groups)), key=lambda number: (-len(groups[number].ranks), number))
     for group in order:
-        if len(groups[group].ranks) < 3:  # of two, neither is odd
+        if len(groups[group].ranks) < 3:  # of two ranks, neither is odd
             break
         found = list(_in_group(streams, group, keys))
         if found:
@@ -61,10 +61,10 @@ def partings(streams: Streams) -> list[Parting]:
 
 
 def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
-    """Return each rank's calls as numbers that are equal where calls of two ranks are alike.
+    """Return each rank's calls as numbers that are equal if the calls of two ranks are alike.
 
-    A call is its group's name, operation and place in the program; of a message also how far away
-    its peer is.
+    A call is identified by its group's name, its operation and its place in the program; a message
+    also by the distance to its peer.
     """
     evidence = streams.evidence
     names = {name: number for number, name in enumerate(sorted({g.name for g in evidence.groups}))}
@@ -94,7 +94,7 @@ def _keys(streams: Streams) -> Mapping[int, npt.NDArray[np.int64]]:
 def _steps_away(
     ranks: Sequence[int], rank: int, peers: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int64]:
-    """Return how far behind a rank its peers stand in a group, around its end."""
+    """Return how far behind a rank its peers are in a group, wrapping around at the end."""
     order = np.argsort(np.array(ranks))
     places = order[np.searchsorted(np.array(ranks), peers, sorter=order) % len(ranks)]
     own = ranks.index(rank) if rank in ranks else 0
@@ -104,7 +104,7 @@ def _steps_away(
 def _in_group(
     streams: Streams, group: int, keys: Mapping[int, npt.NDArray[np.int64]]
 ) -> Iterator[Parting]:
-    """Yield the partings of the ranks of one group from its earliest common collective on."""
+    """Yield the divergences among a group's ranks from their earliest common collective on."""
     starts: dict[int, dict[int, int]] = {}
     for rank in streams.evidence.groups[group].ranks:
         facts = streams.evidence.ranks.get(rank)
@@ -120,7 +120,7 @@ def _in_group(
     first = max(min(numbers) for numbers in starts.values())
     anchors = {rank: numbers[first] for rank, numbers in starts.items() if first in numbers}
     ends = {rank: starts[rank][first + 1] for rank in anchors if first + 1 in starts[rank]}
-    # What all did before the anchor tells programs apart; in rings that have wrapped, what follows.
+    # Calls before the anchor identify programs; in rings that have wrapped, those after it do.
     reach = min(anchors.values(), default=0)
     before = {rank: (place - reach, place + 1) for rank, place in anchors.items()}
     after = {rank: (anchors[rank], end) for rank, end in ends.items()}
@@ -134,7 +134,7 @@ def _in_group(
 def _alike(
     keys: Mapping[int, npt.NDArray[np.int64]], spans: Mapping[int, tuple[int, int]]
 ) -> Iterator[dict[int, int]]:
-    """Yield the ranks whose calls in a span of each are the same, and where it begins."""
+    """Yield the ranks whose calls in their given spans are the same, and where the spans begin."""
     programs: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, (begin, end) in spans.items():
         programs.setdefault(tuple(keys[rank][begin:end].tolist()), {})[rank] = begin
@@ -162,7 +162,7 @@ def _parting(
         return None
     others = tuple(rank for rank, key in called.items() if key != called[odd[0]])
     if called[others[0]] not in lines[others[0]][:place]:
-        return None  # no rank called it before: the programs may part here by intent
+        return None  # no rank called it before: the programs may differ here on purpose
     skip = {rank: len(streams.evidence.ranks[rank].rows) - len(keys[rank]) for rank in called}
     longest = max(others, key=lambda rank: len(lines[rank]))
     return Parting(
@@ -175,13 +175,13 @@ def _parting(
 
 
 def _are_replicas(streams: Streams, ranks: Sequence[int]) -> bool:
-    """Return whether two ranks share more than the group of all: stages of a pipeline do not."""
+    """Return whether two ranks share more than the group of all ranks; pipeline stages do not."""
     shared = [g.ranks for g in streams.evidence.groups if set(ranks) <= set(g.ranks)]
     return len({frozenset(one) for one in shared}) > 1
 
 
 def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
-    """Return the first place at which two lines differ, as far as they reach."""
+    """Return the first position at which two sequences differ, as far as they reach."""
     found: list[int] = []
     usual = max(lines, key=len)
     for line in lines:
@@ -191,9 +191,9 @@ def _first_difference(lines: Sequence[npt.NDArray[np.int64]]) -> int | None:
 
 
 def _is_novel(line: npt.NDArray[np.int64], place: int) -> bool:
-    """Return whether the calls before a place were followed by another call whenever they came.
+    """Return whether another call always followed the calls before a position.
 
-    The longest context that occurred before decides; where none did, nothing is novel.
+    The longest context that occurred before decides; if none did, nothing is novel.
     """
     keys = line.tolist()
     for length in (8, 4, 2, 1):

@@ -1,10 +1,9 @@
 """The stacks of all ranks merged into one tree: 1,021 ranks here, 3 there.
 
-A node is a run of frames that the same ranks share; it forks where their ways part. Ranks with
-equal stacks are put together before anything is compared, so thousands of ranks cost little more
-than their distinct stacks. The short form keeps the user's frames and the first call out of them,
-because two waiting ranks that stand in different lines of a library's polling loop stand at one
-place.
+A node is a run of frames that the same ranks share; it forks where their stacks differ. Ranks with
+equal stacks are merged before anything is compared, so the cost depends on the number of distinct
+stacks, even with thousands of ranks. The short form keeps the user's frames and the first call out
+of them: two ranks that wait on different lines of a library's polling loop are at the same place.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from functools import lru_cache
 
 from echelon.analysis.evidence.stacks import Frame, file_name, users_frame
 
-MAX_FRAMES = 100  # innermost ones; what faulthandler writes of a thread
+MAX_FRAMES = 100  # innermost frames that are kept; the limit of faulthandler's output for a thread
 _Stacks = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Ranks that share a run of frames, outermost first, and where their ways part after it."""
+    """Ranks that share a run of frames, outermost first, and the branches after it."""
 
     frames: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -29,9 +28,9 @@ class Branch:
 
 
 def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
-    """Merge stacks, each outermost frame first, of which one is left out if it is empty.
+    """Merge stacks, given outermost frame first; empty ones are left out.
 
-    The branch of the most ranks comes first.
+    The branch with the most ranks comes first.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, frames in stacks.items():
@@ -41,7 +40,7 @@ def merge(stacks: Mapping[int, tuple[str, ...]]) -> tuple[Branch, ...]:
 
 
 def _fork(stacks: _Stacks, depth: int) -> tuple[Branch, ...]:
-    """Return a branch per different frame at `depth`; stacks that end there have none."""
+    """Return one branch for each distinct frame at `depth`; stacks that end there have none."""
     ways: dict[str, list[tuple[tuple[str, ...], tuple[int, ...]]]] = {}
     for one in stacks:
         if len(one[0]) > depth:
@@ -77,7 +76,7 @@ def short_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
 
 
 def long_form(frames: tuple[Frame, ...]) -> tuple[str, ...]:
-    """Return all frames of a stack, outermost first; those of libraries without their line.
+    """Return all frames of a stack, outermost first; library frames come without their line.
 
     Args:
         frames: innermost first.

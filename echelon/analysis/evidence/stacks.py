@@ -1,7 +1,7 @@
 """Find the line that matters in a stack: the innermost frame of the user's own code.
 
 Stacks come as faulthandler's text (all threads, most recent call first), as the short stacks of
-recorded operations, and as tracebacks on stderr. All are untrusted text of other processes: they
+recorded operations, and as tracebacks on stderr. All are untrusted text from other processes: they
 are searched, never evaluated.
 """
 
@@ -32,7 +32,7 @@ _MAX_PATH_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: where it stands."""
+    """One stack frame: its file, line and function."""
 
     file: str
     line: int
@@ -40,11 +40,11 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether the file is neither ours, nor the standard library's, nor an installed one's."""
+        """Whether the file belongs neither to echelon, the standard library nor a package."""
         return not _LIBRARY.search(self.file[-_MAX_PATH_CHARS:])
 
     def __str__(self) -> str:
-        """Show it short: `train.py:88 in wait_for_tokenizer`."""
+        """Format the frame briefly: `train.py:88 in wait_for_tokenizer`."""
         return f"{file_name(self.file)}:{self.line} in {self.function}"
 
 
@@ -57,12 +57,12 @@ class Thread:
 
     @property
     def holds_lock(self) -> bool:
-        """Whether it held the interpreter's lock when its stack was read (`host/stacks.py`)."""
+        """Whether the thread held the interpreter's lock when its stack was read."""
         return "holds the interpreter's lock" in self.name
 
     @property
     def is_main(self) -> bool:
-        """Whether the stack begins in a script or in the interpreter's way into one."""
+        """Whether the stack begins in a script or in the interpreter's code that starts one."""
         if not self.frames:
             return False
         outermost = self.frames[-1]
@@ -70,12 +70,12 @@ class Thread:
 
 
 def file_name(path: str) -> str:
-    """Return the last part of a path, of either kind of slash."""
+    """Return the last part of a path with slashes of either kind."""
     return re.split(r"[/\\]", path)[-1] or path
 
 
 def threads(text: str) -> tuple[Thread, ...]:
-    """Parse faulthandler's text. Of several snapshots in it, the last one counts."""
+    """Parse faulthandler's text. If it holds several snapshots, the last one counts."""
     found: list[tuple[str, list[Frame]]] = []
     seen: set[str] = set()
     for line in text[-_MAX_STACK_CHARS:].splitlines():
@@ -92,7 +92,7 @@ def threads(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(name, tuple(frames)) for name, frames in found)
 
 
-@lru_cache(maxsize=16384)  # each rank is asked several times, and no two texts are equal
+@lru_cache(maxsize=16384)  # several rules ask about each rank, and no two texts are equal
 def main_thread(text: str) -> Thread | None:
     """Return the main thread: the one that began in a script, else the last one listed."""
     listed = threads(text)
@@ -101,7 +101,7 @@ def main_thread(text: str) -> Thread | None:
 
 
 def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
-    """Return the innermost frame of the user's own code, else the innermost of a file."""
+    """Return the innermost frame of the user's own code, else the innermost frame with a file."""
     if not frames:
         return None
     own = next((frame for frame in frames if frame.is_users), None)
@@ -112,32 +112,32 @@ def users_frame(frames: tuple[Frame, ...]) -> Frame | None:
 
 
 def site_frame(site: str) -> Frame | None:
-    """Parse a recorded site, "file:line function"; None if it is none."""
+    """Parse a recorded site, "file:line function"; return None if it is not one."""
     match = _SITE.match(site)
     return Frame(match[1], int(match[2]), match[3]) if match else None
 
 
 def short_site(site: str) -> str:
-    """Show a recorded site short: `train.py:211 in step`; as it is where it cannot be parsed."""
+    """Shorten a recorded site to `train.py:211 in step`; leave one that cannot be parsed."""
     frame = site_frame(site)
     return str(frame) if frame else site
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A traceback of a stderr: what was raised, and the user's innermost frame."""
+    """A traceback from stderr: what was raised, and the user's innermost frame."""
 
     type: str
     message: str  # its first line
     frame: Frame | None
     frames: tuple[Frame, ...] = ()  # innermost first
-    rest: str = ""  # what follows the message: its further lines, or of whatever wrote next
+    rest: str = ""  # text after the message: its further lines, or later output
 
 
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$")
 _PREFIX = re.compile(r"^(?:\[rank\d{1,7}\]: ?)?(?: *\| ?)?", re.MULTILINE)
 _HEAD = re.compile(r"^ *(?:\+ )?(?:Exception Group )?Traceback \(most recent call last\):$")
-# Python prints tracebacks of errors that ended nothing; the line before says so.
+# Python also prints tracebacks of errors that ended nothing; the line before marks them.
 _HARMLESS = re.compile(
     r"^(?:Exception ignored in|--- Logging error ---|Error in (?:atexit|sys\.)|"
     r"Exception in thread )"
@@ -146,10 +146,11 @@ _MAX_REST_LINES = 8
 
 
 def last_traceback(stderr: str) -> Raised | None:
-    """Find the last complete traceback in the tail of a stderr, None if there is none.
+    """Find the last complete traceback in the tail of a stderr; return None if there is none.
 
-    torch prints those of its ranks with `[rank3]: ` before every line, and Python those of a group
-    of exceptions with a bar. What Python reports as ignored did not end the process.
+    torch prefixes every line of its ranks' tracebacks with `[rank3]: `, and Python marks those of
+    exception groups with a bar. An exception that Python reports as ignored did not end the
+    process.
     """
     lines = _PREFIX.sub("", stderr[-_MAX_STACK_CHARS:]).splitlines()
     heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]
@@ -163,7 +164,7 @@ def last_traceback(stderr: str) -> Raised | None:
 
 
 def _traceback(block: list[str]) -> Raised | None:
-    """Read what follows the head of a traceback."""
+    """Parse what follows the head of a traceback."""
     frames: list[Frame] = []
     for number, line in enumerate(block):
         match = _TRACEBACK_FRAME.match(line)

@@ -1,4 +1,4 @@
-"""The wait-for graph of torch's dumps: one wait per head, by `streams.py`."""
+"""The wait-for graph of torch's dumps: one wait per head, from `streams.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.analysis.evidence.waits import Wait, WaitGraph
 
 
 def stream_graph(streams: Streams) -> WaitGraph:
-    """Build the graph; it is empty where the job was moving while it was dumped."""
+    """Build the graph; it is empty if the job was moving while it was dumped."""
     evidence = streams.evidence
     if streams.is_moving and not evidence.incident.kind:
         return WaitGraph(())
@@ -52,7 +52,7 @@ def _collective_wait(streams: Streams, place: tuple[int, int], heads: list[Head]
 
 
 def silent_ranks(streams: Streams) -> list[int]:
-    """Return the ranks whose dumps hold no operation: of a vague group they may be members."""
+    """Return the ranks whose dumps hold no operation: they may be members of an inferred group."""
     return [rank for rank, facts in streams.evidence.ranks.items() if not len(facts.rows)]
 
 

@@ -1,11 +1,12 @@
-"""What torch's records prove about each rank's streams, and who waits for whom by that.
+"""What torch's records prove about each rank's streams, and which rank waits for which.
 
 Only the head of a rank's queue waits: its first pending operation in its own order over all groups
 and messages. It waits for each member that has not entered the operation *or has it queued behind
-another head*, so "all have entered" proves no fault of the network. What a rank enqueued and does
-not list as pending is completed; that holds for dumps of active entries alone too.
+another head*, so "all have entered" does not prove a network fault. An operation that a rank
+enqueued and does not list as pending is completed; this also holds for dumps that contain only
+active entries.
 
-Dumps on demand are of different moments. Where one rank completed what another had not entered
+Dumps on demand are taken at different moments. If one rank completed what another had not entered
 when it wrote its dump, the job was moving in between, and no pending operation proves a stall.
 """
 
@@ -23,7 +24,7 @@ from echelon.analysis.evidence.model import Evidence, RankEvidence
 from echelon.recorder.format.schema import Flag, State
 
 SENDS = frozenset({"send", "isend"})
-# A member of these may be through before the others have arrived.
+# In these, a member may be finished before the others have arrived.
 ROOTED = frozenset({"broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "scatter"})
 _MESSAGE = -1  # in place of a sequence number
 Place = tuple[int, int]  # a collective: group, sequence
@@ -42,20 +43,20 @@ class Head:
 
     @property
     def is_message(self) -> bool:
-        """Whether it sends or receives."""
+        """Whether it is a launch of messages."""
         return self.sequence == _MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A pending send or receive, by its place among its direction's pending ones."""
+    """A pending send or receive, by its place among the pending ones of its direction."""
 
     rank: int
     row: int
     way: Way
     place: int
     is_send: bool
-    is_done: bool = False  # as the other side of a pending one: this side is through
+    is_done: bool = False  # as the other side of a pending one: this side has completed
 
     @property
     def peer(self) -> int:
@@ -114,20 +115,21 @@ class Streams:
         return {(one.rank, one.row): one for line in self.messages.values() for one in line}
 
     def are_sends(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Tell sends from other rows. [num_rows]"""
+        """Return which rows are sends. [num_rows]"""
         found: npt.NDArray[np.bool_] = self._sends[rows["call"]]
         return found
 
     def message(self, rank: int, row: int) -> Message | None:
-        """Return a pending message by its row."""
+        """Return the pending message of a row."""
         return self._by_row.get((rank, row))
 
     def counterpart(self, message: Message) -> Message | None:
-        """Return the other side of a pending message, None where none is posted.
+        """Return the other side of a pending message, None if none is posted.
 
-        The n-th send of a direction belongs to the n-th receive. Where the dumps do not reach back
-        to the first, they are counted from the oldest collective that both ranks completed; else
-        pending ones are counted alone, which is exact but for batches with one message through.
+        The n-th send of a direction matches the n-th receive. If the dumps do not reach back to the
+        first message, they are counted from the oldest collective that both ranks completed;
+        otherwise only pending messages are counted, which is exact except for batches with one
+        completed message.
         """
         way, peer = message.way, message.peer
         if peer not in self.evidence.ranks:
@@ -146,7 +148,7 @@ class Streams:
         return line[message.place] if message.place < len(line) else None
 
     def _origin(self, rank: int, peer: int, group: int) -> tuple[int, int] | None:
-        """Return from which row on two ranks' messages correspond; None if not known."""
+        """Return the rows from which two ranks' messages correspond; None if not known."""
         key = (rank, peer, group)
         if key not in self._origins:
             if self.is_whole(rank, group) and self.is_whole(peer, group):
@@ -207,7 +209,7 @@ class Streams:
         }
 
     def has_completed(self, rank: int, place: Place) -> bool:
-        """Return whether a rank is through a collective."""
+        """Return whether a rank has completed a collective."""
         group, sequence = place
         facts = self.evidence.ranks.get(rank)
         if facts is None or self.entered(rank, group) < sequence or self._is_lost(facts, place):
@@ -216,7 +218,7 @@ class Streams:
 
     @staticmethod
     def _is_lost(facts: RankEvidence, place: Place) -> bool:
-        """Return whether a collective that was not completed has left a ring that wrapped."""
+        """Return whether an uncompleted collective was overwritten in a ring that wrapped."""
         group, sequence = place
         if facts.completed.get(group, sequence) >= sequence:
             return False
@@ -231,13 +233,13 @@ class Streams:
         return head is not None and (head.group, head.sequence) == place
 
     def is_rooted(self, head: Head) -> bool:
-        """Return whether members of a head's operation may be through before the others come."""
+        """Return whether members of a head's operation may finish before the others arrive."""
         row = self.evidence.ranks[head.rank].rows[head.rows[0]]
         return bool(self._rooted[int(row["call"])])
 
     @cached_property
     def has_starts(self) -> bool:
-        """Whether starts of kernels are recorded: not by default with NCCL."""
+        """Whether kernel starts are recorded: by default, NCCL does not record them."""
         return any(
             bool((facts.rows["started_ns"] > 0).any()) for facts in self.evidence.ranks.values()
         )
@@ -260,7 +262,7 @@ class Streams:
         return any(self._is_past(rank, group, slowest) for rank in there)
 
     def _is_past(self, rank: int, group: int, sequence: int) -> bool:
-        """Return whether a rank completed an unrooted collective beyond a number."""
+        """Return whether a rank completed an unrooted collective with a higher number."""
         entered = self.entered(rank, group)
         if entered <= sequence:
             return False

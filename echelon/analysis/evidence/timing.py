@@ -1,11 +1,12 @@
 """Where the time goes: arrival lags, phases of each rank, collectives by time and bandwidth.
 
-The lag of a rank at a collective is how much later it came than the first. Clocks of ranks on one
-host are the same; across hosts the recorded offset and its error count. Where the offset was never
-measured, or where the record itself shows that it no longer holds, the lag is taken from the time
-spent inside instead: the last one to come waited least, and that needs no common clock.
+The lag of a rank at a collective is how much later it arrived than the first rank. Ranks on one
+host share a clock; across hosts, the recorded offset and its error count. If the offset was never
+measured, or if the record itself shows that it no longer holds, the lag is computed from the time
+spent inside the collective instead: the last rank to arrive waited least. That needs no common
+clock.
 
-A collective's own time is that of the member that came last: the others' includes their waiting.
+A collective's own time is that of the member that arrived last: the others' includes their waiting.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from echelon.recorder.format.schema import Flag, State
 
 COMMUNICATION = "communication"
 _MAX_CALLS = 64
-_SLACK_NS = 1_000_000  # between hosts: clocks that are this close are good enough
+_SLACK_NS = 1_000_000  # between hosts: an error this small is good enough
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """How late members came to the collectives that all of them completed.
+    """How late members arrived at the collectives that all of them completed.
 
     Attributes:
         members: global ranks. [num_members]
-        columns: which columns of the lanes these are. [num_collectives]
+        columns: the columns of the lanes that these are. [num_collectives]
         lag_ns: how much later than the first. [num_members, num_collectives]
-        own_ns: from the last one's arrival to its end. [num_collectives]
-        created_ns: when the first member came. [num_collectives]
+        own_ns: from the last arrival to that member's end. [num_collectives]
+        created_ns: when the first member arrived. [num_collectives]
     """
 
     group: str
@@ -48,19 +49,19 @@ class Arrivals:
 
     @property
     def span_s(self) -> float:
-        """From the first to the last of these collectives."""
+        """Seconds from the first to the last of these collectives."""
         if len(self.created_ns) < 2:
             return 0.0
         return float(self.created_ns[-1] + self.lag_ns[:, -1].max() - self.created_ns[0]) / 1e9
 
     @property
     def last(self) -> npt.NDArray[np.int64]:
-        """Index of the member that came last, per collective. [num_collectives]"""
+        """Index of the member that arrived last, per collective. [num_collectives]"""
         return np.asarray(self.lag_ns.argmax(axis=0), np.int64)
 
     @property
     def cost_ns(self) -> npt.NDArray[np.int64]:
-        """How much later the last came than the one before it, per collective."""
+        """How much later the last member arrived than the one before it, per collective."""
         if self.lag_ns.shape[0] < 2:
             return np.zeros(self.lag_ns.shape[1], np.int64)
         upper = np.partition(self.lag_ns, -2, axis=0)
@@ -96,7 +97,7 @@ def arrivals(lanes: Lanes) -> Arrivals | None:
 def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
     """Return whether stamps of these ranks can be compared: one host, or measured offsets."""
     if evidence.foreign:
-        return True  # wall clocks: all there is
+        return True  # wall clocks: nothing better is recorded
     identities = [evidence.ranks[rank].identity for rank in ranks]
     if len({identity.boot_id or identity.host for identity in identities}) <= 1:
         return True
@@ -106,11 +107,11 @@ def clocks_are_common(evidence: Evidence, ranks: list[int]) -> bool:
 def clocks_contradict(
     lanes: Lanes, created_ns: npt.NDArray[np.int64], ended_ns: npt.NDArray[np.int64]
 ) -> bool:
-    """Return whether the record proves that the hosts' clocks have moved since they were measured.
+    """Return whether the record proves that the hosts' clocks moved after they were measured.
 
-    Offsets are measured once, when the world is made; later a clock drifts, or a host that was
-    suspended steps. No member leaves such a collective before the last one has entered it, so a
-    stamp that says otherwise, by more than the errors explain, is wrong.
+    Offsets are measured once, when the world is made. Later, a clock may drift, or that of a
+    suspended host may step. No member leaves such a collective before the last one has entered it,
+    so stamps that contradict this by more than the measured errors are wrong.
 
     Args:
         created_ns: of collectives that end only once all have entered. [num_members, num_columns]
@@ -156,12 +157,12 @@ class Timing:
 
     @property
     def slowest(self) -> tuple[RankTime, ...]:
-        """Ranks by how late they come, the latest first."""
+        """Ranks by lateness, the latest first."""
         return tuple(sorted(self.ranks, key=lambda rank: (-rank.mean_lag_s, rank.rank)))
 
 
 def timing_of(picture: Picture) -> Timing:
-    """Measure lags, phases and collectives over what the records hold."""
+    """Measure lags, phases and collectives over the recorded rows."""
     size = picture.evidence.world_size
     lag_ns, counts, last = np.zeros(size), np.zeros(size), np.zeros(size)
     calls: dict[tuple[str, int], list[float]] = {}

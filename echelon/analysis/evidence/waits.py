@@ -1,9 +1,9 @@
-"""Who waits for whom: the wait-for graph, across groups and point-to-point.
+"""The wait-for graph, across groups and point-to-point operations.
 
 A rank inside (group, sequence) waits for every member that has not entered it; a send or receive
 waits for its counterpart. One `Wait` stands for all ranks that wait for the same thing, so a world
-of thousands needs a few of them, not millions of edges. Ranks that others wait for and that wait
-for no rank are the sinks, where the cause is; a closed ring of waits is an order desync.
+of thousands needs a few waits rather than millions of edges. Ranks that others wait for and that
+wait for no rank are the sinks, where the cause is; a cycle of waits is an order desync.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from echelon.recorder.format.schema import State
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Some ranks inside one operation, and the ranks that they wait for.
+    """Ranks inside one operation, and the ranks that they wait for.
 
-    `absent` is empty where all members are inside: then it is the transport or a device.
+    `absent` is empty if all members are inside: then the transport or a device is to blame.
     """
 
     group: str
@@ -33,16 +33,16 @@ class Wait:
     sequence: int
     waiting: tuple[int, ...]
     absent: tuple[int, ...]
-    since_ns: int  # when the first of them came, on rank 0's clock
+    since_ns: int  # when the first of them arrived, on rank 0's clock
     age_s: float = 0.0  # for how long, when they were last seen; 0: not known
-    completed: tuple[int, ...] = ()  # members that are already through
-    created: tuple[int, ...] = ()  # of those that wait, the ones whose kernel has not started
+    completed: tuple[int, ...] = ()  # members that have already completed it
+    created: tuple[int, ...] = ()  # those that wait and whose kernel has not started
     is_p2p: bool = False
-    peer: int = -1  # whom a send or receive is for
+    peer: int = -1  # the peer of a send or receive
     members: int = 0
     vague: bool = False  # the group's members were inferred
     has_mismatch: bool = False  # one of those that wait has raised a mismatch
-    gave_up: bool = False  # an error is recorded: a timeout passed
+    gave_up: bool = False  # an error is recorded: a timeout expired
 
     def __str__(self) -> str:
         """Name the operation: `all_reduce #1042`, `recv from rank 2`."""
@@ -54,7 +54,7 @@ class Wait:
 
     @property
     def number(self) -> int | None:
-        """The sequence number, None where none is recorded."""
+        """The sequence number, None if none is recorded."""
         return self.sequence if self.sequence >= 0 else None
 
 
@@ -81,7 +81,7 @@ class WaitGraph:
 
     @cached_property
     def _by_absent(self) -> dict[int, list[int]]:
-        """Rank -> numbers of the waits for it."""
+        """Rank -> indices of the waits for it."""
         found: dict[int, list[int]] = {}
         for number, wait in enumerate(self.waits):
             for rank in wait.absent:
@@ -96,7 +96,7 @@ class WaitGraph:
     def waits_for(self, ranks: Iterable[int]) -> tuple[Wait, ...]:
         """Return the waits in which one of `ranks` is absent.
 
-        Those that wait for no other rank come first, of these the earliest.
+        Waits of ranks that wait for nothing else come first, the earliest of them leading.
         """
         wanted = set(ranks)
         numbers = sorted({n for rank in wanted for n in self._by_absent.get(rank, ())})
@@ -105,7 +105,7 @@ class WaitGraph:
         return tuple(sorted(found, key=lambda wait: (not alone[id(wait)], wait.since_ns)))
 
     def is_joint(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Return whether one operation waits for ranks of both."""
+        """Return whether a single operation waits for ranks of both sets."""
         first = {number for rank in some for number in self._by_absent.get(rank, ())}
         return any(number in first for rank in others for number in self._by_absent.get(rank, ()))
 
@@ -125,9 +125,10 @@ class WaitGraph:
         return tuple(sorted(reached - culprits))
 
     def cycle(self) -> tuple[int, ...]:
-        """Return the ranks of a closed ring of waits, () if there is none.
+        """Return the ranks of a cycle of waits, () if there is none.
 
-        Of several, the one with the earliest wait. Ranks that only wait for the ring are not in it.
+        Of several cycles, the one with the earliest wait is returned. Ranks that only wait for the
+        cycle are not in it.
         """
         successors: dict[Any, list[Any]] = {}
         for number, wait in enumerate(self.waits):
@@ -156,7 +157,7 @@ def wait_graph(evidence: Evidence, lanes: Sequence[Lanes], exchanges: Exchanges)
 def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
     """Yield one wait per column that at least one rank is inside.
 
-    Every member's first pending column counts; a column that another member completed proves that
+    Every member's first pending column counts. A column that another member completed proves that
     all had entered, so no rank is absent from it.
     """
     pending = lane.pending
@@ -171,7 +172,7 @@ def _collective_waits(evidence: Evidence, lane: Lanes) -> Iterable[Wait]:
         ages = [_age_s(evidence, int(lane.members[m]), row) for m, row in own if row is not None]
         absent: tuple[int, ...] = ()
         raised = any("MismatchError" in evidence.error(row) for row in rows)
-        if not lane.proven[column] and not raised:  # who raised a mismatch does not wait
+        if not lane.proven[column] and not raised:  # a rank that raised a mismatch does not wait
             absent = (*lane.ranks(np.flatnonzero(lane.last < column)), *lane.strangers)
         yield Wait(
             group=lane.name,

@@ -1,1 +1,1 @@
-"""How a report is shown: terminal, HTML page, trace."""
+"""Renderers of a report: terminal, HTML page, trace."""

@@ -1,8 +1,8 @@
 """Make recorded strings safe to show.
 
-Whatever a dump holds was written by other processes, and perhaps by one that wants to move the
-cursor, set a title or forge a line. Control characters, bidirectional overrides and line breaks are
-replaced before a string reaches a terminal or a page; markup is escaped where it is put in.
+The strings in a dump were written by other processes, perhaps by one that wants to move the cursor,
+set a title or forge a line. Control characters, bidirectional overrides and line breaks are
+replaced before a string reaches a terminal or a page. Markup is escaped where it is inserted.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def clean(text: str, limit: int = _MAX_CHARS) -> str:
 
 
 def safe(text: str) -> str:
-    """Return `text` clean and escaped, ready to be put between tags or into a quoted attribute."""
+    """Return `text` cleaned and escaped, for use between tags or in a quoted attribute."""
     return escape(clean(text))

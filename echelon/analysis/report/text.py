@@ -1,4 +1,4 @@
-"""The report for a terminal: the verdict first, and no longer than a screen."""
+"""The report for a terminal: the verdict first, and no longer than one screen."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MAX_RANKS = 4
 _MAX_CALLS = 4
 _MAX_CHARS = 400
 _MAX_PLACES = 8
-_MAX_FRAMES = 4  # of a run that ranks share, innermost ones
+_MAX_FRAMES = 4  # innermost frames shown of a run that ranks share
 
 
 def render_text(report: Report, console: Console, timing: Timing | None = None) -> None:
-    """Print a report on a rich console; what is not a terminal gets one line per sentence.
+    """Print a report on a rich console; if it is not a terminal, print one line per sentence.
 
     Args:
         timing: where the time went; shown below a healthy report.
@@ -129,9 +129,10 @@ def _sections(finding: Finding, report: Report) -> list[tuple[str, list[str]]]:
 
 
 def stack_lines(branches: Sequence[Branch], culprits: Sequence[int]) -> list[str]:
-    """Show where the ranks stand: a line per place with its number of ranks, culprits' first.
+    """Show where the ranks are: one line per place with its number of ranks, the culprits' first.
 
-    A place that forks below is shown with what its ranks share, and the places below it indented.
+    A place that forks is shown with the frames that its ranks share, and the places below it are
+    indented.
     """
     lines: list[tuple[str, Branch]] = []
     _add_places(lines, branches, set(culprits), 0)
@@ -157,7 +158,7 @@ def _add_places(
 
 
 def counted(ranks: Sequence[int]) -> str:
-    """Name ranks with their number: `1,021 ranks (0-6 and 10-1023)`, `rank 7`."""
+    """Format ranks with their number: `1,021 ranks (0-6 and 10-1023)`, `rank 7`."""
     names = rank_list(ranks)
     if len(ranks) < 2:
         return names
@@ -165,7 +166,7 @@ def counted(ranks: Sequence[int]) -> str:
 
 
 def alternative_line(other: Alternative) -> str:
-    """Show another root that was considered, and what separates it from the verdict."""
+    """Format another root that was considered, and what separates it from the verdict."""
     who = f" · {rank_list(other.culprit_ranks)}" if other.culprit_ranks else ""
     return f"{other.cause.value}{who}: {other.summary} ({other.against})"
 
@@ -239,7 +240,7 @@ def _timing_rows(timing: Timing) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def phase_words(rank: RankTime) -> str:
-    """Show how a rank's time splits: `compute 61%, communication 22%, data_wait 5%`."""
+    """Format how a rank's time splits: `compute 61%, communication 22%, data_wait 5%`."""
     pairs: Sequence[tuple[str, float]] = sorted(rank.phases_s.items(), key=lambda item: -item[1])
     parts = [(name, length / rank.window_s) for name, length in pairs[:4]]
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.005)

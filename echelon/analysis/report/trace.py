@@ -1,7 +1,8 @@
 """The operations and spans as a Chrome trace, for chrome://tracing and ui.perfetto.dev.
 
-One process a rank; its operations and its spans are two tracks. Operations that are still inside
-reach to the end and say so. Times are microseconds on rank 0's clock from the first event.
+There is one process per rank, with one track for its operations and one for its spans. Operations
+that are still pending extend to the end and are marked as such. Times are microseconds on rank 0's
+clock from the first event.
 """
 
 from __future__ import annotations

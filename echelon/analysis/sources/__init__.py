@@ -1,1 +1,1 @@
-"""Readers: from a folder of black boxes, or of torch's dumps, to evidence."""
+"""Readers that turn a folder of black boxes, or of torch's dumps, into evidence."""

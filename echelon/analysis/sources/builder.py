@@ -1,8 +1,8 @@
-"""Our own black boxes as evidence: each record becomes rows over the shared tables.
+"""echelon's own black boxes as evidence: each record becomes rows over the shared tables.
 
-A record's wide columns are dropped as soon as its rows stand, which is what keeps a world of 16,384
-ranks in memory. A record that cannot be (a forged rank, a clock beyond all clocks) is left out with
-a warning; nothing in it decides how much is allocated.
+A record's wide columns are dropped as soon as its rows exist, so that a world of 16,384 ranks fits
+in memory. An impossible record (a forged rank, an out-of-range clock) is left out with a warning;
+no value in a record decides how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_WORLD = 1 << 18
 
 
 class EvidenceBuilder:
-    """Gather records one by one into an `Evidence`."""
+    """Collects records one by one into an `Evidence`."""
 
     def __init__(self) -> None:
         self.tables = Tables()
@@ -36,10 +36,10 @@ class EvidenceBuilder:
         self._group_index: dict[tuple[object, ...], list[int]] = {}
 
     def group(self, group: Group) -> int:
-        """Return the number of a group; name and members together are its identity.
+        """Return the number of a group, which is identified by its name and members together.
 
-        The index is keyed by what is cheap to hash: the world's members are a long tuple, and
-        every rank brings one.
+        The index is keyed by values that are cheap to hash: the world's members are a long tuple,
+        and every rank has one.
         """
         key = (group.name, len(group.ranks), group.ranks[:1], group.ranks[-1:])
         alike = self._group_index.setdefault(key, [])
@@ -51,7 +51,7 @@ class EvidenceBuilder:
         return alike[-1]
 
     def add(self, record: Record) -> None:
-        """Take one of our own black boxes in; a second one of the same rank is left out."""
+        """Add one of echelon's black boxes; a second one of the same rank is left out."""
         rank = record.identity.rank
         if not 0 <= rank < _MAX_WORLD:
             self.warnings.append(f"{record.path}: says it is rank {rank}, left out")
@@ -69,7 +69,8 @@ class EvidenceBuilder:
     def _evidence(self, record: Record) -> RankEvidence:
         rank, words = record.identity.rank, record.last_words
         is_threads = words is not None and words.thread != ""
-        # Half a record would look like a rank that called nothing: torch's own dump tells of all.
+        # Half a record would look like a rank that called nothing; torch's own dump lists all
+        # operations.
         is_whole = not record.identity.misses_operations
         return RankEvidence(
             rank=rank,
@@ -107,7 +108,7 @@ class EvidenceBuilder:
         return rows
 
     def _calls(self, record: Record) -> npt.NDArray[Any]:
-        """Number the calls: the four columns become one integer, looked up once per value."""
+        """Number the calls: four columns become one integer, looked up once per distinct value."""
         columns = [record.operations[name] for name in ("operation", "signature", "reduce_op")]
         columns.append(record.operations["root"].astype(np.int64) + 1)
         packed = np.zeros(len(record.operations), np.int64)
@@ -147,7 +148,7 @@ class EvidenceBuilder:
     def build(
         self, *, incident: Incident | None = None, origin: str = "", unreadable: Iterable[int] = ()
     ) -> Evidence:
-        """Return the evidence of our own black boxes gathered so far."""
+        """Return the evidence of the black boxes added so far."""
         incident = incident or Incident()
         sizes = [facts.identity.world_size for facts in self.ranks.values()]
         world_size = max([incident.world_size, *sizes, *(rank + 1 for rank in self.ranks)])
@@ -200,7 +201,7 @@ def _span(record: Record, row: Any) -> Span:
 
 
 def _last_seen(record: Record) -> int:
-    """Return the latest moment that anything says about this rank, on rank 0's clock."""
+    """Return the latest moment recorded for this rank, on rank 0's clock."""
     marks = [record.dumped_mono_ns, record.host.snapshot_mono_ns]
     if len(record.live) > Live.PROGRESS_MONO_NS:
         marks += [record.live[Live.HEARTBEAT_MONO_NS], record.live[Live.PROGRESS_MONO_NS]]

@@ -1,7 +1,7 @@
-"""Keep the cycle collector quiet while thousands of files are read.
+"""Disable the cycle collector while thousands of files are read.
 
-The objects of a loaded dump are plain and hold no cycles, and there are millions of them: the
-collector would walk them again and again and find nothing.
+A loaded dump consists of millions of plain objects without cycles: the collector would scan them
+again and again and find nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Switch the cycle collector off inside the block, if it was on."""
+    """Disable the cycle collector inside the block, if it was enabled."""
     was_on = gc.isenabled()
     gc.disable()
     try:

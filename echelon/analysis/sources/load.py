@@ -1,9 +1,9 @@
-"""Find and read what a folder holds: an incident, a `dump/`, a run directory, foreign dumps.
+"""Find and read the contents of a folder: an incident, a `dump/`, a run directory, foreign dumps.
 
-A folder is recognised by what lies in it, a file by its first bytes; no rule looks at a name beyond
-the rank in it. One unreadable file among good ones is a warning and makes its rank a suspect;
-nothing readable at all is an error. A folder still being written (`.incident_<k>.partial`) is left
-alone.
+A folder is recognised by its contents and a file by its first bytes; only the rank is taken from a
+file's name. One unreadable file among good ones is a warning and makes its rank a suspect; if no
+file is readable, that is an error. A folder still being written (`.incident_<k>.partial`) is
+ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_INCIDENT_BYTES = 1 << 20
 class Place:
     """The chosen input: echelon's files by rank, their incident, and a description of both.
 
-    Beside our files may lie what torch's own recorder wrote on the same ranks.
+    The folder may also hold what torch's own recorder wrote on the same ranks.
     """
 
     files: tuple[tuple[int, Path], ...]
@@ -44,11 +44,11 @@ class Place:
 
 
 def load(path: Path) -> Evidence:
-    """Read everything below a folder that tells what happened.
+    """Read everything below a folder that is evidence.
 
     Raises:
-        DumpFormatError: files are there and none can be read.
-        ValueError: there is no such folder, or it holds nothing that we know.
+        DumpFormatError: files exist, but none can be read.
+        ValueError: the folder does not exist or holds nothing in a known format.
     """
     if not path.exists():
         raise ValueError(f"{path}: no such folder")
@@ -86,7 +86,7 @@ def find(path: Path) -> Place | None:
 
 
 def load_place(place: Place) -> Evidence:
-    """Read our own files of one incident or attempt.
+    """Read echelon's own files of one incident or attempt.
 
     Raises:
         DumpFormatError: none of them can be read.
@@ -112,7 +112,7 @@ def load_place(place: Place) -> Evidence:
 
 
 def _ended_well_after_a_stall(run_dir: Path) -> bool:
-    """Return whether report.json says that the job succeeded and that its last stall recovered."""
+    """Return whether report.json records that the job succeeded after its last stall recovered."""
     told = _plain(run_dir / "report.json")
     incidents = told.get("incidents")
     if not isinstance(incidents, list) or not incidents or told.get("exit_code") != 0:
@@ -124,7 +124,7 @@ def _ended_well_after_a_stall(run_dir: Path) -> bool:
 
 
 def _plain(path: Path) -> dict[str, Any]:
-    """Read a small JSON object; {} where it is missing or broken."""
+    """Read a small JSON object; return {} if it is missing or broken."""
     try:
         if path.stat().st_size > _MAX_INCIDENT_BYTES:
             return {}
@@ -149,7 +149,7 @@ def _incident(folder: Path) -> Place | None:
 
 
 def find_rings(folder: Path) -> Place | None:
-    """Take the newest attempt's ring of each rank."""
+    """Return the newest attempt's ring of each rank."""
     newest: dict[int, tuple[int, Path]] = {}
     for rank, rank_folder in _numbered(folder, _RANK_FILE):
         for attempt, path in _numbered(rank_folder, _ATTEMPT):
@@ -163,7 +163,7 @@ def find_rings(folder: Path) -> Place | None:
 
 
 def read_incident(path: Path) -> Incident:
-    """Read `incident.json`; fields that are missing or of a wrong type are left at their default.
+    """Read `incident.json`; missing fields and fields of a wrong type keep their default.
 
     A snapshot is worth reading without it, so a missing or broken file is not an error.
     """
@@ -187,20 +187,20 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _ended(value: Any) -> tuple[int, ...]:
-    """Return the ranks of `[[rank, code, order], ...]` by rising order."""
+    """Return the ranks of `[[rank, code, order], ...]` in ascending order."""
     rows = value if isinstance(value, list) else ()
     known = [
         (row[2], row[0])
         for row in rows
         if isinstance(row, list)
-        and len(row) == 3  # the code is null where a node was lost
+        and len(row) == 3  # the code is null if a node was lost
         and all(isinstance(number, int) for number in (row[0], row[2]))
     ]
     return tuple(rank for _, rank in sorted(known) if _RANK.match(str(rank)))
 
 
 def _reasons(value: Any) -> dict[int, str]:
-    """Return text by rank; whatever is neither is left out."""
+    """Return text by rank, without entries of any other form."""
     pairs = value.items() if isinstance(value, dict) else ()
     return {int(rank): _text(why) for rank, why in pairs if _RANK.match(rank) and _text(why)}
 

@@ -1,4 +1,4 @@
-"""The wait-for graph drawn: ranks that wait alike are one node, so 1024 ranks need a few boxes."""
+"""Layout of the wait-for graph: ranks that wait alike share a node, so 1024 need few boxes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Drawing:
 
 
 def draw(graph: WaitGraph, roots: Iterable[int] = ()) -> Drawing:
-    """Merge ranks that wait alike, and lay the nodes out by their distance from the sinks.
+    """Merge ranks that wait alike, and lay out the nodes by their distance from the sinks.
 
     Args:
-        roots: ranks to begin from where everything waits in a ring.
+        roots: ranks to begin from if all waits form a cycle.
     """
     waits = [wait for wait in graph.waits if wait.absent]
     classes = _classes(waits)
@@ -78,7 +78,7 @@ def _classes(waits: list[Wait]) -> list[tuple[int, ...]]:
 
 
 def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Return each node's distance from the sinks: the longest, or with rings the shortest."""
+    """Return each node's distance from the sinks: the longest, or with cycles the shortest."""
     layers = [0] * count
     for _ in range(count):
         late = [(a, b) for a, b in pairs if layers[a] <= layers[b]]
@@ -90,7 +90,7 @@ def _layers(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[
 
 
 def _nearest(count: int, pairs: list[tuple[int, int]], roots: list[int]) -> list[int]:
-    """Walk the waits backwards from the roots; what does not lead there stands farthest."""
+    """Walk the waits backwards from the roots; other nodes get the largest distance."""
     layers = dict.fromkeys(roots, 0)
     edge = list(roots)
     while edge:

@@ -1,4 +1,4 @@
-"""The wait-for graph as SVG: who waits stands left of whom it waits for."""
+"""The wait-for graph as SVG, with waiting ranks to the left of those they wait for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def render_graph(drawing: Drawing, culprits: set[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A node where it is drawn."""
+    """A node at its position in the drawing."""
 
     label: str
     x: int
@@ -85,13 +85,13 @@ def _edge(drawing: Drawing, places: Sequence[_Box], number: int) -> str:
         bend = (x2 - x1) // 2
         path = f"M{x1} {y1} C{x1 + bend} {y1} {x2 - bend} {y2} {x2} {y2}"
         x, y = (x1 + x2) // 2, (y1 + y2) // 2 - 6
-    elif gap > 1:  # over the heads of what stands between
+    elif gap > 1:  # above any nodes in between
         path = (
             f"M{source.centre} {source.y} C{source.centre} 6 "
             f"{target.centre} 6 {target.centre} {target.y}"
         )
         x, y = (source.centre + target.centre) // 2, 18
-    elif gap < 0:  # back, to close a ring
+    elif gap < 0:  # backwards, to close a cycle
         low = max(source.y, target.y) + _NODE_HEIGHT
         path = (
             f"M{source.centre} {source.y + _NODE_HEIGHT} C{source.centre} {low + 46} "

@@ -1,9 +1,10 @@
-"""The report as one HTML file: no network, nothing beside it, light and dark.
+"""The report as one HTML file that needs no network and no other file, in light and dark.
 
-The verdict comes first, then the timeline, the wait-for graph, the stacks merged and side by side,
-and where the time went. `page.html`, `style.css` and `script.js` beside this module are its frame.
-Everything recorded is untrusted: it is cleaned, then escaped, and the data block cannot end its own
-element. A content security policy forbids the page to load or send anything.
+The verdict comes first, then the timeline, the wait-for graph, the stacks (merged and side by
+side), and where the time went. The page is assembled from `page.html`, `style.css` and `script.js`
+in this folder. All recorded data is untrusted: it is cleaned, then escaped, and the data block
+cannot end its own element. A content security policy keeps the page from loading or sending
+anything.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def render_html(picture: Picture, report: Report) -> str:
 
 
 def _json(value: Any) -> str:
-    """Write JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element that contains it."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

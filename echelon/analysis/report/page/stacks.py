@@ -19,7 +19,7 @@ _MAX_FORKS = 40  # of one branch
 
 
 def stacks_section(picture: Picture, report: Report) -> str:
-    """Return the sections with stacks, "" where no rank has one."""
+    """Return the sections with stacks, or "" if no rank has one."""
     culprits = set(report.verdict.culprit_ranks) if report.verdict else set()
     return _tree_section(picture, culprits) + _columns_section(picture, culprits)
 
@@ -29,7 +29,7 @@ def stacks_section(picture: Picture, report: Report) -> str:
 
 def _tree_section(picture: Picture, culprits: set[int]) -> str:
     found: dict[int, tuple[str, ...]] = {}
-    users: set[str] = set()  # frames as they are shown
+    users: set[str] = set()  # frames as shown
     for rank, facts in picture.evidence.ranks.items():
         frames = _frames(picture, facts)[0]
         found[rank] = long_form(frames)

@@ -1,4 +1,4 @@
-"""The page's own files: its frame, its look and its script, put together as one file."""
+"""The page's own files (frame, style and script), combined into one file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 @cache
 def part(name: str) -> str:
-    """Read a file that lies beside this module and is installed with it."""
+    """Return the text of a file in this module's folder, which is installed with it."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def fill(parts: Mapping[str, str]) -> str:
-    """Put markup into the places of `page.html`, each named `{{so}}`.
+    """Replace the placeholders of `page.html`, each written `{{name}}`.
 
-    What is put in is not searched for places again: recorded text may look like one.
+    The inserted markup is not searched for placeholders: recorded text may look like one.
 
     Raises:
-        KeyError: the page has a place for which `parts` has nothing.
+        KeyError: the page has a placeholder that is not in `parts`.
     """
     whole = {"style": part("style.css"), "script": part("script.js"), **parts}
     return _PLACE.sub(lambda place: whole[place[1]], part("page.html"))

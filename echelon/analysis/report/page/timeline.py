@@ -1,7 +1,7 @@
 """The rows of the timeline: the last operations and spans of every rank, as small numbers.
 
-Times are microseconds from a common beginning. The number of boxes is bounded, so that a page of
-1024 ranks stays as light as one of four: with more ranks, each shows fewer operations.
+Times are microseconds from a common start. The number of boxes is bounded, so that a page with 1024
+ranks stays as small as one with four: with more ranks, each shows fewer operations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from echelon.analysis.report.clean import clean
 from echelon.recorder.format.schema import Flag, State
 
 MAX_BOXES = 60_000
-_FEWEST = 12  # operations a rank, however many ranks there are
+_FEWEST = 12  # operations per rank, for any number of ranks
 _MOST = 2000
 
 
 def timeline(picture: Picture) -> dict[str, Any]:
-    """Return what the page draws: kinds of boxes, and per rank flat lists of boxes.
+    """Return the page's data: the kinds of boxes, and a flat list of boxes per rank.
 
     An operation is five numbers: start, length (-1: still inside), kind, sequence, state. A span is
     three: start, length, name.
@@ -52,7 +52,7 @@ def timeline(picture: Picture) -> dict[str, Any]:
 
 
 class _Kinds:
-    """Numbers the kinds of boxes: one kind per call site and group."""
+    """Numbers for the kinds of boxes: one kind per call site and group."""
 
     def __init__(self, picture: Picture) -> None:
         self.shown: list[dict[str, str]] = []
@@ -94,7 +94,7 @@ def _operations(rows: npt.NDArray[Any], begin: int, kinds: _Kinds) -> list[int]:
         ended = int(row["ended_ns"])
         length = max(0, (ended - int(row["created_ns"])) // 1000) if ended else -1
         if not ended and row["state"] == State.COMPLETED:
-            length = 0  # torch with Gloo: done at an unknown time
+            length = 0  # torch with Gloo: completed at an unknown time
         if start + max(length, 0) < 0:
             continue
         number = int(row["sequence"] if row["sequence"] >= 0 else row["p2p_sequence"])
@@ -124,7 +124,7 @@ def _begin(kept: list[npt.NDArray[Any]]) -> int:
 
 
 def _end(ranks: list[RankEvidence], kept: list[npt.NDArray[Any]], begin: int) -> int:
-    """Return when the ranks were last seen; where no dump says, some time after the last box."""
+    """Return when the ranks were last seen; if no dump records it, some time after the last box."""
     seen = max((facts.seen_ns for facts in ranks), default=0)
     last = max((_last(rows) for rows in kept), default=begin)
     return max(seen, last) if seen else last + (last - begin) // 2

@@ -1,9 +1,9 @@
 """Ranks that called different things under one sequence number of a group.
 
-The members vote over comparable calls; the earliest column in which they differ is the root, and
-whatever follows in that group is fallout. A minority differs from the rest; where two sides are
-equally strong, both are named. Whether the difference is a wrong argument or a stream that has
-slipped by an operation is asked in `skipped.py`.
+The members vote over comparable calls. The earliest column in which they differ is the root, and
+whatever follows in that group is fallout. A minority differs from the rest; if two sides are
+equally strong, both are named. Whether the difference is a wrong argument or a stream that slipped
+by one operation is decided in `skipped.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Divergence:
 
     @property
     def began_ns(self) -> int:
-        """When the first member got there."""
+        """When the first member arrived there."""
         return min(int(self.row(member)["created_ns"]) for side in self.sides for member in side)
 
     def row(self, member: int) -> Any:
@@ -65,16 +65,16 @@ class Divergence:
         return row
 
     def call(self, side: Sequence[int]) -> Call:
-        """Return what a side called, exactly."""
+        """Return the exact call of a side."""
         return self.lanes.evidence.call(self.row(side[0]))
 
     def site(self, side: Sequence[int]) -> str:
-        """Return where a side called it, "" if not known."""
+        """Return where a side made its call, or "" if not known."""
         return self.lanes.evidence.site(self.row(side[0]))
 
 
 def divergence(lanes: Lanes) -> Divergence | None:
-    """Return the first column in which the members of a group differ, None if they never do."""
+    """Return the first column in which the members of a group differ, or None if they never do."""
     votes = lanes.comparable
     if votes.shape[0] < 2 or not votes.shape[1]:
         return None
@@ -101,8 +101,8 @@ def _sides(votes: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
 def culprits(found: Divergence) -> tuple[int, ...]:
     """Return the member indices that differ from the rest; both sides of a tie.
 
-    While some members have not voted yet, a tie of the early ones is broken by what the error that
-    was raised says, and by who did at this place what it had always done.
+    While some members have not voted, a tie is broken by the text of the error that was raised, and
+    by which side did here what it had always done.
     """
     if not found.is_tie:
         return tuple(sorted(member for side in found.sides[1:] for member in side))
@@ -116,7 +116,7 @@ def culprits(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_error(found: Divergence) -> tuple[int, ...]:
-    """Take the rank that the recorded mismatch error names, if that is one rank."""
+    """Return the rank that the recorded mismatch error names, if it names exactly one."""
     evidence = found.lanes.evidence
     texts = {evidence.error(found.row(member)) for side in found.sides for member in side}
     named = {int(rank) for text in texts for rank in _NAMED.findall(text)}
@@ -125,7 +125,7 @@ def _odd_by_error(found: Divergence) -> tuple[int, ...]:
 
 
 def _odd_by_habit(found: Divergence) -> tuple[int, ...]:
-    """Take the side whose call was never made at its place before, if only one such is."""
+    """Return the side whose call was never made at its place before, if there is only one."""
     novel = [side for side in found.sides if not _is_habit(found, side)]
     return novel[0] if len(novel) == 1 and len(found.sides) == 2 else ()
 
@@ -142,7 +142,7 @@ def _is_habit(found: Divergence, side: Sequence[int]) -> bool:
 
 
 def kind_of(odd: Call, usual: Call) -> Cause:
-    """Name the difference between two calls."""
+    """Classify the difference between two calls."""
     if odd.operation != usual.operation:
         return Cause.OP_MISMATCH
     if odd.signature.dtype != usual.signature.dtype:
@@ -160,7 +160,7 @@ def kind_of(odd: Call, usual: Call) -> Cause:
 
 
 def earliest(picture: Picture) -> Divergence | None:
-    """Return the divergence that came first in time, over all groups."""
+    """Return the earliest divergence over all groups."""
     found = [one for lanes in picture.lanes if (one := divergence(lanes)) is not None]
     return min(found, key=lambda one: one.began_ns, default=None)
 
@@ -202,7 +202,7 @@ def describe(picture: Picture, found: Divergence) -> Finding:
 
 
 def _sureness(found: Divergence, *, has_innocent: bool) -> Confidence:
-    """Return how sure a vote is: ranks whose record is missing may have turned it."""
+    """Return how sure a vote is: ranks without a record might have changed its outcome."""
     num_missing = len(found.lanes.strangers)
     if found.is_tie:
         return Confidence.LIKELY if has_innocent or not num_missing else Confidence.POSSIBLE

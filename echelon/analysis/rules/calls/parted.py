@@ -1,8 +1,8 @@
-"""A rank whose program took another way than the ranks that run the same one.
+"""A rank whose program diverged from that of the ranks that run the same one.
 
-A call left out, or one too many, shows in its own group only where signatures differ or numbers
-run short. Ranks that run the same program call everything in the same order over all groups: the
-first call that one of them makes otherwise is where it slipped, and all that waits is fallout.
+A missing or extra call shows in its own group only if signatures differ or numbers run short. Ranks
+that run the same program call everything in the same order over all groups. The first call that one
+of them makes differently is where it slipped, and all ranks that wait are fallout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
     other = evidence.ranks[usual_rank].rows[place]
     kind = _kind(seen)
     if kind == "instead" and not _is_message(own) and own["group"] == other["group"]:
-        return None  # another call in its place: the vote of the group says more
+        return None  # another call in its place: the vote of the group is more precise
     cause, words = _words(kind, own, other)
     if not kind:
         cause = slip_cause(picture, seen.rank) or cause
@@ -67,7 +67,7 @@ def _describe(picture: Picture, seen: Parting) -> Finding | None:
 
 
 def _kind(seen: Parting) -> str:
-    """Compare what follows: "left out", "extra", "instead", "swapped", else "" where it is open."""
+    """Compare what follows: "left out", "extra", "instead", "swapped", or "" if undecided."""
     own, others = seen.later
     if len(own) > 1 and len(others) > 1 and own[0] == others[1] and own[1] == others[0]:
         return "swapped"
@@ -85,7 +85,7 @@ def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _words(kind: str, own: Any, other: Any) -> tuple[Cause, str]:
-    """Return the cause and what to say of the rank."""
+    """Return the cause and the words that describe what the rank did."""
     if kind == "swapped":
         return Cause.ORDER_DESYNC, "called {called} before {usual}, not after it"
     if kind == "left out":
@@ -114,7 +114,7 @@ def _call(picture: Picture, row: Any) -> str:
 
 
 def slip_cause(picture: Picture, rank: int) -> Cause | None:
-    """Name what a rank left out, or did once too often, by its own habit; None if not known."""
+    """Return what a rank left out, or did once too often, by its own habit; None if not known."""
     slip = None if picture.streams is None else slip_of(picture.streams, rank)
     if slip is None:
         return None

@@ -1,7 +1,7 @@
-"""An output that does not fit its input, on one rank or on all alike: no vote can see it.
+"""Outputs that do not fit their input, on one rank or on all: a vote cannot detect the latter.
 
 An all_gather's output holds one input of each member, a reduce_scatter's input one output of each.
-The vote compares the larger of the two alone.
+The vote compares only the larger of the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCATTERS = frozenset({"_reduce_scatter_base", "reduce_scatter_tensor"})
 
 
 def find_misfit(picture: Picture) -> list[Finding]:
-    """Report an operation with sizes that do not fit each other, and the ranks that passed them."""
+    """Report an operation whose sizes do not fit each other, and the ranks that passed them."""
     streams = picture.streams
     if streams is None or not picture.graph.waits:
         return []

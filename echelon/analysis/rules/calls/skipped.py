@@ -1,6 +1,6 @@
 """A rank whose stream of collectives has slipped: it skipped one, or made one too many.
 
-The sequence numbers then still count up on every rank, but mean different calls. Signatures alone
+The sequence numbers then still count up on every rank but mean different calls. Signatures alone
 may never show it (buckets of one shape), so the step number and the call site are compared too
 (`slip.py`): after the slip, the stream of one rank equals the others' shifted by one.
 """
@@ -28,7 +28,7 @@ def find_skipped(picture: Picture) -> list[Finding]:
         first = min(slips, key=lambda slip: _began(slip.lanes, slip.column))
         found = earliest(picture)
         if found is None or _began(first.lanes, first.column) <= found.began_ns:
-            # Where no signature differs, it explains only who waits for the rank, or the rank.
+            # If no signature differs, it explains only ranks that wait for this rank, or this rank.
             scope = Scope.CULPRITS if found is None else Scope.GROUP
             return [_describe(picture, first).changed(scope=scope)]
     found = earliest(picture)

@@ -1,9 +1,9 @@
-"""How a slipped stream of collectives is recognised, and by how much it slipped.
+"""Detect a slipped stream of collectives, and by how much it slipped.
 
-Signs, strongest first: the streams re-align after a shift; the step number differs; the call is
-the one that the others make next in each period (or made just before); the rank's data loader has
-ended while the others' have not; the rank has left the loop for a barrier. Where no signature
-differs, call, site and step together are compared from the first column on in which the steps part.
+Signs, strongest first: the streams re-align after a shift; the step number differs; the call is the
+one that the others make next in each period (or made just before); the rank's data loader has ended
+while the others' have not; the rank has left the loop for a barrier. If no signature differs, call,
+site and step are compared together from the first column in which the steps differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from echelon.analysis.rules.calls.mismatch import Divergence, culprits
 
 _SHIFTS = (1, -1, 2, -2, 3, -3)
 _LOOK_BACK = 512  # columns that are searched for a period
-_CONTEXTS = (8, 4, 2, 1)  # calls that a habit is told by
+_CONTEXTS = (8, 4, 2, 1)  # length of the context that a habit is judged by
 _LEFT_LOADER = "it has ended its loop over a data loader, and the others have not"
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
@@ -45,10 +45,10 @@ class Slip:
 
 
 def slip_at(found: Divergence) -> Slip | None:
-    """Return whether a divergence is a slipped stream, and who slipped."""
+    """Return whether a divergence is a slipped stream, and which members slipped."""
     odd = culprits(found)
     usual = next((side for side in found.sides if not set(side) & set(odd)), None)
-    if usual is None:  # a tie: try both ways round
+    if usual is None:  # a tie: try both assignments
         first, second = found.sides[0], found.sides[1]
         return _decide_tie(found, _slip(found, second, first[0]), _slip(found, first, second[0]))
     return _slip(found, odd, usual[0])
@@ -76,11 +76,11 @@ _Sign = tuple[int, str, bool] | None
 
 
 def _realigns(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Shift the streams against each other after the column: do they agree again?"""
+    """Return whether the streams agree again after the column if shifted against each other."""
     odd_votes, usual_votes = lanes.comparable[odd, column:], lanes.comparable[usual, column:]
     later = (odd_votes[1:] != ABSENT) & (usual_votes[1:] != ABSENT)
     if later.any() and (odd_votes[1:][later] == usual_votes[1:][later]).all():
-        return None  # in step again without a shift: one wrong call, not a slip
+        return None  # aligned again without a shift: one wrong call, not a slip
     for shift in _SHIFTS:
         ahead = odd_votes[: len(odd_votes) - shift] if shift > 0 else odd_votes[-shift:]
         behind = usual_votes[shift:] if shift > 0 else usual_votes[: len(usual_votes) + shift]
@@ -107,7 +107,7 @@ def _by_step(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
 
 
 def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
-    """Return whether the two ranks count their steps differently all along, as some programs do."""
+    """Return whether two ranks count their steps differently throughout, as some programs do."""
     steps = lanes.column("step")
     a, b = steps[odd, :column], steps[usual, :column]
     both = (a >= 0) & (b >= 0)
@@ -115,7 +115,7 @@ def _steps_never_agree(lanes: Lanes, column: int, odd: int, usual: int) -> bool:
 
 
 def _by_period(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """Compare with the others' own past: what follows, or precedes, this call in each period?"""
+    """Compare with the others' own past: which call follows or precedes this one in each period?"""
     keys = _keys(lanes, usual)
     odd_key, usual_key = _keys(lanes, odd)[column], keys[column]
     if not _has_site(lanes, odd, column):
@@ -143,7 +143,7 @@ def _was_followed(past: Sequence[object], first: object, second: object) -> bool
 
 
 def _by_loader(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """One side ended its loop over the batches, and the other has not."""
+    """Return whether one side ended its loop over the batches while the other has not."""
     if not _has_left_loader(lanes, odd, column) or _has_left_loader(lanes, usual, column):
         return None
     return 1, _LEFT_LOADER, False
@@ -163,7 +163,7 @@ def _has_left_loader(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def _by_barrier(lanes: Lanes, column: int, odd: int, usual: int) -> _Sign:
-    """One side synchronises without data at a place of its own: it has left the loop."""
+    """Return whether one side has left the loop and synchronises at a place of its own."""
     odd_row, usual_row = lanes.row(odd, column), lanes.row(usual, column)
     if odd_row is None or usual_row is None or odd_row["site"] == usual_row["site"]:
         return None
@@ -185,14 +185,16 @@ def _keys(lanes: Lanes, member: int) -> list[object]:
 
 
 def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip | None:
-    """Return which of two equal sides slipped: the one that ended its loop over a loader, or
-    whose last step has an odd length, or that broke its habit.
+    """Return which of two equal sides slipped.
+
+    It is the side that ended its loop over a loader, or whose last step has an unusual length, or
+    that broke its habit.
     """
     if one is None and other is None:
         return None
     known = one or other
     assert known is not None
-    if known.sign == _LEFT_LOADER:  # true of one side alone
+    if known.sign == _LEFT_LOADER:  # true of exactly one side
         return known
     lengths = {side: _odd_lengths(found.lanes, side[0], found.column) for side in found.sides[:2]}
     broken = [side for side, odd in lengths.items() if odd]
@@ -229,9 +231,9 @@ def _decide_tie(found: Divergence, one: Slip | None, other: Slip | None) -> Slip
 
 
 def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
-    """Return whether a call is not the one that always followed the calls before it on this rank.
+    """Return whether this call differs from the one that always followed the calls before it.
 
-    The longest context that occurred before decides; None if none did.
+    The longest context on this rank that occurred before decides; None if none did.
     """
     keys = _keys(lanes, member)[max(0, column - _LOOK_BACK) : column + 1]
     past, current = keys[:-1], keys[-1]
@@ -250,7 +252,7 @@ def _breaks_habit(lanes: Lanes, member: int, column: int) -> bool | None:
 
 
 def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
-    """Return whether the last step that is finished had another number of calls than usual."""
+    """Return whether the last completed step had an unusual number of calls."""
     steps = lanes.column("step")[member, : column + 1]
     steps = steps[steps >= 0]
     if not len(steps):
@@ -268,9 +270,9 @@ def _odd_lengths(lanes: Lanes, member: int, column: int) -> bool:
 
 
 def silent_slip(lanes: Lanes) -> Slip | None:
-    """Find the column from which on one rank's (call, site, step) equal the others' shifted.
+    """Find the column from which one rank's (call, site, step) equal the others' shifted.
 
-    Asked only where something is wrong already: programs may count steps as they like.
+    Only tried if something is already wrong: programs may count steps as they like.
     """
     if len(lanes.members) < 2 or not lanes.rows.shape[1]:
         return None
@@ -296,7 +298,7 @@ def silent_slip(lanes: Lanes) -> Slip | None:
 
 
 def _first_lasting_difference(steps: npt.NDArray[Any]) -> int | None:
-    """Return the first column where steps differ, if before it they agreed at least once."""
+    """Return the first column where steps differ for good, if they agreed at least once before."""
     high = steps.max(axis=0)
     low = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=0)
     shared = (steps >= 0).sum(axis=0) >= 2

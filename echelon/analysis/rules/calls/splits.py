@@ -1,8 +1,8 @@
 """all_to_all split sizes that do not fit each other.
 
-What rank i sends to rank j must be what rank j receives from rank i: the output splits are the
-transpose of the input splits. Where only total sizes are recorded (torch), the sum of what is sent
-must at least equal the sum of what is received.
+What rank i sends to rank j must equal what rank j receives from rank i: the output splits are the
+transpose of the input splits. If only total sizes are recorded (torch), the total sent must at
+least equal the total received.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _calls(lanes: Lanes, column: int) -> list[Call]:
 
 
 def odd_members(lanes: Lanes, column: int) -> tuple[int, ...]:
-    """Return the members whose splits fit the others' least, () if all fit."""
+    """Return the members whose splits fit the others' least, or () if all fit."""
     signatures = [call.signature for call in _calls(lanes, column)]
     size = len(signatures)
     sends = [s.input_splits for s in signatures]
@@ -80,7 +80,7 @@ def _odd_in_totals(surplus: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def _surplus(shapes: Sequence[Sequence[int]]) -> int | None:
-    """Return how many elements a member sends beyond what it receives, None if not recorded."""
+    """Return how many more elements a member sends than it receives, None if not recorded."""
     return prod(shapes[0]) - prod(shapes[1]) if len(shapes) == 2 else None
 
 

@@ -1,7 +1,7 @@
 """Ranks that ended, and why: an exception of their own, too little memory, a death.
 
-The errors that our own collectives and torch's transports raise when a peer is gone are evidence
-about that peer, never the root. What the agent ended itself is fallout.
+The errors that echelon's collectives and torch's transports raise when a peer is gone are evidence
+about that peer, never the root. Ranks that the agent ended are fallout.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from echelon.recorder.format.schema import State
 _ASKED = frozenset({-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM})
 _ABORTS = frozenset({-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGABRT})
 _SIGABRT = frozenset({-signal.SIGABRT, 128 + signal.SIGABRT})
-LONG_WAIT_S = 30.0  # who aborts after waiting this long for a living rank is its victim
+LONG_WAIT_S = 30.0  # a rank that aborts after waiting this long for a living rank is a victim
 _FULL_SHM = re.compile(r"(?:shared memory|/dev/shm).{0,80}No space left on device")
-_TOGETHER_NS = 10 * 10**9  # endings this near may be one shortage of memory
+_TOGETHER_NS = 10 * 10**9  # endings this close together may share one shortage of memory
 _ORIGINAL = "Original Traceback (most recent call last):"
 _LOADER_DEATH = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (\d{1,10})[^)]*\) "
@@ -53,12 +53,12 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """How one rank ended, as far as it was its own doing."""
+    """How one rank ended, as far as it was the rank's own doing."""
 
     rank: int
     cause: Cause
-    moment_ns: int  # on rank 0's clock, as far as its host's clock was compared; 0: not known
-    how: str  # what is equal for endings of one kind
+    moment_ns: int  # on rank 0's clock if its host's clock was compared; 0: not known
+    how: str  # equal for endings of one kind
     words: str
     frame: Frame | None
     evidence: tuple[str, ...]
@@ -66,7 +66,7 @@ class Ending:
 
 
 def find_ended(picture: Picture) -> list[Finding]:
-    """Report ranks that ended of themselves, the earliest ending first."""
+    """Report ranks that ended by themselves, the earliest ending first."""
     endings = [
         ending
         for facts in picture.evidence.ranks.values()
@@ -85,11 +85,11 @@ def find_ended(picture: Picture) -> list[Finding]:
 
 
 def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], bool]:
-    """Sort endings, the root first, and tell whether the order is known.
+    """Sort endings, the root first, and return whether their order is known.
 
-    Clocks of one host, and clocks that were compared, tell it; else the coordinator does, which
-    heard of every end. A kill without a word of its own is explained by memory that was used up
-    at the same time: of those, memory comes first.
+    Clocks of one host, or clocks that were compared, give the order; otherwise the coordinator
+    does, which saw every end. A kill without any output is explained by memory that ran out at the
+    same time, so the memory error is placed before it.
     """
     ranks = picture.evidence.ranks
     by_coordinator = {rank: place for place, rank in enumerate(picture.evidence.incident.ended)}
@@ -111,7 +111,7 @@ def in_order(picture: Picture, endings: list[Ending]) -> tuple[list[Ending], boo
 
 
 def _is_killed_for(facts: RankEvidence, first: Ending, memory: Ending, is_timed: bool) -> bool:
-    """Return whether a kill may have been for the memory that another rank ran out of."""
+    """Return whether a kill may be due to the memory that another rank ran out of."""
     if first.cause is not Cause.DEAD_PROCESS or facts.host.exit_code != -signal.SIGKILL:
         return False
     apart_ns = abs(memory.moment_ns - first.moment_ns)
@@ -124,7 +124,7 @@ def _exit_order(facts: RankEvidence) -> int:
 
 
 def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
-    """Lower the confidence where nothing says which of several hosts' ranks ended first."""
+    """Lower the confidence if nothing shows which of several hosts' ranks ended first."""
     others = rank_list([ending.rank for ending in ordered[1:]])
     return root.changed(
         confidence=Confidence.POSSIBLE,
@@ -137,7 +137,7 @@ def _not_surely_first(root: Finding, ordered: list[Ending]) -> Finding:
 
 
 def _later(picture: Picture, endings: list[Ending]) -> Finding:
-    """Report endings of one kind that came after the root: a thousand of them are one finding."""
+    """Report endings of one kind that followed the root: a thousand of them are one finding."""
     first = _describe(picture, endings[0])
     if len(endings) == 1:
         return first
@@ -167,7 +167,7 @@ def ending_of(picture: Picture, facts: RankEvidence) -> Ending | None:
     if host.exit_code is None:
         return None
     if host.exit_code == 0:
-        return None  # whether it left too early is for the waits to say
+        return None  # the rules on waits decide whether it left too early
     if host.exit_code in _ASKED and _was_asked_to_end(picture):
         return None
     return None if is_victim(picture, facts) else _by_death(facts)
@@ -180,14 +180,14 @@ def _meaning(facts: RankEvidence, raised: Raised) -> Meaning:
     trace += "\n".join(frame.file for frame in raised.frames)
     message = raised.message
     if raised.type.rpartition(".")[2].startswith("Dist"):
-        message += f"\n{raised.rest}"  # NCCL's own words come on the next lines
+        message += f"\n{raised.rest}"  # NCCL's own message is on the next lines
     return meaning_of(raised.type, message, bases, trace)
 
 
 def is_victim(picture: Picture, facts: RankEvidence) -> bool:
-    """Tell a death by a watchdog, or after a long wait for a rank that lives, from one of its own.
+    """Return whether a death was caused by a watchdog or by a long wait for a living rank.
 
-    torch's watchdog aborts a process that waited for too long, or whose peer is gone.
+    torch's watchdog aborts a process that waited too long, or whose peer is gone.
     """
     host = facts.host
     if host.exit_code not in _ABORTS or host.oom_kill:
@@ -217,7 +217,7 @@ def _lived_on(facts: RankEvidence) -> bool:
 
 
 def own_wait_s(facts: RankEvidence, until_ns: int) -> float:
-    """Return for how long a rank's first pending operation had lasted."""
+    """Return how long a rank's first pending operation had lasted."""
     pending = np.isin(facts.rows["state"], (State.CREATED, State.STARTED))
     if not pending.any():
         return 0.0
@@ -232,7 +232,7 @@ def _was_asked_to_end(picture: Picture) -> bool:
 def _raised(facts: RankEvidence) -> Raised | None:
     """Return what a rank raised: from its own record, else from the last traceback on stderr.
 
-    An abort may follow an exception: libraries whose threads still run end the process with it.
+    An abort may follow an exception: libraries whose threads still run abort the process.
     """
     words = facts.last_words
     if words is not None:
@@ -257,7 +257,7 @@ def _raised(facts: RankEvidence) -> Raised | None:
 
 
 def _within_loader(raised: Raised) -> Raised:
-    """Take what a data loader's worker process raised from the message that reports it."""
+    """Extract what a data loader's worker raised from the message that reports it."""
     text = f"{raised.message}\n{raised.rest}"
     if _ORIGINAL not in text:
         return raised
@@ -269,7 +269,7 @@ def _within_loader(raised: Raised) -> Raised:
 
 
 def _loader_death(raised: Raised) -> str:
-    """Return which data-loader worker died and how, as an error reports it; "" if none did."""
+    """Return which data-loader worker died and how, according to an error; "" if none did."""
     dead = _LOADER_DEATH.search(raised.message)
     if dead is None:
         return ""
@@ -289,7 +289,7 @@ def _by_exception(facts: RankEvidence, cause: Cause, raised: Raised) -> Ending:
     if death:
         cause = Cause.DEAD_PROCESS
         words = f"rank {facts.rank} lost its data-loader worker {death}, and raised {short}{place}"
-        frame = None  # where the signal of the death happened to arrive
+        frame = None  # which is wherever the signal of the death happened to arrive
     if facts.host.exit_code is not None:
         lines.append(f"rank {facts.rank} ended {exit_words(facts.host.exit_code)}")
     if facts.last_words is not None and facts.last_words.traceback:
@@ -324,7 +324,7 @@ def _by_death(facts: RankEvidence) -> Ending:
     row = last_row(facts)
     where = short_site(facts_site(facts))
     tail = [line for line in host.stderr_tail.splitlines() if line.strip()][-2:]
-    if tail and code != -signal.SIGKILL:  # which leaves no time for a word
+    if tail and code != -signal.SIGKILL:  # a kill leaves no time for output
         lines.append(
             f"rank {facts.rank}'s stderr ends: " + " | ".join(line.strip() for line in tail)
         )
@@ -353,7 +353,7 @@ def facts_site(facts: RankEvidence) -> str:
 
 
 def _moment_ns(facts: RankEvidence) -> int:
-    """Return when a rank raised, else when its end was seen; 0 if neither is known."""
+    """Return when a rank raised, else when its end was observed; 0 if neither is known."""
     words = facts.last_words
     moment = words.mono_ns if words is not None and words.mono_ns else facts.host.exited_mono_ns
     return moment + facts.offset_ns if moment else 0

@@ -1,8 +1,8 @@
-"""What an error says about whose fault it is, in the words of torch, NCCL and echelon.
+"""Classify whose fault an error reports, from the texts of torch, NCCL and echelon.
 
-An error is the rank's own, or it reports what a peer, the network or a watchdog did (a
-consequence, never a cause), or it names memory or the device. The type decides where it can;
-`DistBackendError` is raised for all four, so its text does. A plain `RuntimeError` or
+An error is the rank's own, or it reports what a peer, the network or a watchdog did (a consequence,
+never a cause), or it is about memory or the device. The type decides where it can;
+`DistBackendError` is raised for all four, so its text decides. A plain `RuntimeError` or
 `ConnectionError` is a consequence only if it passed through a communication library: a user's own
 client may lose connections too.
 """
@@ -44,7 +44,7 @@ _DEVICE = re.compile(
     r"|device (?:is )?unavailable|\bgpu is lost\b|hip error: .*hardware"
 )
 _NO_SPACE = "no space left on device"  # of the rank's own machine, whichever rank reports it
-# Said of the rank itself, whatever else the text quotes.
+# About the rank itself, whatever else the text quotes.
 _OWN = re.compile(
     r"duplicate gpu detected|invalid usage|invalid argument|illegal memory access"
     r"|device-side assert|address already in use|eaddrinuse|no such file"
@@ -54,7 +54,8 @@ _CONSEQUENCE = re.compile(
     r"|connectfullmesh|remote process exited|ncclremoteerror|communicator was aborted"
     r"|watchdog caught collective|timed out|timeout|socket|peer closed|failed to recv"
 )
-# A frame or a file of these in the text: the error passed through a communication library.
+# A frame or a file of these in the text shows that the error passed through a communication
+# library.
 _COMMUNICATION = re.compile(
     r"gloo/transport/|processgroup|nccl|torch[/\\]distributed[/\\]|tcpstore|\[c10d\]|connectfullmesh"
     r"|distributed_c10d|echelon[/\\](?:dist|store)[/\\]"
@@ -85,7 +86,7 @@ class Meaning(Enum):
 def meaning_of(
     type_name: str, message: str, bases: tuple[str, ...] = (), traceback: str = ""
 ) -> Meaning:
-    """Judge an uncaught error.
+    """Classify an uncaught error.
 
     Args:
         bases: the type's base classes, where they were recorded.
@@ -117,7 +118,7 @@ def _is_echelons(type_name: str, message: str, bases: tuple[str, ...]) -> bool:
     name = type_name.rpartition(".")[2]
     if name in _OWN_NAMES:
         return True
-    # echelon's own error, on its way through torch's C++
+    # echelon's own error, passing through torch's C++
     return name == "RuntimeError" and any(f"{own}: " in message for own in _OWN_NAMES)
 
 
@@ -130,13 +131,13 @@ def _is_torchs_own(name: str, words: str) -> bool:
 
 
 def watchdog_timeout(stderr: str) -> tuple[int, str] | None:
-    """Return the sequence number and type of the operation that torch's watchdog gave up in."""
+    """Return the sequence number and type of the operation in which torch's watchdog timed out."""
     found = _WATCHDOG.findall(stderr)
     return (int(found[0][0]), found[0][1].lower()) if found else None
 
 
 def gloo_timeout_s(stderr: str) -> float:
-    """Return for how long a rank had waited when Gloo gave up, 0 if it did not."""
+    """Return how long a rank had waited when Gloo timed out, 0 if it did not."""
     found = _GLOO_TIMEOUT.findall(stderr)
     return int(found[-1]) / 1000 if found else 0.0
 
@@ -153,11 +154,11 @@ def cpp_abort(stderr: str) -> str:
 
 
 def is_gloos_exit(stderr: str) -> bool:
-    """Whether a process may have been aborted at its exit by threads that Gloo had left running."""
+    """Return whether Gloo's leftover threads may have aborted a process at its exit."""
     line = cpp_abort(stderr)
     return line == _JOINABLE or ("gloo::" in line and was_cut_by_gloo(stderr))
 
 
 def died_by_watchdog(stderr: str) -> bool:
-    """Return whether a process that aborted says that a watchdog, or a lost peer, ended it."""
+    """Return whether an aborted process reports that a watchdog or a lost peer ended it."""
     return bool(_DIED_BY_WATCHDOG.search(stderr))

@@ -1,4 +1,4 @@
-"""What remains when nothing waits: ranks without a record, and trouble without an explanation."""
+"""The last resort if nothing waits: ranks without a record, and trouble without an explanation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from echelon.analysis.evidence.picture import Picture
 from echelon.analysis.evidence.timing import arrivals
 from echelon.analysis.finding import Cause, Confidence, Finding, rank_list, seconds
 
-_LATE_S = 1.0  # a stall that was over before the snapshot: how late a rank must have been
+_LATE_S = 1.0  # how late a rank must have been for a stall that was over before the snapshot
 
 
 def find_missing(picture: Picture) -> list[Finding]:
@@ -62,7 +62,7 @@ def find_unknown(picture: Picture) -> list[Finding]:
 
 
 def _absent(picture: Picture) -> list[str]:
-    """Return which ranks sent no black box, and why, by reason."""
+    """Return which ranks sent no black box and why, grouped by reason."""
     by_reason: dict[str, list[int]] = {}
     for rank, why in sorted(picture.evidence.incident.absent.items()):
         by_reason.setdefault(why, []).append(rank)
@@ -72,7 +72,8 @@ def _absent(picture: Picture) -> list[str]:
 def find_unproven(picture: Picture) -> list[Finding]:
     """Note that ranks are inside operations: no fault explains it, and nothing proves health.
 
-    One set of torch's dumps cannot tell an operation in flight from one that will never end.
+    One set of torch's dumps does not distinguish an operation in flight from one that will never
+    end.
     """
     waiting = tuple(sorted(picture.graph.waiting))
     if picture.streams is None or not waiting:
@@ -95,7 +96,7 @@ def find_unproven(picture: Picture) -> list[Finding]:
 
 
 def _latest_arrival(picture: Picture) -> Finding | None:
-    """Look for a stall that was over before the snapshot: who came far later than all others?"""
+    """Look for a stall that ended before the snapshot: a rank that arrived far too late."""
     worst: tuple[int, int, str, int, str] | None = None
     for lanes in picture.lanes:
         found = arrivals(lanes)

@@ -1,8 +1,8 @@
-"""Ranks whose watchdogs gave up, where no record says in what: their stderr does.
+"""Ranks whose watchdogs timed out in an operation that only their stderr names.
 
-torch's watchdog writes which operation it gave up in before it ends the process. A rank that no
-watchdog ended did not wait there: it is what the others waited for. Gloo raises an error where a
-peer is late, and closes its connections, so the rest of the ranks that waited fail right after.
+torch's watchdog logs the operation in which it timed out before it ends the process. A rank that no
+watchdog ended did not wait there: the others waited for it. Gloo raises an error if a peer is late
+and closes its connections, so the other waiting ranks fail right after.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_LINES = 4
 
 
 def find_given_up(picture: Picture) -> list[Finding]:
-    """Report the ranks that others' watchdogs waited for, by what they wrote on stderr."""
+    """Report the ranks that others' watchdogs waited for, according to their stderr."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -53,9 +53,9 @@ def find_given_up(picture: Picture) -> list[Finding]:
 
 
 def _given_up_by_gloo(picture: Picture) -> list[Finding]:
-    """Report the living ranks that are in no collective while Gloo gave up on the others."""
+    """Report the living ranks that are in no collective while Gloo timed out on the others."""
     ranks = picture.evidence.ranks
-    if picture.graph.waits:  # records say more
+    if picture.graph.waits:  # the records are more precise
         return []
     ended = {rank: facts.host.stderr_tail for rank, facts in ranks.items() if facts.host.exit_code}
     cut = tuple(rank for rank, stderr in ended.items() if was_cut_by_gloo(stderr))

@@ -1,1 +1,1 @@
-"""What the ranks' logs alone can say."""
+"""Rules that have only the ranks' logs."""

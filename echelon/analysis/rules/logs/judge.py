@@ -1,9 +1,9 @@
-"""What the ranks' logs alone can say: whose trouble was its own, and who merely followed.
+"""Diagnosis from the ranks' logs alone: whose trouble was its own, and whose was a consequence.
 
 A rank's own trouble is an uncaught exception that no library raised because of a peer, a known
-message that is a root, or an end by a signal of which a launcher tells. Where only consequences are
-written, the rank that wrote none is what the others waited for. A log cannot show that nothing is
-wrong: a job that hangs writes nothing.
+message that is a root, or a death by a signal that a launcher reports. If only consequences are
+logged, the others waited for the rank that logged none. A log cannot show that nothing is wrong: a
+hanging job writes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MEANINGS = {
     Meaning.MEMORY: Cause.OUT_OF_MEMORY,
     Meaning.DEVICE: Cause.DEVICE_STUCK,
 }
-# Of two kinds of trouble of one rank, the earlier here is the nearer to the root.
+# Of two kinds of trouble of one rank, the earlier in this list is nearer to the root.
 _DEPTH = (
     Cause.OP_MISMATCH,
     Cause.OUT_OF_MEMORY,
@@ -41,7 +41,7 @@ _LOST = frozenset({"connection-lost", "nccl-remote", "ib-retries"})
 _MAX_LINES = 6
 _HEAD = "Traceback (most recent call last)"
 _MAX_TRACEBACK = 100  # lines
-_MAX_AFTER = 200  # lines that a rank may write after what ended it
+_MAX_AFTER = 200  # lines that a rank may still write after the event that ended it
 _MAX_SHOWN = 200
 _ASK_DUMPS = (
     "the ranks' own records: run under `echelon run`, or set TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
@@ -53,17 +53,17 @@ _ASK_EXITS = "how each rank ended: the launcher's or the scheduler's own log"
 class Trouble:
     """A rank's own trouble."""
 
-    rank: int  # -1: the log says of no rank
+    rank: int  # -1: the log names no rank
     cause: Cause
     words: str
     kind: str  # equal for troubles of one kind
     advice: str = ""
     frame: Frame | None = None
-    is_old: bool = False  # much was written after it: the rank continued
+    is_old: bool = False  # much was written after it, so the rank continued
 
 
 def find_in_logs(picture: Picture) -> list[Finding]:
-    """Name the root, as far as logs show it; one finding."""
+    """Return the one finding that names the root, as far as logs show it."""
     evidence = picture.evidence
     said = {rank: tuple(messages_in(f.host.stderr_tail)) for rank, f in evidence.ranks.items()}
     job = tuple(messages_in(evidence.job_log))
@@ -87,7 +87,7 @@ def find_in_logs(picture: Picture) -> list[Finding]:
 
 
 def advice_in(text: str) -> str:
-    """Quote the last known message of a log that is a root, and what to do; "" if none is."""
+    """Quote the last known root message of a log, and its remedy; "" if there is none."""
     found = [one for one in messages_in(text) if one.message.role is Role.ROOT]
     return f"{_shown(found[-1].line)} ({found[-1].message.advice})" if found else ""
 
@@ -125,10 +125,10 @@ def _by_message(rank: int, said: Said) -> Trouble:
 
 
 def _by_traceback(rank: int, text: str) -> Trouble | None:
-    """Read a rank's last traceback, unless libraries raised it because of others.
+    """Read a rank's last traceback, unless libraries raised it because of other ranks.
 
     Args:
-        rank: -1 if the log does not say whose it is.
+        rank: -1 if the log does not show which rank wrote it.
     """
     raised = last_traceback(text)
     if raised is None or raised.type in ("SystemExit", "KeyboardInterrupt"):
@@ -154,7 +154,7 @@ def _by_traceback(rank: int, text: str) -> Trouble | None:
 
 
 def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
-    """Tell a death of which a launcher tells, and that no message explains, from a consequence."""
+    """Return whether a launcher reports a death by a signal that no message explains."""
     code = facts.host.exit_code
     if not code or code in (-15, 143, -2, 130):
         return False
@@ -162,7 +162,7 @@ def _died_alone(facts: RankEvidence, said: Sequence[Said]) -> bool:
 
 
 def _with_killed(picture: Picture, troubles: list[Trouble], job: Sequence[Said]) -> list[Trouble]:
-    """Find whose process the kernel says that it killed."""
+    """Find the rank whose process was killed according to the kernel."""
     pids = {facts.identity.pid: rank for rank, facts in picture.evidence.ranks.items()}
     for one in job:
         match = _KILLED_PID.search(one.line)
@@ -219,7 +219,7 @@ def _root(picture: Picture, troubles: list[Trouble], said: dict[int, tuple[Said,
 def _of_the_job(
     picture: Picture, cause: Cause, words: str, advice: str, said: dict[int, tuple[Said, ...]]
 ) -> Finding:
-    """Report what a log says of no rank in particular: the kernel, the driver, the scheduler."""
+    """Report log lines that belong to no rank: from the kernel, the driver or the scheduler."""
     return Finding(
         cause=cause,
         culprit_ranks=(),
@@ -235,7 +235,7 @@ def _of_the_job(
 def _followed(
     picture: Picture, said: dict[int, tuple[Said, ...]], job: Sequence[Said]
 ) -> Finding | None:
-    """Only consequences were written: name the ranks that wrote none, or fell behind."""
+    """Name the ranks that logged nothing or fell behind, where only consequences are logged."""
     spoke = {rank: found for rank, found in said.items() if found}
     everything = [*job, *(one for found in spoke.values() for one in found)]
     if not everything:
@@ -271,7 +271,7 @@ def _followed(
 
 @dataclass(frozen=True, slots=True)
 class _Suspects:
-    """Whom consequences point to."""
+    """The ranks that consequences point to."""
 
     ranks: tuple[int, ...]
     cause: Cause
@@ -286,7 +286,7 @@ def _commonest(spoke: dict[int, tuple[Said, ...]]) -> Message | None:
 
 
 def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Suspects | None:
-    """Suspect the few ranks that wrote nothing where all others did."""
+    """Suspect the few ranks that logged nothing where all others did."""
     silent = tuple(rank for rank in range(picture.evidence.world_size) if rank not in spoke)
     if not silent or 2 * len(silent) > len(spoke):
         return None
@@ -301,7 +301,7 @@ def _silent(picture: Picture, spoke: tuple[int, ...], message: Message) -> _Susp
 
 
 def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
-    """Read the ranks that torch's monitored barrier names."""
+    """Return the ranks that torch's monitored barrier names."""
     for one in said:
         match = _BARRIER.search(one.line)
         if match is not None:
@@ -312,7 +312,7 @@ def _by_barrier(said: Sequence[Said]) -> _Suspects | None:
 
 
 def _behind(picture: Picture) -> _Suspects | None:
-    """Compare in which operation the watchdogs gave up: a rank that differs is apart."""
+    """Compare the operations in which the watchdogs timed out: a rank that differs is apart."""
     gave_up = {
         rank: told
         for rank, facts in picture.evidence.ranks.items()
@@ -348,7 +348,7 @@ def _nothing(picture: Picture) -> Finding:
 
 
 def _consequences(said: dict[int, tuple[Said, ...]], culprits: tuple[int, ...]) -> tuple[str, ...]:
-    """Quote one message of each kind that merely follows."""
+    """Quote one message of each kind that is only a consequence."""
     lines: dict[str, str] = {}
     for rank, found in said.items():
         for one in found if rank not in culprits else ():

@@ -1,4 +1,4 @@
-"""Messages counted against ranks that run the same program.
+"""Message counts compared between ranks that run the same program.
 
 A ring that has wrapped no longer shows where a message was left out, and both sides of the pair may
 be inside batches that seem to fit. The number of operations survives: ranks that share a collective
@@ -24,7 +24,7 @@ _LAUNCHES = "p2p_sequence"
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """Two ranks that had launched differently many messages at one collective."""
+    """Two ranks that had launched different numbers of messages at one collective."""
 
     short: int
     other: int
@@ -33,14 +33,14 @@ class _Difference:
 
 
 def find_miscounted(picture: Picture, streams: Streams) -> list[Finding]:
-    """Report the rank that has launched fewer messages, or more, than all that run as it does."""
+    """Report the rank whose number of launched messages differs from that of all its equals."""
     counts = {rank: _launches(streams, rank) for rank in streams.evidence.ranks}
     pairs = [pair for members in _stages(streams) for pair in pairwise(members)]
     found = [one for pair in pairs if (one := _compare(counts, *pair)) is not None]
     if not found:
         return []
     odd = set.intersection(*({one.short, one.other} for one in found))
-    if len(odd) > 1:  # one pair alone: others wait for the one whose program slipped
+    if len(odd) > 1:  # a single pair: others wait for the rank whose program slipped
         odd = odd & set(picture.graph.sinks) or odd
     if not odd:
         return []
@@ -63,8 +63,8 @@ def _stages(streams: Streams) -> Iterator[list[int]]:
 def _launches(streams: Streams, rank: int) -> _Counts:
     """Return how many messages a rank had launched at each collective that it lists.
 
-    A batch is one launch; where the group has no collectives, its operations are counted, which
-    shows a part that was left out of a batch.
+    A batch is one launch. If the group has no collectives, the operations of a batch are counted,
+    which reveals a part that was left out.
     """
     rows = streams.evidence.ranks[rank].rows
     is_message = (rows["flags"] & Flag.P2P) > 0
@@ -81,7 +81,7 @@ def _launches(streams: Streams, rank: int) -> _Counts:
 
 
 def _compare(counts: Mapping[int, _Counts], one: int, other: int) -> _Difference | None:
-    """Compare two ranks where they have met last."""
+    """Compare two ranks at the last collective that both list."""
     common = counts[one].keys() & counts[other].keys()
     if not common:
         return None

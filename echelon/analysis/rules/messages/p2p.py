@@ -1,8 +1,8 @@
 """Sends and receives without a counterpart.
 
 A rank that posted for one peer while another peer posted for it chose the wrong peer. A receive
-whose peer has gone on to wait for the receiver elsewhere will never be answered; whether it is one
-too many or the send was left out is told by whether this pair ever exchanged anything before.
+whose peer waits for the receiver in another operation will never be answered. Whether the receive
+is one too many or the send was left out depends on whether this pair ever exchanged anything.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Pending:
         return self._by_pair.get((one.peer, one.rank), [])
 
     def lonely_for(self, one: Posted) -> list[Posted]:
-        """Return what others posted for this rank, of the other way, and no rank answered."""
+        """Return the unanswered operations that others posted to match one by this rank."""
         return self._lonely_for.get((one.rank, not one.is_send), [])
 
 
@@ -121,7 +121,7 @@ def _unequal_pair(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
-    """Two ranks receive from each other, and one of them has no reason to."""
+    """Find two ranks that receive from each other although one of them has no reason to."""
     for one in pending.all:
         for other in pending.facing(one):
             if one.answered or other.answered or one.is_send != other.is_send:
@@ -139,7 +139,7 @@ def _novel(picture: Picture, pending: _Pending) -> list[Finding]:
 
 
 def _without_reason(picture: Picture, one: Posted, other: Posted) -> str:
-    """Say why `one` and not `other` is odd, "" if it is not: its past, or whom it does not hear."""
+    """Return why `one` and not `other` is odd, by its past or its unread messages; else ""."""
     evidence, exchanges = picture.evidence, picture.exchanges
     before, others_before = (exchanges.has_done(p.rank, p.row) for p in (one, other))
     if others_before and not before:

@@ -1,9 +1,9 @@
 """Sends and receives in torch's dumps that can never be matched.
 
-The n-th pending send of a direction belongs to the n-th pending receive: both sides of a pair
-complete together. Sizes or dtypes that differ there never match. A message whose peer posts nothing
-is mostly fallout, of what its peer waits for in turn; it is a cause where its rank chose the wrong
-peer, or where that chain of waits leads back to its own rank.
+The n-th pending send of a direction matches the n-th pending receive: both sides of a pair complete
+together. Sizes or dtypes that differ there never match. A message whose peer posts nothing is
+usually fallout of what its peer waits for in turn. It is a cause if its rank chose the wrong peer,
+or if that chain of waits leads back to its own rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from echelon.recorder.format.schema import Flag, State
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A pending message with what its row says."""
+    """A pending message with the fields of its row."""
 
     message: Message
     row: Any
@@ -64,7 +64,7 @@ def _unequal(picture: Picture, streams: Streams) -> list[Finding]:
     found = []
     for (_, is_send), line in sorted(streams.messages.items()):
         other = streams.counterpart(line[0])
-        # A small message leaves its sender at once; then only the receive is pending.
+        # A small message leaves its sender at once, so only the receive is pending.
         if other is None or not (is_send or other.is_done):
             continue
         one, its = _side(streams, line[0]), _side(streams, other)
@@ -86,7 +86,7 @@ def _numel(call: Call) -> int:
 
 
 def _odd_side(streams: Streams, one: _Side, other: _Side) -> _Side | None:
-    """Return the side that never passed this before, if the other always has."""
+    """Return the side that never passed this before, if the other side always has."""
     known = [_is_known(streams, side) for side in (one, other)]
     if known[0] == known[1]:
         return None
@@ -158,7 +158,7 @@ def _is_unusual(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel_here(streams: Streams, message: Message) -> bool:
-    """Return whether a line of the program had other peers, more than once, and never this one."""
+    """Return whether a line of the program had other peers more than once, and never this one."""
     rows = streams.evidence.ranks[message.rank].rows
     site = int(rows[message.row]["site"])
     alike = _messages(rows, message.way[0]) & (rows["state"] == State.COMPLETED)
@@ -172,7 +172,7 @@ def _is_head(streams: Streams, message: Message) -> bool:
 
 
 def _is_strange(streams: Streams, message: Message) -> bool:
-    """Return whether a rank waits for an unrelated one, and always had another peer."""
+    """Return whether a rank waits for an unrelated rank after always having had another peer."""
     if message.peer not in streams.heads or not _is_head(streams, message):
         return False
     own, theirs = (streams.evidence.ranks[r].rows for r in (message.rank, message.peer))
@@ -187,9 +187,9 @@ def _is_strange(streams: Streams, message: Message) -> bool:
 
 
 def _is_novel(streams: Streams, message: Message) -> bool:
-    """Return whether a rank never exchanged this with this peer, as far as its record can show.
+    """Return whether a rank never exchanged this with this peer, as far as its record shows.
 
-    Where that record has wrapped, the peer's must not show this direction either.
+    If that record has wrapped, the peer's must not contain this direction either.
     """
     if _has_exchanged(streams, message):
         return False
@@ -213,7 +213,7 @@ def _has_exchanged(streams: Streams, message: Message, *, or_nothing: bool = Fal
     """Return whether a rank completed a message of this direction with this peer before.
 
     Args:
-        or_nothing: what to say of a rank that shows no completed message at all.
+        or_nothing: what to return for a rank without any completed message.
     """
     rows = streams.evidence.ranks[message.rank].rows
     done = ((rows["flags"] & Flag.P2P) > 0) & (rows["state"] == State.COMPLETED)
@@ -249,7 +249,7 @@ def _describe_wrong(
 
 
 def _left_out(picture: Picture, streams: Streams) -> list[Finding]:
-    """Two ranks wait for each other in a ring, by a message that one of them never posts."""
+    """Find two ranks in a cycle of waits because one of them never posts a message."""
     ring = set(picture.graph.cycle())
     waits = [
         message

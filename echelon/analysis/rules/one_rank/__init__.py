@@ -1,1 +1,1 @@
-"""What one rank shows of itself, from inside and from outside."""
+"""Signs of trouble in a single rank, seen from inside and from outside."""

@@ -11,12 +11,13 @@ from echelon.analysis.rules.one_rank.reading import Reading
 
 
 def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """The rank is behind its peers inside an operation: its device has stopped."""
+    """Detect a rank that is behind its peers inside an operation: its device has stopped."""
     rank = facts.rank
     mine = [wait for wait in picture.graph.waits if rank in wait.waiting]
     wait = next((wait for wait in mine if wait.completed and not wait.absent), None)
     if wait is not None:
-        # The root of a reduce is pending too, for the one whose device has stopped.
+        # The root of a reduce is pending too, because it waits for the rank whose device has
+        # stopped.
         is_open = wait.operation in ROOTED and len(wait.waiting) > 1
         which = (f"which of {rank_list(wait.waiting)} is the root, and waits for the others",)
         return Reading(
@@ -45,9 +46,9 @@ def read_device(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def never_started(picture: Picture, wait: Wait) -> tuple[int, ...]:
-    """Return the few ranks whose device has not begun what the others' devices are inside.
+    """Return the few ranks whose device has not started what the others' devices are running.
 
-    Only the head of a stream counts: what is queued behind another operation has its reason there.
+    Only the head of a stream counts: an operation queued behind another one waits for that one.
     """
     if wait.absent or wait.completed or wait.is_p2p or 2 * len(wait.created) >= len(wait.waiting):
         return ()

@@ -1,7 +1,8 @@
 """A rank whose stack shows what it waits for: its loader, a checkpoint, the store.
 
-The same causes that a span names, without one: a program that never imports echelon opens none.
-What waits below the rank, a loader's worker above all, is named with its own line.
+These are the causes that a span names, found without one: a program that never imports echelon
+opens no span. A process below the rank that it waits for, above all a loader's worker, is named
+with its own line.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _MAX_SHOWN = 4
 
 
 def activity_of(facts: RankEvidence) -> Activity:
-    """Return what a rank's main thread did at the first look."""
+    """Return what a rank's main thread was doing at the first look."""
     return read_activity(facts.host.stacks, facts.host.native_stacks)
 
 
 def workers_of(facts: RankEvidence) -> list[WorkerState]:
-    """Return the processes below a rank, the most telling first."""
+    """Return the processes below a rank, the most significant first."""
     states = [read_worker(child) for child in facts.host.children]
     return sorted(states, key=lambda one: -one.trouble)
 
 
 def worker_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the processes below a rank do."""
+    """Describe what the processes below a rank are doing."""
     states = workers_of(facts)
     lines = [f"rank {facts.rank}: {one.words()}" for one in states if one.trouble][:_MAX_SHOWN]
     idle = [one for one in states if one.is_idle]
@@ -46,7 +47,7 @@ def worker_lines(facts: RankEvidence) -> list[str]:
 
 
 def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
-    """At the second look it waits in a collective as the others do: it is slow, not stuck."""
+    """Detect a rank that waits in a collective at the second look: it is slow, not stuck."""
     host = facts.host
     if facts.has_ring or not host.later_stacks:
         return None
@@ -65,7 +66,7 @@ def read_arrival(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_doing(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Its stack names a cause of its own."""
+    """Detect a rank whose stack names a cause of its own."""
     activity = activity_of(facts)
     cause = _CAUSES.get(activity.doing)
     if cause is None or not facts.host.alive:
@@ -109,7 +110,7 @@ def _words(activity: Activity) -> str:
 
 
 def _is_same_later(facts: RankEvidence, activity: Activity) -> bool:
-    """Return whether the second look saw the same; what was seen once may have been passing."""
+    """Return whether the second look saw the same: something seen once may have been transient."""
     if not facts.host.later_stacks:
         return False
     later = read_activity(facts.host.later_stacks)

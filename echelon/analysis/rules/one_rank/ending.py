@@ -16,7 +16,7 @@ from echelon.recorder.format.schema import Live
 
 
 def read_ending(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """The rank raised, died, or left the program."""
+    """Detect a rank that raised, died, or left the program."""
     host = facts.host
     ending = ending_of(picture, facts)
     if ending is not None:
@@ -30,7 +30,7 @@ def read_ending(picture: Picture, facts: RankEvidence) -> Reading | None:
     if host.exit_code is None and host.alive is not False:
         return _closed(picture, facts)
     if host.stopped_by_agent and not _is_closed(facts):
-        return None  # it ran until then: what it did is for the other tests to tell
+        return None  # it ran until then: the other tests find out what it did
     if host.exit_code == 0 and _is_closed(facts):
         return _left_early(facts, "exited successfully (exit code 0)")
     code = "has ended" if host.exit_code is None else f"ended {exit_words(host.exit_code)}"
@@ -78,7 +78,7 @@ def _is_closed(facts: RankEvidence) -> bool:
 
 
 def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
-    """Compare heartbeats where only the rings are known, which were read away from their host."""
+    """Compare heartbeats if only rings are available, which were read away from their host."""
     if facts.host.alive is not None or picture.evidence.foreign or not facts.has_ring:
         return None
     behind_s = _behind_s(picture, facts)
@@ -95,7 +95,7 @@ def read_silence(picture: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def _behind_s(picture: Picture, facts: RankEvidence) -> float:
-    """Return how much older a rank's heartbeat is than the youngest; 0 if it has none."""
+    """Return how much older a rank's heartbeat is than the youngest one; 0 if it has none."""
     if not facts.live[Live.HEARTBEAT_MONO_NS]:
         return 0.0
     return (picture.remembered("youngest", _youngest_ns) - _beat_ns(facts)) / 1e9
@@ -111,7 +111,7 @@ def _youngest_ns(picture: Picture) -> int:
 
 
 def read_loss(picture: Picture, rank: int) -> Reading:
-    """Describe what the launcher knows of a rank whose node is lost, or did not answer."""
+    """Describe what the launcher knows about a rank whose node is lost or did not answer."""
     why = picture.evidence.incident.absent.get(rank, "its node is lost")
     return Reading(
         cause=Cause.DEAD_PROCESS,
@@ -125,10 +125,10 @@ def read_loss(picture: Picture, rank: int) -> Reading:
 
 
 def read_absence(picture: Picture, rank: int) -> Reading:
-    """The rank left no record that can be read.
+    """Detect a rank that left no readable record.
 
-    Without a launcher that watched the job, a file that is not there proves little: it may have
-    been lost on its way here.
+    Without a launcher that watched the job, a missing file proves little: it may have been lost
+    when the files were copied.
     """
     if picture.evidence.incident.absent.get(rank):
         return read_loss(picture, rank)

@@ -1,11 +1,11 @@
 """Ranks that record nothing, seen from outside: which of them wait for their peers?
 
-torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; a
-backend that has nothing to do waits without one. So the kernel shows who is inside a collective,
-and the rank that is not keeps the others waiting. Before there is a group, ranks sit in a call on a
-connection until all have joined the store.
+torch's Gloo backend runs each collective on a thread that waits for its peers with a timeout; an
+idle backend waits without one. So the kernel shows which ranks are inside a collective, and the
+remaining rank keeps them waiting. Before there is a group, ranks block in a socket call until all
+have joined the store.
 
-What this cannot tell: which collective, and where in the code a rank stands. That takes its stacks.
+This cannot determine which collective it is, or where in the code a rank is. That takes stacks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORDS = {
 
 
 def waits_for_peers(facts: RankEvidence) -> bool:
-    """Return whether a rank is seen inside a collective, or at the rendezvous."""
+    """Return whether a rank is seen inside a collective or at the rendezvous."""
     if is_in_collective(facts) or activity_of(facts).doing is Doing.MEETING:
         return True
     return _is_at_rendezvous(facts)
@@ -43,8 +43,8 @@ def waits_for_peers(facts: RankEvidence) -> bool:
 def is_in_collective(facts: RankEvidence) -> bool:
     """Return whether its stack, or one of its Gloo threads, is inside a collective.
 
-    The threads say more: a backward pass, a functional collective or a pipeline waits in C++, with
-    no Python of a collective on its stack.
+    The threads show more: a backward pass, a functional collective or a pipeline waits in C++, with
+    no Python frame of a collective on its stack.
     """
     if facts.host.process_state in ("T", "t"):
         return False
@@ -54,12 +54,12 @@ def is_in_collective(facts: RankEvidence) -> bool:
 
 
 def is_seen_outside(facts: RankEvidence) -> bool:
-    """Return whether a rank's Gloo threads are seen, and none of them is inside a collective."""
+    """Return whether a rank's Gloo threads are visible and none of them is inside a collective."""
     return any(thread.is_gloos for thread in facts.host.threads) and not is_in_collective(facts)
 
 
 def outside_words(facts: RankEvidence) -> str:
-    """Describe what the main thread does, after "rank R "; "" if that is not known."""
+    """Describe what the main thread is doing, after "rank R "; "" if that is not known."""
     if not facts.host.threads:
         return ""
     call = facts.host.threads[0].call
@@ -85,9 +85,9 @@ def outside_lines(facts: RankEvidence) -> list[str]:
 
 
 def keeps_waiting(picture: Picture) -> tuple[int, ...]:
-    """Return who, of living ranks without any record, is where none of the waiting ones is.
+    """Return the living ranks without a record that are where none of the waiting ranks is.
 
-    () where that says nothing: a rank recorded, none is seen waiting, or all are.
+    Returns () if that is inconclusive: a rank recorded, none is seen waiting, or all are.
     """
     return picture.remembered("keeps_waiting", _keeps_waiting)
 
@@ -103,9 +103,9 @@ def _keeps_waiting(picture: Picture) -> tuple[int, ...]:
 
 
 def sleepers(picture: Picture) -> tuple[int, ...]:
-    """Return the few ranks without any record whose main thread sleeps while the others' wait.
+    """Return the few unrecorded ranks whose main thread sleeps while the others' threads wait.
 
-    With sends and receives the main thread itself waits, and no Gloo thread is in a collective.
+    With sends and receives, the main thread itself waits, and no Gloo thread is in a collective.
     """
     return picture.remembered("sleepers", _sleepers)
 
@@ -131,7 +131,7 @@ def waits_unrecorded(picture: Picture, rank: int) -> bool:
 
 
 def waiting_ranks(picture: Picture) -> tuple[int, ...]:
-    """Return who, of living ranks, is seen waiting for its peers."""
+    """Return the living ranks that are seen waiting for their peers."""
     return picture.remembered("waiting_ranks", _waiting_ranks)
 
 
@@ -141,7 +141,7 @@ def _waiting_ranks(picture: Picture) -> tuple[int, ...]:
 
 
 def _is_at_rendezvous(facts: RankEvidence) -> bool:
-    """Before there is a group: the main thread itself waits on an open connection."""
+    """Return whether the main thread itself waits on an open connection before there is a group."""
     host = facts.host
     connected = any(one.state == "ESTABLISHED" for one in host.sockets)
     return bool(

@@ -37,7 +37,7 @@ _FILE_SYSTEMS = re.compile(
 
 
 def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
-    """The process is stopped by a signal or frozen with its cgroup."""
+    """Detect a process that was stopped by a signal or frozen with its cgroup."""
     stopped = facts.host.process_state in ("T", "t")
     if not stopped and not facts.host.frozen:
         return None
@@ -62,7 +62,7 @@ def read_freezer(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
-    """Between the two looks it got on: it is slow, not stuck."""
+    """Detect progress between the two looks: the rank is slow, not stuck."""
     if not has_moved(facts):
         return None
     host = facts.host
@@ -80,7 +80,7 @@ def read_motion(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
-    """The cgroup's processor limit holds the rank back most of the time."""
+    """Detect a rank that its cgroup's processor limit holds back most of the time."""
     share = facts.host.throttled_share
     if share is None or share < THROTTLED_SHARE or facts.host.process_state == "D":
         return None
@@ -95,7 +95,7 @@ def read_throttling(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
-    """No Python runs although the process does: C code holds the interpreter's lock."""
+    """Detect a process that runs but executes no Python: C code holds the interpreter's lock."""
     age = heartbeat_age_s(facts)
     if (
         not facts.host.alive
@@ -105,7 +105,7 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
         return None
     native = native_heartbeat_age_s(facts)
     if native is not None and native >= STALE_HEARTBEAT_S:
-        return None  # no thread of it runs: the process gets no processor
+        return None  # none of its threads runs: the process gets no processor time
     busy = facts.host.cpu_share
     lines = [
         f"rank {facts.rank}: its Python heartbeat is {seconds(age)} old while the process runs"
@@ -130,7 +130,7 @@ def read_heartbeat(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
-    """It holds the interpreter's lock at both looks while it waits in the kernel: C code does."""
+    """Detect C code that holds the interpreter's lock while waiting in the kernel at both looks."""
     host = facts.host
     first, later = main_thread(host.stacks), main_thread(host.later_stacks)
     if first is None or later is None or not (first.holds_lock and later.holds_lock):
@@ -156,7 +156,7 @@ def read_held_lock(_: Picture, facts: RankEvidence) -> Reading | None:
 
 
 def read_kernel_wait(_: Picture, facts: RankEvidence) -> Reading | None:
-    """State D is a wait inside the kernel: the channel tells file systems from drivers."""
+    """Detect a wait inside the kernel (state D); its channel tells file systems from drivers."""
     if facts.host.process_state != "D":
         return None
     channel, rank = facts.host.wait_channel, facts.rank

@@ -1,4 +1,4 @@
-"""What one rank was found doing, and the form of a test that finds it."""
+"""The reading of one rank, and the form of the tests that produce it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reading:
     frame: Frame | None = None
     evidence: tuple[str, ...] = ()
     would_settle: tuple[str, ...] = ()
-    action: str = ""  # what to do next, if it is not what the cause always asks for
+    action: str = ""  # what to do next, if it differs from the cause's usual advice
 
 
 # Each test takes the picture and one rank; most look at the rank alone.

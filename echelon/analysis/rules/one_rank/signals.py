@@ -1,4 +1,4 @@
-"""What one rank shows of itself: its innermost span, its line, its heartbeat, its process."""
+"""Signals of a single rank: its innermost span, its line, its heartbeat, its process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.analysis.evidence.stacks import Frame, main_thread, users_frame
 from echelon.analysis.finding import seconds
 from echelon.recorder.format.schema import SIGNAL, TRACING, Live
 
-PRESSURE = 0.3  # of the time that tasks waited for a resource: from here on it is worth a line
+PRESSURE = 0.3  # of the time that tasks waited for a resource: above this it is reported
 _NUM_FRAMES = 5
 _OWN_FRAME = re.compile(r"recorder/_native\.|^(__restore_rt|raise|gsignal|pthread_kill|abort)\b")
 STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
@@ -21,8 +21,8 @@ STALE_HEARTBEAT_S = 3.0  # six missed beats: a busy machine delays one or two
 def innermost_span(facts: RankEvidence) -> Span | None:
     """Return the innermost open span of the thread that makes the rank's collectives.
 
-    Where that thread has none open, or there was no collective yet, of the thread that opened one
-    last.
+    If that thread has none open, or there was no collective yet, return that of the thread that
+    opened a span last.
     """
     if not facts.open_spans:
         return None
@@ -37,11 +37,11 @@ def innermost_span(facts: RankEvidence) -> Span | None:
 
 
 def heartbeat_age_s(facts: RankEvidence) -> float:
-    """Return how old the Python heartbeat was at the last look, 0 if that is not known."""
+    """Return how old the Python heartbeat was at the last look, 0 if not known."""
     beat = facts.live[Live.HEARTBEAT_MONO_NS] if facts.live else 0
     seen = facts.host.snapshot_mono_ns
     if not beat or not seen or facts.host.later_heartbeat_mono_ns > beat:
-        return 0.0  # unknown, or it was only late
+        return 0.0  # unknown, or merely late
     return max(0, seen - beat) / 1e9 + facts.host.later_gap_s
 
 
@@ -52,13 +52,13 @@ def heartbeat_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def users_line(facts: RankEvidence) -> Frame | None:
-    """Return where the main thread stands in the user's own code, None if no stack is there."""
+    """Return the main thread's frame in the user's own code, None if there is no stack."""
     thread = main_thread(facts.host.stacks)
     return users_frame(thread.frames) if thread else None
 
 
 def process_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the host saw of the process: its state, and whether it is busy."""
+    """Describe the process as the host saw it: its state, and whether it is busy."""
     host = facts.host
     lines = []
     if host.process_state:
@@ -78,7 +78,7 @@ def native_heartbeat_age_s(facts: RankEvidence) -> float | None:
 
 
 def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
-    """Warn where the look itself may have changed what the rank did."""
+    """Warn if taking the stacks may itself have changed what the rank did."""
     if facts.host.stacks_from != SIGNAL:
         return ()
     text = (
@@ -88,7 +88,7 @@ def interrupted_lines(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def native_line(facts: RankEvidence) -> tuple[str, ...]:
-    """Return the C functions that the main thread stands in, innermost first."""
+    """Return the C functions that the main thread is in, innermost first."""
     lines = facts.host.native_stacks.splitlines()
     frames = [line.strip() for line in itertools.takewhile(lambda one: one[:1] == " ", lines[1:])]
     if not frames:
@@ -97,7 +97,7 @@ def native_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def fault_lines(facts: RankEvidence) -> list[str]:
-    """Describe what the rank itself wrote of the signal that ended it."""
+    """Describe what the rank itself wrote about the signal that ended it."""
     fault = facts.fault
     if fault is None or facts.host.exit_code != -fault.signal:
         return []
@@ -112,7 +112,7 @@ def fault_lines(facts: RankEvidence) -> list[str]:
 
 
 def is_busy(facts: RankEvidence) -> bool:
-    """Return whether a process computes."""
+    """Return whether a process is computing."""
     share = facts.host.cpu_share
     return share is not None and (share > 0.5 or (facts.host.process_state == "R" and share > 0.02))
 
@@ -147,7 +147,7 @@ def denied_line(facts: RankEvidence) -> tuple[str, ...]:
 
 
 def missing_stack(facts: RankEvidence, whose: str) -> str:
-    """Name a stack that would settle a verdict; where it was refused, say what permits it.
+    """Name a stack that would settle a verdict; if reading it was refused, say what permits it.
 
     Args:
         whose: such as "rank 3's main thread's stack".

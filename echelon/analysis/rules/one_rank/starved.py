@@ -1,6 +1,6 @@
-"""A rank whose process gets no processor: neither of its heartbeats runs.
+"""A rank whose process gets no processor time: neither of its heartbeats runs.
 
-The recorder beats twice: from a Python thread, which needs the interpreter's lock, and from a
+The recorder has two heartbeats: one from a Python thread, which needs the interpreter's lock, and a
 native one, which needs nothing but a core. If only the first is old, some code holds the lock
 (`read_heartbeat`); if both are, no thread of the process has run at all.
 """
@@ -21,11 +21,11 @@ from echelon.analysis.rules.one_rank.signals import (
 )
 from echelon.recorder.format.schema import Live
 
-_IDLE_SHARE = 0.1  # of a core: a process that is runnable and gets less waits for one
+_IDLE_SHARE = 0.1  # of a core: a runnable process that gets less waits for a core
 
 
 def read_starvation(_: Picture, facts: RankEvidence) -> Reading | None:
-    """No thread of the process has run for seconds, although nothing stops it."""
+    """Detect a process of which no thread has run for seconds although nothing stops it."""
     host, rank = facts.host, facts.rank
     python_s, native_s = heartbeat_age_s(facts), native_heartbeat_age_s(facts)
     if not host.alive or host.frozen or host.process_state in ("T", "t", "D"):

@@ -1,9 +1,9 @@
 """Ranks that recorded nothing and all wait in collectives: at one line, or not.
 
-No rank keeps the others waiting: each of them is inside a call that the others have not made, or
-all are inside the same one. Uneven batches look like the first (one rank has left the loop and is
-in the barrier behind it), and so does a collective that only some ranks reach. Stacks show lines,
-not calls: two lines may make the same call, and one line several.
+No single rank keeps the others waiting: either each is inside a call that the others have not made,
+or all are inside the same one. Uneven batches look like the former (one rank has left the loop and
+is in the barrier behind it), and so does a collective that only some ranks reach. Stacks show
+lines, not calls: two lines may make the same call, and one line several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_SHOWN = 4
 
 
 def find_apart(picture: Picture) -> list[Finding]:
-    """Report the ranks whose collective is at another line than that of most."""
+    """Report the ranks whose collective is at a different line from that of most ranks."""
     places = _places(picture)
     if not places:
         return []
@@ -53,7 +53,7 @@ def find_apart(picture: Picture) -> list[Finding]:
 
 
 def _together(place: Frame, ranks: tuple[int, ...]) -> Finding:
-    """All are inside what one line calls: nothing that stacks show tells them apart."""
+    """Report that all ranks are inside what one line calls: their stacks do not differ."""
     return Finding(
         cause=Cause.UNKNOWN,
         culprit_ranks=(),

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in a closed ring: they entered operations in different orders."""
+"""Ranks that wait for each other in a cycle: they entered operations in different orders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL_RING = 2
 
 
 def find_desync(picture: Picture) -> list[Finding]:
-    """Report the ranks on a closed ring of waits."""
+    """Report the ranks on a cycle of waits."""
     ring = picture.graph.cycle()
     if not ring:
         return []
@@ -32,7 +32,8 @@ def find_desync(picture: Picture) -> list[Finding]:
     sureness = _sureness(picture, ring, waits)
     odd = _breaker(waits, members, picture.evidence.ranks)
     if picture.streams is not None:
-        # Their order is that of streams: a ring is a part of what one rank's slip has stopped.
+        # The order here is that of streams: a cycle may be only part of what one rank's slip has
+        # stopped.
         novel = least_habitual(picture.streams, ring)
         odd = novel if odd is None else odd
         if odd is not None:
@@ -62,8 +63,10 @@ def find_desync(picture: Picture) -> list[Finding]:
 
 
 def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Confidence:
-    """Return how sure a ring as a whole is: with messages, or of more than two ranks, most may be
-    fallout of the one that slipped."""
+    """Return how sure a cycle as a whole is.
+
+    With messages, or with more than two ranks, most of it may be fallout of the rank that slipped.
+    """
     if picture.streams is None:
         return Confidence.CERTAIN
     has_messages = any(wait.is_p2p for wait in waits)
@@ -71,9 +74,9 @@ def _sureness(picture: Picture, ring: tuple[int, ...], waits: list[Wait]) -> Con
 
 
 def _breaker(waits: list[Wait], ring: set[int], recorded: Collection[int]) -> int | None:
-    """Return the one rank without which there would be no ring, or None.
+    """Return the one rank without which there would be no cycle, or None.
 
-    It is absent alone where others wait; a rank whose record is missing is absent from everything.
+    It alone is absent where others wait. A rank without a record is absent from everything.
     """
     seen = [[rank for rank in wait.absent if rank in recorded] for wait in waits]
     alone = {absent[0] for absent in seen if len(absent) == 1} & ring
@@ -99,9 +102,9 @@ def _without(waits: list[Wait], rank: int) -> WaitGraph:
 def _describe_odd(
     picture: Picture, odd: int, ring: tuple[int, ...], waits: list[Wait], *, is_habit: bool
 ) -> Finding:
-    """Name the one rank of a ring whose latest calls are in an order that it never had before.
+    """Name the one rank of a cycle whose latest calls are in an order that it never had before.
 
-    A message that stands alone may be one that its peer left out, or is through with: habit tells.
+    A message that stands alone may be one that its peer left out or has completed: habit decides.
     """
     near = [wait for wait in waits if odd in wait.absent or odd in wait.waiting]
     first = next((wait for wait in near if odd in wait.absent), waits[0])

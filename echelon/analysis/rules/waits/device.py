@@ -1,8 +1,8 @@
 """A kernel that never started although it is at the head of its rank's queue.
 
-Where starts are recorded, a rank that waits for its peers has started the operation that it waits
-in. A rank whose head is only scheduled, while the other members' kernels run, waits for its own
-device: something before the operation never ended there.
+If starts are recorded, a rank that waits for its peers has started the operation that it waits in.
+A rank whose head is only scheduled while the other members' kernels run waits for its own device:
+something before the operation never ended there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _peers_started(streams: Streams, head: Head) -> bool:
     rest = [rank for rank in others if rank not in running]
     if rest and not (running and streams.is_rooted(head)):
         return False
-    # The senders of a reduce or gather are through early; its root waits for the last one.
+    # The senders of a reduce or gather finish early; its root waits for the last one.
     return bool(running) and all(streams.has_completed(rank, place) for rank in rest)
 
 

@@ -1,9 +1,9 @@
-"""A hang inside a pipeline: which action never came, from whom, and what that rank does instead.
+"""A hang inside a pipeline: which action is missing, from which rank, and what that rank does.
 
-Receives are posted ahead in a pipeline, so pending messages do not say who waits for whom. The open
-spans do: a rank that waits has a `pipeline` span such as `2F3 waits in RECV_F for 1F3 of rank 1`, a
-rank that computes has a `compute` span with the action's text. Following the waits leads to the
-rank that all others wait for; its own signals say why.
+Receives are posted ahead in a pipeline, so pending messages do not show which rank waits for which.
+Open spans do: a rank that waits has a `pipeline` span such as `2F3 waits in RECV_F for 1F3 of rank
+1`, and a rank that computes has a `compute` span with the action's text. Following the waits leads
+to the rank that all others wait for; its own signals show why.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Wait:
     """A rank that waits for another inside a pipeline."""
 
     rank: int
-    action: str  # its own, which cannot continue
+    action: str  # its own action, which cannot continue
     way: str  # RECV_F, RECV_B, SEND
-    thing: str  # the other's action that it waits for; "": for its receive
+    thing: str  # the other rank's action that it waits for; "": for its receive
     peer: int
     span: Span
 
@@ -39,7 +39,7 @@ class _Wait:
 
 
 def find_pipeline(picture: Picture) -> list[Finding]:
-    """Report the ranks that pipelines wait for, the one waited for longest first."""
+    """Report the ranks that pipelines wait for, the one with the longest wait first."""
     waits = {
         rank: wait
         for rank, facts in picture.evidence.ranks.items()
@@ -65,7 +65,7 @@ def _wait_of(picture: Picture, facts: RankEvidence) -> _Wait | None:
 
 
 def _follow(picture: Picture, waits: dict[int, _Wait], wait: _Wait) -> int | None:
-    """Go from a wait to the rank at its end; None if it ends in a ring, or in a collective."""
+    """Follow a wait to the rank at its end; None if it ends in a cycle or in a collective."""
     seen = {wait.rank}
     rank = wait.peer
     while rank not in seen:
@@ -77,7 +77,7 @@ def _follow(picture: Picture, waits: dict[int, _Wait], wait: _Wait) -> int | Non
         if not inside:
             return rank
         if not inside[0].absent:
-            return None  # it is the transport's or a device's matter
+            return None  # the cause is in the transport or a device
         rank = inside[0].absent[0]
     return None
 
@@ -113,7 +113,7 @@ def _describe(picture: Picture, root: int, waiting: list[_Wait]) -> Finding:
 
 
 def _is_for(wait: _Wait, facts: RankEvidence | None) -> bool:
-    """Return whether a wait is for the very action that a rank is in."""
+    """Return whether a wait is for the very action that a rank is executing."""
     span = None if facts is None else _computing(facts)
     return span is not None and wait.thing == span.detail.replace("I", "B")
 

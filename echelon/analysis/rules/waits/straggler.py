@@ -1,10 +1,10 @@
-"""Nothing stalls, but one rank, or one host, is last again and again.
+"""One rank, or one host, that is repeatedly last although nothing stalls.
 
-It is a verdict only where it matters: last in at least 80 % of at least 50 collectives of a group,
-and at least 20 % of the time goes into waiting for it. Below that it is worth a line.
+It is a verdict only if it matters: last in at least 80 % of at least 50 collectives of a group, and
+at least 20 % of the time spent waiting for it. Below that, it is only noted.
 
-Only meetings count: collectives in which a rank really waited. Of four buckets that follow each
-other, the first takes up the slow rank's delay, and who is last in the other three is chance.
+Only meetings count: collectives in which a rank really waited. Of four consecutive buckets, the
+first absorbs the slow rank's delay, and which rank is last in the other three is chance.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MIN_COLLECTIVES = 50
 LAST_SHARE = 0.8
 COST_SHARE = 0.2
 MEETING_SHARE = 0.3  # of the larger delays: below it no rank really waited
-NOTED_LAST_SHARE = 0.5  # below the verdict: what is still worth a line
+NOTED_LAST_SHARE = 0.5  # below the verdict: from here on it is noted
 NOTED_COST_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laggards:
-    """The members that came last most often, and what that cost: one rank, a host, a few."""
+    """The members that arrived last most often, and what that cost: one rank, a host, a few."""
 
     group: str
     ranks: tuple[int, ...]
@@ -47,15 +47,15 @@ class Laggards:
 
     @property
     def is_noted(self) -> bool:
-        """Whether it is worth a line."""
+        """Whether it is worth noting."""
         return self.last_share >= NOTED_LAST_SHARE and self.cost_share >= NOTED_COST_SHARE
 
 
 def laggards(found: Arrivals, hosts: list[str]) -> Laggards | None:
-    """Return who was last most often, None if there are too few collectives to say.
+    """Return the members that were last most often, None if there are too few collectives.
 
-    One rank where one alone is late; else the ranks of a host, or a few that are equally late:
-    who of them is the very last is chance.
+    This is one rank if a single one is late; otherwise the ranks of a host, or a few that are
+    equally late, where chance decides which of them is the very last.
 
     Args:
         hosts: of each member. [num_members]
@@ -96,7 +96,7 @@ def _sets(lag: npt.NDArray[np.int64], hosts: list[str]) -> Iterator[tuple[int, .
 def _judge(
     found: Arrivals, lag: npt.NDArray[np.int64], members: tuple[int, ...], hosts: list[str]
 ) -> Laggards:
-    """Measure what a set of members costs: how much later it came than all others."""
+    """Measure what a set of members costs: how much later it arrived than all others."""
     rest = np.delete(lag, members, axis=0)
     if not len(rest):
         rest = np.zeros_like(lag[:1])
@@ -109,8 +109,8 @@ def _judge(
         and hosts.count(host) == len(members)
         and all(hosts[member] == host for member in members)
     )
-    # A host's ranks may take turns. Of others each is late by itself: ranks that share too few
-    # cores take turns, too, and which of them they are is chance.
+    # A host's ranks may take turns. Other ranks must each be late by themselves: ranks that share
+    # too few cores take turns too, and which of them are late is chance.
     shares = [mine] if is_host else [lag[member] > rest.max(axis=0) for member in members]
     return Laggards(
         group=found.group,

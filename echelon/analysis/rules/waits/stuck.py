@@ -1,4 +1,4 @@
-"""Ranks that others wait for and that wait for no rank: the cause is here.
+"""Ranks that others wait for and that wait for no rank: these are where the cause is.
 
 Each sink of the wait-for graph is read by its own signals (`one_rank/`); sinks with the same cause
 make one finding.
@@ -52,8 +52,8 @@ _ACTIONS = {
 def find_stuck(picture: Picture) -> list[Finding]:
     """Report the sinks, the earliest wait first.
 
-    Those of one cause that the same operation waits for are one finding; what stands elsewhere for
-    the same reason is another.
+    Sinks of one cause that the same operation waits for make one finding; sinks elsewhere with the
+    same cause make another.
     """
     sinks = suspects(picture)
     readings = {rank: read_rank(picture, rank) for rank in sinks}
@@ -64,7 +64,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
         alike.setdefault((reading.cause, 0 if wait is None else id(wait)), []).append(rank)
     alike = _bounded(alike)
     lost = alike.get((Cause.DEAD_PROCESS, 0), [])
-    if lost and missing.issuperset(lost):  # ranks without a record may be gone with them
+    if lost and missing.issuperset(lost):  # ranks without a record may have gone with them
         alike[Cause.DEAD_PROCESS, 0] = sorted(missing)
     findings = [
         describe_sinks(
@@ -77,7 +77,7 @@ def find_stuck(picture: Picture) -> list[Finding]:
 
 
 def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int], list[int]]:
-    """Put together what thousands of ranks wait for each in a group of its own, by cause."""
+    """Merge, by cause, what thousands of ranks wait for, each in a group of its own."""
     if len(alike) <= _MAX_FINDINGS:
         return alike
     merged: dict[tuple[Cause, int], list[int]] = {}
@@ -87,9 +87,9 @@ def _bounded(alike: dict[tuple[Cause, int], list[int]]) -> dict[tuple[Cause, int
 
 
 def find_all_busy(picture: Picture) -> list[Finding]:
-    """Report that all ranks compute where a stall was seen and none of them waits for another.
+    """Report that all ranks compute although a stall was seen: none of them waits for another.
 
-    A long compilation, evaluation or preprocessing looks like this, and is not a fault.
+    A long compilation, evaluation or preprocessing looks like this and is not a fault.
     """
     evidence = picture.evidence
     ranks = evidence.ranks
@@ -121,10 +121,10 @@ def find_all_busy(picture: Picture) -> list[Finding]:
 
 
 def find_lost(picture: Picture) -> list[Finding]:
-    """Report the ranks whose node was lost, where that was the first failure.
+    """Report the ranks whose node was lost, if that was the first failure.
 
-    The others may still have been at work when they were looked at, each at another moment: what
-    seems to wait or to be stuck there is an accident of that.
+    The others may still have been at work when their snapshots were taken, each at a different
+    moment, so whatever seems to wait or to be stuck there is a coincidence.
     """
     incident, size = picture.evidence.incident, picture.evidence.world_size
     lost = tuple(rank for rank in incident.lost if rank < size)
@@ -138,10 +138,10 @@ def find_lost(picture: Picture) -> list[Finding]:
 def suspects(picture: Picture) -> tuple[int, ...]:
     """Return the ranks to look at: the sinks, or in a silent stall every rank that runs.
 
-    A rank that is itself inside an operation with all its members waits for the transport; while
-    another rank sits in no operation at all, that one comes first. A rank that is inside what its
-    peers have completed waits for its own device. Before there is a group, ranks meet at the store:
-    those that are there wait for those that are not.
+    A rank that is inside an operation with all its members waits for the transport, but a rank in
+    no operation at all takes precedence. A rank that is inside an operation that its peers have
+    completed waits for its own device. Before there is a group, ranks meet at the store: those that
+    have arrived wait for the rest.
     """
     sinks = picture.graph.sinks
     inside = {rank for wait in picture.graph.waits if not wait.absent for rank in wait.waiting}
@@ -174,10 +174,10 @@ def suspects(picture: Picture) -> tuple[int, ...]:
 
 
 def accused(picture: Picture) -> tuple[int, ...]:
-    """Return the ranks that others' timeouts name as missing, and that did not end of themselves.
+    """Return the ranks that others' timeouts name as missing and that did not end by themselves.
 
-    Before there is a group no rank waits in an operation: only these errors name the ranks that did
-    not join.
+    Before there is a group, no rank waits in an operation: only these errors name the ranks that
+    did not join.
     """
     named: set[int] = set()
     for facts in picture.evidence.ranks.values():
@@ -200,10 +200,10 @@ def _is_at_store(facts: RankEvidence) -> bool:
 def is_left_behind(picture: Picture, wait: Wait) -> bool:
     """Return whether the peers have completed what these ranks are inside, and not just now.
 
-    In foreign dumps, which do not say when they were made, a few ranks may simply have been dumped
-    earlier: then most peers must be through and wait in a later operation already, or the
-    operation must have been given up. Over a dead link, one side may complete what the other never
-    receives: that is the network's fault.
+    In foreign dumps, which do not record when they were made, a few ranks may simply have been
+    dumped earlier. There, most peers must have completed the operation and already wait in a later
+    one, or the operation must have timed out. Over a dead link, one side may complete an operation
+    whose data the other never receives: that is the network's fault.
     """
     if wait.absent or not wait.completed or picture.is_cut_off(wait):
         return False
@@ -226,7 +226,7 @@ def _began(picture: Picture, ranks: Sequence[int]) -> int:
 def describe_sinks(
     picture: Picture, ranks: tuple[int, ...], reading: Reading, shown: int
 ) -> Finding:
-    """Make one finding of ranks that were found doing the same, `shown` before the others."""
+    """Make one finding of ranks that were found doing the same; `shown` is described first."""
     wait = picture.wait_for(ranks)
     who = rank_list(ranks)
     summary = f"rank {shown} {reading.words}"
@@ -259,7 +259,7 @@ def describe_sinks(
     settles = reading.would_settle
     if picture.evidence.foreign and len(ranks) > 1:
         settles += (f"which of {who} waits for another in a send or receive: Gloo records neither",)
-    alike = reading.cause is Cause.UNKNOWN and len(ranks) > 1  # nothing singles one out
+    alike = reading.cause is Cause.UNKNOWN and len(ranks) > 1  # nothing singles out a rank
     if alike:
         settles += ("what sets one rank apart: nothing recorded does",)
     elif not _has_contrast(picture, ranks):
@@ -283,7 +283,7 @@ def describe_sinks(
 
 
 def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[int]) -> str:
-    """Describe what the other ranks of a finding do: the same, or each at a place of its own."""
+    """Describe the other ranks of a finding: all do the same, or each is somewhere else."""
     apart = [r for r, other in others.items() if other.frame != reading.frame and other.frame]
     same = [rank for rank in rest if rank not in apart]
     text = f"; so {'does' if len(same) == 1 else 'do'} {rank_list(same)}" if same else ""
@@ -294,7 +294,7 @@ def _rest_words(reading: Reading, others: Mapping[int, Reading], rest: Sequence[
 
 
 def _has_contrast(picture: Picture, ranks: Sequence[int]) -> bool:
-    """Return whether any rank that runs is not among the culprits: `certain` needs one."""
+    """Return whether any running rank is not among the culprits: `certain` requires one."""
     if picture.evidence.world_size == 1 or picture.wait_for(ranks) is not None:
         return True
     return any(rank not in ranks for rank in range(picture.evidence.world_size))

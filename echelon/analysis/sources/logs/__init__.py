@@ -1,1 +1,1 @@
-"""The ranks' log files as evidence, where nothing else was left."""
+"""The ranks' log files as evidence, if nothing else is left."""

@@ -1,4 +1,4 @@
-"""How ranks ended, as the launchers of a job say at its end: torchrun, srun and mpirun."""
+"""How ranks ended, as launchers log it at the end of a job: torchrun, srun and mpirun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a launcher says that a rank ended; `code` as in `subprocess`."""
+    """How a rank ended according to a launcher; `code` as in `subprocess`."""
 
     rank: int
     code: int
@@ -44,7 +44,7 @@ class Ending:
 
 
 def endings_in(text: str) -> tuple[list[Ending], int]:
-    """Return what is told of ranks' ends, and the rank that is said to be the first; -1: none."""
+    """Return the logged ends of ranks, and the rank logged as the first to fail (-1: none)."""
     found = [
         Ending(int(match["rank"]), int(match["code"]), int(match["pid"]))
         for match in _TORCHRUN.finditer(text)
@@ -62,7 +62,7 @@ def endings_in(text: str) -> tuple[list[Ending], int]:
 
 
 def _first(text: str) -> int:
-    """Return the rank that torchrun saw fail first; -1 where several of its agents speak."""
+    """Return the rank that torchrun saw fail first; -1 if several of its agents report one."""
     if text.count(_TORCHRUN_ROOT) != 1:
         return -1
     match = _TORCHRUN.search(text, text.index(_TORCHRUN_ROOT))
@@ -78,7 +78,7 @@ def _code(how: str) -> int:
 
 
 def _numbers(tasks: str) -> list[int]:
-    """Read `3`, `0,2` and `4-7`."""
+    """Parse `3`, `0,2` and `4-7`."""
     out: list[int] = []
     for part in tasks.split(","):
         first, _, last = part.partition("-")

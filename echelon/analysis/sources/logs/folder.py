@@ -1,8 +1,8 @@
 """A folder of logs, or one merged log, as evidence: each rank's text and how it ended.
 
-Layouts: this launcher's (`rank_3/attempt_0/stderr.log`), torchrun's `--log-dir`
-(`attempt_0/3/stderr.log`), a file per rank (`slurm-99-3.out`, `rank3.log`), and one file in which
-a launcher marked the lines. Of several attempts the newest counts. Links are not followed.
+Supported layouts: this launcher's (`rank_3/attempt_0/stderr.log`), torchrun's `--log-dir`
+(`attempt_0/3/stderr.log`), a file per rank (`slurm-99-3.out`, `rank3.log`), and one file whose
+lines a launcher labelled. Of several attempts, the newest is read. Links are not followed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NCCL_PID = re.compile(r"^[\w.-]{1,255}:(\d{1,10}):\d{1,10} \[\d{1,3}\] NCCL ", 
 
 @dataclass(slots=True)
 class _Logs:
-    """What was read so far."""
+    """What has been read so far."""
 
     texts: dict[int, str] = field(default_factory=dict)  # by rank; -1: of no rank
     attempts: dict[int, int] = field(default_factory=dict)
@@ -58,9 +58,10 @@ class _Logs:
 
 
 def load_logs(path: Path) -> Evidence | None:
-    """Read the logs below a folder, or one log; None if there is none.
+    """Load the logs below a folder, or one log; None if there is none.
 
-    A folder of texts that name no rank and hold no known message is not a job's: it may be notes.
+    A folder of texts that name no rank and hold no known message does not belong to a job: it may
+    be notes.
     """
     logs = _Logs()
     for file in _files(path):
@@ -124,9 +125,9 @@ def _take(logs: _Logs, top: Path, file: Path, text: str) -> None:
 
 
 def _rank_of(parts: tuple[str, ...], text: str) -> int:
-    """Return whose log a file is, -1 if no rank's.
+    """Return the rank that wrote a log file, -1 if no rank did.
 
-    What the text says counts first: folders of torchrun's are numbered by local rank.
+    The text takes precedence: torchrun numbers its folders by local rank.
     """
     said = {int(rank) for rank in _OWN_RANK.findall(text)}
     if len(said) == 1:

@@ -1,7 +1,8 @@
-"""Lines of logs: read within bounds, stripped of what launchers put before them.
+"""Lines of logs: read within bounds, and stripped of the labels that launchers add.
 
-A launcher that merges the output of its ranks marks each line: torchrun `[default3]:`, srun with
-`--label` `3: `, this one `3| `; torch itself puts `[rank3]:` before tracebacks and warnings.
+A launcher that merges the output of its ranks labels each line: torchrun with `[default3]:`, srun
+`--label` with `3: `, echelon with `3| `. torch itself puts `[rank3]:` before tracebacks and
+warnings.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-FIRST_BYTES = 256 << 10  # the first trouble of a rank that then floods its log
+FIRST_BYTES = 256 << 10  # enough for the first trouble of a rank that then floods its log
 LAST_BYTES = 1 << 20
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,16}[ -/]{0,4}[@-~]")
 _TEXT_SHARE = 0.7
@@ -21,10 +22,10 @@ _LABEL = re.compile(r"^(?:[\w.-]{1,64} )?(\d{1,7})(?:: |\| )")
 
 
 def read_text(path: Path) -> str | None:
-    """Read the first and the last part of a log; None if it is not text.
+    """Read the first and the last part of a log; return None if it is not text.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         first = file.read(FIRST_BYTES)
@@ -52,7 +53,7 @@ def by_rank(text: str, *, labelled: bool = False) -> dict[int, str]:
     """Divide a merged log by the ranks that its lines name; -1: lines that name none.
 
     Args:
-        labelled: whether a number and a colon, or a bar, before a line may be a rank.
+        labelled: whether a number with a colon or a bar at the start of a line may be a rank.
     """
     parts: dict[int, list[str]] = {}
     for line in text.splitlines():

@@ -1,9 +1,9 @@
 """Messages that libraries, drivers, kernels and schedulers write when a job fails.
 
-Each says a cause, whether it is a root or follows from what happened elsewhere, and what to do.
+Each names a cause, whether it is a root or the consequence of something elsewhere, and what to do.
 The wording is that of PyTorch 2.0 to 2.13, NCCL 2.14 to 2.28, RCCL, oneCCL, Gloo, the NVIDIA driver
-(https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. Of several messages that match a line
-the first in the table counts: the narrower stand before the wider.
+(https://docs.nvidia.com/deploy/xid-errors), Linux and Slurm. If several messages match a line, the
+first in the table counts: narrower ones come before wider ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.analysis.finding import Cause
 _MAX_LINE_CHARS = 2000
 # A library that warns continues: torch's `[W1122 ...]`, Python's and elastic's warnings.
 _WARNING = re.compile(r"^\[?W\d{3,4} |^\[W |\bWARNING\b|\w*Warning: ")
-# Lines of training have none of these words, and are most of a log: the table is not asked there.
+# Most lines of a log are training output with none of these words; they skip the table.
 _TELLING = (
     "err", "fail", "kill", "memory", "shm", "xid", "bit ecc", "nvlink", "nvswitch", "fallen",
     "lost", "busy", "oom", "mismatch", "duplicate gpu", "closed", "reset", "timed out", "timeout",
@@ -30,7 +30,7 @@ _TELLING = (
 
 
 class Role(Enum):
-    """What a message says of the process that wrote it."""
+    """What a message implies about the process that wrote it."""
 
     ROOT = "its own trouble"
     CONSEQUENCE = "trouble that came from elsewhere"
@@ -49,7 +49,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message in a log: the line it is in, and how many lines follow that one."""
+    """A message in a log: its line, and how many lines follow."""
 
     message: Message
     line: str

@@ -1,7 +1,8 @@
-"""What torch's own recorder wrote, beside our black boxes of the same ranks.
+"""Dumps of torch's own recorder that lie beside echelon's black boxes of the same ranks.
 
-An unmodified torch program opens no ring: its host speaks for it, and torch's dump tells which
-operations it called. Where a rank has a ring, the ring tells more and the dump is left alone.
+An unmodified torch program opens no ring: the host records what it can see of the process, and
+torch's dump lists the operations that it called. If a rank has a ring, the ring holds more and the
+dump is ignored.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from echelon.analysis.sources.torch.folder import TorchLoader
 
 
 def add_torch(builder: EvidenceBuilder, files: Sequence[tuple[int, Path]], world_size: int) -> None:
-    """Give the ranks that have no ring the operations that torch's dumps hold.
+    """Give the ranks that have no ring the operations from torch's dumps.
 
-    A dump that cannot be read, and one that tells of nothing, is a warning at most.
+    A dump that is unreadable or empty causes a warning at most.
     """
     loader = TorchLoader(builder.tables)
     with collector_off():

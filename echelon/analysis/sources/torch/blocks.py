@@ -1,10 +1,11 @@
 """Parts of coalesced blocks whose closing entry is not in the dump.
 
-Parts never carry a state of their own. A block without its end was either completed, and its end
-left out of a dump of active entries, or it was not closed yet when the dump was written. Whatever
-was enqueued after a block in its group, and the group's counters, tell the two apart. A single
-message that was sent on its own looks like a part: where the group closes blocks it is one, and
-where the group lists a message as completed it is none: messages on their own carry their state.
+Parts never carry a state of their own. A block without its closing entry was either completed, and
+a dump of active entries left that entry out, or it was not closed yet when the dump was written.
+Whatever was enqueued after a block in its group, and the group's counters, distinguish the two
+cases. A single message that was sent on its own looks like a part. It is one if the group closes
+blocks; it is not if the group lists a message as completed, since a message on its own carries its
+state.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def finish_unclosed(
     tops: Mapping[int, Tops],
     status: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Mark the parts of blocks as completed whose end is left out because it is completed.
+    """Mark the parts of completed blocks whose closing entry was left out as completed.
 
     Args:
         rows: a rank's rows, changed in place; `group` still holds pairs.
@@ -52,7 +53,7 @@ def finish_unclosed(
         elif pair in stateful:
             is_closed = False
         else:
-            # A block leaves its parts in the list when it completes, a message alone leaves none.
+            # A block leaves its parts in the list when it completes; a single message leaves none.
             is_listed = (pair, completed) in listed
             is_closed = top.collectives == 0 and number <= completed < _FAR and is_listed
         if is_closed:

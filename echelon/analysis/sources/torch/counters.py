@@ -1,13 +1,13 @@
-"""What torch's counters say beside the entries: how far each rank is in each group.
+"""torch's counters beside the entries: how far each rank is in each group.
 
-`pg_status` is keyed by local group numbers, which rise in the order in which the rank made its
-groups. Entries join the number to a name. Where a group left no entry (its ring has wrapped, or
-only active entries were dumped), the numeric names in `pg_config`, sorted, are in that same order;
-names that are hashes are joined by the description that other ranks use under that number, and the
-last one by elimination.
+`pg_status` is keyed by local group numbers, which increase in the order in which the rank made its
+groups. Entries map the number to a name. If a group left no entry (its ring has wrapped, or only
+active entries were dumped), the numeric names in `pg_config`, sorted, are in that same order. Names
+that are hashes are mapped by the description that other ranks use under that number, and the last
+one by elimination.
 
-Each entry carries both counters of its group, collectives and messages. `pg_status` holds whichever
-of the two came last, so it counts collectives only in a group that has no messages.
+Each entry carries both counters of its group, for collectives and for messages. `pg_status` holds
+whichever of the two changed last, so it counts collectives only in a group that has no messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Pair = int  # index of a (name, description)
-WORLD = "default_pg"  # what torch calls the group of all ranks
+WORLD = "default_pg"  # torch's name for the group of all ranks
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Counters:
 def join_numbers(
     counters: Counters, described: Mapping[int, frozenset[str]], pairs: list[tuple[str, str]]
 ) -> dict[int, tuple[str, str]]:
-    """Return which group, by name and description, each local number of a rank's status is."""
+    """Map each local number in a rank's status to a group's name and description."""
     found = {tops.local_number: pairs[pair] for pair, tops in counters.tops.items()}
     left = [number for number in sorted(counters.status) if number not in found]
     names = [one for one in counters.names if one not in set(found.values())]
@@ -65,7 +65,7 @@ def join_numbers(
 def _by_elimination(
     found: dict[int, tuple[str, str]], counters: Counters
 ) -> dict[int, tuple[str, str]]:
-    """Join what is left: the world's group is made first, and one number has one name."""
+    """Map the remaining numbers: the world's group is made first, and each number has one name."""
     if len(counters.status) != len(counters.names):
         return found
     taken = set(found.values())
@@ -87,7 +87,7 @@ def _agrees(one: tuple[str, str], described: frozenset[str] | None) -> bool:
 def descriptions(
     all_counters: Iterable[Counters], pairs: list[tuple[str, str]]
 ) -> dict[int, frozenset[str]]:
-    """Return the descriptions that ranks use under each local number, by their entries."""
+    """Return the descriptions that ranks use under each local number, from their entries."""
     found: dict[int, set[str]] = {}
     for counters in all_counters:
         for pair, tops in counters.tops.items():

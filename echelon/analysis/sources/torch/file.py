@@ -1,7 +1,8 @@
 """One file of torch's flight recorder: pickle or JSON, checked into plain typed fields.
 
-torch's formats 2.x are read; unknown keys are skipped and missing ones get a default, so that minor
-versions may differ between ranks. A file names no rank inside: the rank is the number in its name.
+torch's formats 2.x are read. Unknown keys are skipped and missing ones get a default, so that minor
+versions may differ between ranks. A file does not contain its rank; the rank is the number in its
+name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_MEMBERS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFile:
-    """What one rank dumped."""
+    """One rank's dump."""
 
     path: Path
     rank: int
@@ -43,7 +44,7 @@ class TorchFile:
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Return the rank in a file's name: after "rank", else the number it ends with."""
+    """Return the rank in a file's name: after "rank", else the number that it ends with."""
     match = _RANK_WORD.search(path.name)
     if match is None:
         match = _LAST_NUMBER.search(_EXTENSION.sub("", path.name))
@@ -54,7 +55,8 @@ def read_torch_file(path: Path, rank: int) -> TorchFile:
     """Read one dump.
 
     Raises:
-        DumpFormatError: it is neither a plain pickle nor JSON, or not a flight recorder's dump.
+        DumpFormatError: the file is neither a plain pickle nor JSON, or not a flight recorder's
+            dump.
     """
     top = _load(path)
     if not isinstance(top, dict) or not any(key in top for key in _KEYS):
@@ -115,7 +117,7 @@ def _version(path: Path, value: Any) -> tuple[int, int]:
 
 
 def _members(config: Any) -> dict[str, tuple[int, ...]]:
-    """Read `pg_config`. Its ranks are a string that looks like a list, and are never evaluated."""
+    """Read `pg_config`. Its ranks are a string that looks like a list; it is never evaluated."""
     found: dict[str, tuple[int, ...]] = {}
     for name, value in config.items() if isinstance(config, dict) else ():
         if isinstance(name, str) and isinstance(value, dict):

@@ -1,9 +1,9 @@
 """A folder of torch's flight recorder dumps as evidence.
 
-Files are told from other files by what they begin with, and their ranks by the number in the name;
-they may lie in a folder per host. torch keys groups by a name that is only unique within a process,
-writes members as a string, and with Gloo often not at all: then the members are those who recorded
-something in the group, and such a group is marked as vague.
+Dumps are recognised by their first bytes, and their ranks by the number in the file name; they may
+lie in one folder per host. torch keys groups by a name that is unique only within a process, writes
+members as a string, and with Gloo often not at all. In that case, the members are the ranks that
+recorded something in the group, and the group is marked as inferred (`is_vague`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _DEPTH = 2  # a folder per host, and one more
 _MAX_FILES = 1 << 20
 _IGNORED = re.compile(r"(?:truth|incident|verdict|report|job)\.(?:json|txt)\Z")
 _NAMELESS = frozenset({"", "undefined"})
-_MAX_LOST = 8  # ranks that the shape of the groups may add: those of one host
+_MAX_LOST = 8  # ranks that the sizes of the groups may add: at most one host's
 
 
 def load_torch(path: Path) -> Evidence:
-    """Read all dumps below a folder.
+    """Load all dumps below a folder.
 
     Raises:
-        DumpFormatError: dumps are there and none of them can be read.
+        DumpFormatError: dumps exist, but none of them can be read.
         ValueError: nothing there looks like a dump.
     """
     chosen, doubles = _choose(path)
@@ -73,7 +73,7 @@ def _choose(path: Path) -> tuple[dict[int, Path], list[str]]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Yield the files of a folder and of those in it, in a fixed order, links left alone."""
+    """Yield the files of a folder and of its subfolders in a fixed order, ignoring links."""
     if path.is_file():
         yield path
         return
@@ -97,21 +97,21 @@ def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir()) if folder.is_dir() else []
     except OSError:
-        return []  # what cannot be listed holds nothing to read
+        return []  # a folder that cannot be listed
 
 
 def _looks_like_dump(file: Path) -> bool:
-    """Return whether a file may be a rank's dump: it begins like one, or is empty or cut off."""
+    """Return whether a file may be a rank's dump: it begins like one, is empty, or is truncated."""
     try:
         with file.open("rb") as opened:
             head = opened.read(1)
     except OSError:
-        return True  # there, and not readable: its rank is a suspect
+        return True  # it exists but is not readable: its rank is a suspect
     return head in (b"", b"\x80", b"{")
 
 
 class TorchLoader:
-    """Reads one file after the other and keeps of each no more than its rows."""
+    """Reads one file after another and keeps only the rows of each."""
 
     def __init__(self, tables: Tables | None = None) -> None:
         self.tables = Tables() if tables is None else tables
@@ -122,7 +122,7 @@ class TorchLoader:
         self.warnings: list[str] = []
 
     def read(self, rank: int, path: Path) -> None:
-        """Read a rank's file; one that cannot be read is a warning."""
+        """Read a rank's file; an unreadable one causes a warning."""
         try:
             file = read_torch_file(path, rank)
             read = self._rows.rows(str(path), file.entries, file.status)
@@ -137,7 +137,7 @@ class TorchLoader:
         self.files[rank] = TorchRank(rank, file.members, read.rows, counters, read.called_only)
 
     def settle(self, world_size: int = 0) -> TorchGroups:
-        """Assign ranks to groups: rows then point to groups, and peers are global ranks."""
+        """Assign ranks to groups: afterwards rows refer to groups, and peers are global ranks."""
         groups = TorchGroups(self.files, self._rows.pairs, world_size)
         for read in self.files.values():
             groups.settle(read)
@@ -146,7 +146,7 @@ class TorchLoader:
         return groups
 
     def evidence(self, path: Path, warnings: Sequence[str]) -> Evidence:
-        """Assign ranks to groups, and put everything together."""
+        """Assign ranks to groups and build the evidence."""
         groups = self.settle()
         ranks: dict[int, RankEvidence] = {}
         for rank, read in self.files.items():
@@ -180,10 +180,10 @@ def _pairs_inside(rows: npt.NDArray[Any]) -> list[int]:
 def _regular_size(
     pairs: Sequence[tuple[str, str]], recorded: Mapping[int, Sequence[int]], inside: set[int]
 ) -> int:
-    """Return the number of ranks by the shape of the groups, 0 where they are regular or unclear.
+    """Return the number of ranks implied by the groups' sizes, 0 if they are regular or unclear.
 
-    Gloo's dumps name no members: of a rank whose dump is missing nothing is known. But groups of
-    one description divide the ranks evenly, so that those which are short, and stuck, show it.
+    Gloo's dumps name no members, so nothing is known about a rank whose dump is missing. But groups
+    of one description divide the ranks evenly, so groups that are too small, and stuck, reveal it.
     """
     shapes: dict[str, dict[int, Sequence[int]]] = {}
     for pair, ranks in recorded.items():
@@ -210,11 +210,11 @@ class TorchRank:
     members: Mapping[str, tuple[int, ...]]
     rows: npt.NDArray[Any]
     counters: Counters
-    called_only: frozenset[int] = frozenset()  # pairs of whose operations no completion is known
+    called_only: frozenset[int] = frozenset()  # pairs without a known completion of any operation
 
 
 class TorchGroups:
-    """All groups of all files; a group is its name, its description and its members."""
+    """All groups of all files; a group is identified by its name, description and members."""
 
     def __init__(
         self, files: Mapping[int, TorchRank], pairs: Sequence[tuple[str, str]], world_size: int = 0
@@ -252,7 +252,7 @@ class TorchGroups:
             local = rows["peer"][mine]
             local = np.where((local >= 0) & (local < len(ranks) - 1), local, len(ranks) - 1)
             rows["peer"][mine] = ranks[local]
-            rows["group"][mine] = -2 - number  # marked, so that it is not taken for a pair
+            rows["group"][mine] = -2 - number  # marked, so that it is not mistaken for a pair
         rows["group"] = -2 - rows["group"]
 
     def count(self, files: Iterable[TorchRank]) -> None:
@@ -272,7 +272,7 @@ class TorchGroups:
             self.entered.setdefault(rank, {})[number] = collectives
         for read in files:
             if not all(name for name, _ in read.counters.names):
-                continue  # Gloo's: its counter moves with messages too, which it does not record
+                continue  # Gloo's counter also counts messages, which it does not record
             mine = self.entered.setdefault(read.rank, {})
             for local, (name, desc) in join_numbers(read.counters, described, pairs).items():
                 found = self._counted(read, name, desc, with_messages)
@@ -283,16 +283,17 @@ class TorchGroups:
                 self.completed.setdefault(read.rank, {})[found] = max(completed, 0)
 
     def reopen(self, files: Mapping[int, TorchRank]) -> None:
-        """Open the collectives that some member has not called, where completions are not known.
+        """Mark collectives as pending that some member has not called if completions are not known.
 
-        They cannot have completed everywhere. What all members have called counts as complete.
+        They cannot have completed everywhere. Collectives that all members have called count as
+        complete.
         """
         for read in files.values():
             for number in {self._number(read, pair) for pair in read.called_only}:
                 members = self.groups[number].ranks
                 called = [self.entered.get(rank, {}).get(number, 0) for rank in members]
                 if any(rank not in files for rank in members):
-                    called = [max(called) - 1]  # its last one may be what they wait in
+                    called = [max(called) - 1]  # they may be waiting in their last one
                 rows = read.rows
                 mine = (rows["group"] == number) & (rows["sequence"] > min(called, default=0))
                 rows["state"][mine] = State.STARTED
@@ -309,8 +310,10 @@ class TorchGroups:
     def _counted(
         self, read: TorchRank, name: str, desc: str, with_messages: set[int]
     ) -> int | None:
-        """Return the group of a counter. One without entries may count messages, so that only the
-        world's is added, and only in a job that is seen to exchange its messages elsewhere.
+        """Return the group of a counter.
+
+        A counter without entries may count messages, so only the world's group is added, and only
+        if the job is seen to exchange its messages elsewhere.
         """
         members = read.members.get(name, ())
         found = self._index.get((name, desc, members))
@@ -319,7 +322,7 @@ class TorchGroups:
         return found
 
     def _known(self, name: str, desc: str, members: tuple[int, ...]) -> int:
-        """Return the number of a group; one that left no entry is added."""
+        """Return the number of a group; add a group that left no entry."""
         key = (name, desc, members)
         known = self._index.get(key)
         if known is None:

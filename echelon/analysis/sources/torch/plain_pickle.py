@@ -1,14 +1,15 @@
 """Read a pickle that may hold plain data and nothing else.
 
-Python's unpickler is a machine that calls whatever the file asks for. So a file is walked through
-first, opcode by opcode, and only those that build dicts, lists, tuples, strings and numbers are let
-through; GLOBAL, REDUCE, BUILD and their kin are refused by name before anything is built. The C
-unpickler that then runs has no way to look a class up either: two walls, each enough.
+Python's unpickler calls whatever the file asks for. So a file is first scanned opcode by opcode,
+and only opcodes that build dicts, lists, tuples, strings and numbers are accepted. GLOBAL, REDUCE,
+BUILD and similar ones are refused by name before anything is built. The C unpickler that then runs
+cannot look up a class either. Each of the two barriers is sufficient.
 
-The walk also bounds what the file can make us allocate: strings must lie within the file, and memo
-numbers (the C unpickler's table grows to the largest one) may not exceed what the file could fill.
-A regular expression takes runs of opcodes of fixed length and of short strings, which makes the
-walk as fast as the unpickler itself; longer strings are stepped over one by one.
+The scan also bounds how much memory the file can make this process allocate: strings must lie
+within the file, and memo numbers (the C unpickler's table grows to the largest one) may not exceed
+what the file could fill. A regular expression consumes runs of opcodes of fixed length and of short
+strings, which makes the scan as fast as the unpickler itself; longer strings are skipped one by
+one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
 
 
 class _NothingUnpickler(pickle.Unpickler):
-    """An unpickler that knows no class and no function."""
+    """An unpickler that resolves no class and no function."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"refused: {module}.{name}")
@@ -66,14 +67,15 @@ def load_plain(path: Path) -> Any:
     if problem:
         raise DumpFormatError(f"{path}: {problem}", path=path)
     try:
-        # The unpickler looks ahead in a buffered reader; from plain bytes it takes few at a time.
+        # The unpickler reads ahead in a buffered reader; from plain bytes it reads little at a
+        # time.
         return _NothingUnpickler(io.BufferedReader(io.BytesIO(data), len(data) + 1)).load()
     except Exception as err:
         raise DumpFormatError(f"{path}: damaged pickle ({type(err).__name__})", path=path) from err
 
 
 def refuse(data: bytes) -> str:
-    """Say why a pickle is not plain data, "" if it is. Nothing is built and nothing is called."""
+    """Return why a pickle is not plain data, "" if it is. Builds nothing and calls nothing."""
     run = _RUN_SMALL if len(data) < _SMALL_FILE else _RUN_LARGE
     at, end = 0, len(data)
     while at < end:

@@ -1,10 +1,10 @@
-"""torch's entries as rows: the traps of its format are dealt with here and nowhere else.
+"""torch's entries as rows: the only module that handles the quirks of torch's format.
 
-- Gloo's state is always "scheduled"; `retired` says finished *or* failed.
-- With NCCL, retired and not completed means that the watchdog's timeout passed.
+- Gloo's state is always "scheduled"; `retired` means finished *or* failed.
+- With NCCL, retired and not completed means that the watchdog's timeout expired.
 - Operations inside a coalesced block carry no state; the block's closing entry, `coalesced`, does.
-  All of a block share one sequence number and are compared as a set.
-- `record_id` and `p2p_seq_id` count per process: never compared between ranks.
+  All operations of a block share one sequence number and are compared as a set.
+- `record_id` and `p2p_seq_id` count per process: they are never compared between ranks.
 - Reduce operation, root, splits, tag and step are not recorded.
 """
 
@@ -34,7 +34,7 @@ from echelon.analysis.sources.torch.states import (
 from echelon.errors import DumpFormatError
 from echelon.recorder.format.schema import Flag, Signature, State
 
-# torchcomms names no peer, and a receive from any rank has none yet.
+# torchcomms records no peer, and a receive from any rank does not have one yet.
 _P2P = re.compile(r"(send|recv)(?: \d{1,7}(?:->|<-)(?:(\d{1,7})|\?))?\Z")
 _COALESCED = "coalesced"
 _GAVE_UP = "retired before it completed: its timeout passed"
@@ -75,11 +75,11 @@ _NAMES = (
     "input_dtypes",
     "output_dtypes",
 )
-_VALUES = itemgetter(*_NAMES)  # all of an entry at once: there are millions
+_VALUES = itemgetter(*_NAMES)  # all fields of an entry at once: there are millions
 _BY_OUTPUT = frozenset(
     {"scatter", "all_gather", "allgather", "_all_gather_base", "all_gather_into_tensor"}
 )
-# Names that other versions and backends write for the same operation.
+# Names that other versions and backends use for the same operation.
 _SAME = {
     "_allgather_base": "_all_gather_base",
     "allgather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
@@ -114,12 +114,12 @@ _BY_INPUT = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRows:
-    """What the entries of one file say.
+    """The contents of one file's entries.
 
     Attributes:
         tops: the highest counters of each pair.
         called_only: pairs whose recorder does not know which operations completed.
-        counts_in_status: `pg_status` counts collectives as the entries do.
+        counts_in_status: whether `pg_status` counts collectives as the entries do.
     """
 
     rows: npt.NDArray[Any]
@@ -129,7 +129,7 @@ class ReadRows:
 
 
 class TorchRows:
-    """Turn entries into rows over shared tables; one serves all files, for its caches."""
+    """Turns entries into rows over shared tables; one instance serves all files and caches."""
 
     def __init__(self, tables: Tables) -> None:
         self.pairs: list[tuple[str, str]] = []
@@ -147,14 +147,15 @@ class TorchRows:
         entries: Sequence[Mapping[str, Any]],
         status: Mapping[int, tuple[int, int]],
     ) -> ReadRows:
-        """Return a rank's rows, oldest first, and what else its entries say.
+        """Return a rank's rows, oldest first, and what else its entries contain.
 
-        Who is in a group is known only when all files are read, so `group` points into `pairs`,
-        the (name, description) that entries carry, and `peer` is still the rank in the group.
+        The members of a group are known only once all files have been read. Until then, `group` is
+        an index into `pairs`, the (name, description) that entries carry, and `peer` is a rank in
+        the group.
 
         Raises:
-            DumpFormatError: a field has a type that no version of the format has, or the
-                numbers of the operations cannot be compared with other ranks'.
+            DumpFormatError: a field has a type that no version of the format has, or the numbers of
+                the operations cannot be compared with other ranks'.
         """
         try:
             return self._rows(entries, status)
@@ -173,7 +174,7 @@ class TorchRows:
         for entry in entries:
             try:
                 values = _VALUES(entry)
-            except KeyError:  # of another version
+            except KeyError:  # from another version
                 values = tuple(map(entry.get, _NAMES))
             group, local, full_name, stack, number, message, *rest = values
             name, desc = group or ("", "")
@@ -278,7 +279,7 @@ class TorchRows:
         return rows[keep]
 
     def _merged(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Make one row of the collectives that share a sequence number: a coalesced block."""
+        """Merge collectives that share a sequence number, a coalesced block, into one row."""
         collective = np.flatnonzero(rows["sequence"] >= 0)
         packed = (rows["group"][collective].astype(np.int64) << 44) | (
             rows["sequence"][collective] & ((1 << 44) - 1)
@@ -303,7 +304,7 @@ class TorchRows:
         dtypes = "+".join(sorted({call.signature.dtype for call in calls}))[:120]
         numel = sum(_numel(call.signature.shapes) for call in calls)
         signature = Signature(dtypes, summary=(len(calls), numel, 0))
-        if not (rows["coalesced"] >= 0).all():  # its end is missing: it may not be all of it
+        if not (rows["coalesced"] >= 0).all():  # its end is missing, so the block may be incomplete
             return self._tables.call(Call(f"{_COALESCED} {names}", signature), NO_VOTE)
         parts = tuple(sorted(self._tables.comparable[number] for number in numbers))
         return self._tables.call(Call(f"{_COALESCED} {names}", signature), (_COALESCED, parts))
@@ -400,7 +401,7 @@ def parse_name(name: Any) -> tuple[str, str, int, int]:
 
 
 def _comparable(operation: str, dtype: str, total: int, out_total: int) -> object:
-    """Return what all members of a collective must agree on; numbers of elements, not shapes."""
+    """Return what all members of a collective must agree on: numbers of elements, not shapes."""
     if operation in TRANSPOSED:
         return (operation, dtype)
     if operation in _BY_OUTPUT:

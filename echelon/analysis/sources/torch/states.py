@@ -1,4 +1,4 @@
-"""How far each operation came, by what its recorder can know of it.
+"""How far each operation got, as far as its recorder can know.
 
 | recorder | state | retired |
 |---|---|---|
@@ -8,10 +8,9 @@
 | torchcomms (`torch.comms`) | always "scheduled" | completed |
 | a hook on a backend that reports none (`mpi`, `ucc`, others) | always "scheduled" | called |
 
-Which one it is shows in the entries: an operation's name begins with its backend's, torchcomms
+The entries show which one it is: an operation's name begins with its backend's, torchcomms
 describes a group by its backend, and a recorder that knows states has written one other than
-"scheduled". Of the last kind nothing is known but the calls: see `TorchGroups`, which compares them
-between ranks.
+"scheduled". For the last kind, only the calls are known: `TorchGroups` compares them between ranks.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _FIRST = 1  # torch counts from 1, torchcomms from 0
 
 
 class NotComparableError(Exception):
-    """A dump whose numbers mean something else on every rank."""
+    """The numbers in a dump have a different meaning on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What recorded an entry: the backend in its name, and whether it is torchcomms."""
+    """The recorder of an entry: the backend in its name, and whether it is torchcomms."""
 
     backend: str
     is_comms: bool
 
     @property
     def counts_in_status(self) -> bool:
-        """Whether `pg_status` holds collectives of one group: hooks count those of all groups."""
+        """Whether `pg_status` counts collectives of one group: hooks count those of all groups."""
         return not self.is_comms and self.backend in (*_OWN_RECORDERS, _GLOO)
 
 
@@ -53,7 +52,7 @@ def settle_states(
     source: npt.NDArray[np.int64],
     sources: Sequence[Source],
 ) -> npt.NDArray[np.bool_]:
-    """Set the state of each row; return which rows show no more than that they were called.
+    """Set the state of each row; return which rows show only that they were called.
 
     Args:
         rows: a rank's rows, whose states are still as written; changed in place.
@@ -66,7 +65,7 @@ def settle_states(
         mine, kind = source == number, sources[number]
         knows = bool((states[mine] != State.CREATED).any())
         if kind.backend == _GLOO or kind.is_comms:
-            # An operation in Gloo's queue waits for no device: it counts as begun.
+            # An operation in Gloo's queue waits for no device, so it counts as started.
             states[mine & (states == State.CREATED)] = State.STARTED
             if not knows:
                 states[mine & retired] = State.COMPLETED
@@ -77,10 +76,10 @@ def settle_states(
 
 
 def number_by_group(rows: npt.NDArray[Any]) -> None:
-    """Give the entries of torchcomms, which counts over all groups, the numbers of their groups.
+    """Number torchcomms' entries by group: torchcomms counts over all groups.
 
     Raises:
-        NotComparableError: the oldest entries are lost, and which groups they were of with them.
+        NotComparableError: the oldest entries are lost, and with them the groups they belonged to.
     """
     is_message = (rows["flags"] & Flag.P2P) > 0
     pairs = np.unique(rows["group"])
