@@ -1,6 +1,6 @@
-"""The black box of a rank: `span`, `step`, `watch` and `last_step` for users, the ring, dumps.
+"""A rank's black box: `span`, `step`, `watch` and `last_step` for users, the ring, dumps.
 
-`export_torch` is imported when it is first used: recording must not wait for it.
+`export_torch` is imported on first use, so that recording does not wait for it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
-"""Checkpoints and attempts between a rank and its launcher: two small files.
+"""Checkpoints and attempts, exchanged between a rank and its launcher in two small files.
 
-`RANK_DIR/checkpoint.json` is written when a checkpoint is committed, and tells the launcher where
-the job's newest one is. ECHELON_ATTEMPTS names a file that the launcher wrote before this attempt:
-how the attempts before it ended.
+`RANK_DIR/checkpoint.json` is written when a checkpoint is committed, and gives the launcher the
+location of the job's newest one. ECHELON_ATTEMPTS names a file that the launcher wrote before this
+attempt: it lists how the earlier attempts ended.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _STEP_NAME = re.compile(r"step_(\d{1,18})")
 
 
 def note_checkpoint(path: Path, step: int | None) -> None:
-    """Publish that a checkpoint is committed; nothing happens without a launcher.
+    """Publish that a checkpoint is committed; does nothing without a launcher.
 
     Args:
         path: the folder that was saved to.
-        step: at which it was saved, None if not known; a folder `step_<n>` says it better.
+        step: the step at which it was saved, None if not known; a folder `step_<n>` takes
+            precedence.
     """
     folder = os.environ.get("ECHELON_RANK_DIR", "")
     if not folder:
@@ -33,16 +34,16 @@ def note_checkpoint(path: Path, step: int | None) -> None:
     named = _STEP_NAME.fullmatch(path.name)
     told = {"format": 1, "path": str(path), "step": int(named[1]) if named is not None else step}
     part = Path(folder) / f".{_FILE}.{os.getpid()}.part"
-    with contextlib.suppress(OSError):  # the checkpoint is safe; the launcher names an older one
+    with contextlib.suppress(OSError):  # the checkpoint is safe; the launcher reports an older one
         part.write_text(json.dumps(told))
         part.replace(part.with_name(_FILE))
 
 
 def last_step() -> int | None:
-    """Return the last step that this rank began; before its first one, that of earlier attempts.
+    """Return the last step that this rank began, or before its first one, an earlier attempt's.
 
     Returns:
-        None if no step is known: nothing records, or the first attempt has begun none.
+        None if no step is known: nothing is recorded, or the first attempt has begun none.
 
     Example:
         >>> last_step() is None  # nothing records in this process
@@ -57,7 +58,7 @@ def last_step() -> int | None:
 
 
 def _attempts() -> list[dict[str, Any]]:
-    """Return how earlier attempts ended, as far as the launcher said it."""
+    """Return how earlier attempts ended, as far as the launcher recorded it."""
     name = os.environ.get("ECHELON_ATTEMPTS", "")
     if not name:
         return []

@@ -1,19 +1,19 @@
-"""How far this host's monotonic clock is from rank 0's, so that ranks line up in time.
+"""The offset between this host's monotonic clock and rank 0's, which aligns ranks in time.
 
-Ranks of one host share the kernel's clock: their offset is 0, exactly. Between hosts it is measured
-by round trips, as NTP does it: rank 0's answer was read somewhere between the question and its
-arrival, so the middle is the best guess and half the round trip bounds the error. The shortest of
-several round trips is the best one.
+Ranks on one host share the kernel's clock, so their offset is exactly 0. Between hosts, it is
+measured by round trips, as in NTP: rank 0 read its clock somewhere between the request and the
+arrival of the response, so the midpoint is the best estimate and half the round trip bounds the
+error. The shortest of several round trips is used.
 
-Between hosts it is measured once, when the world is made: monotonic clocks drift apart by some
-microseconds per second, so after an hour the error is larger than what was measured, by
-milliseconds. The record is its own second measurement: no rank leaves an all_reduce before the last
-one has entered it, and where stamps of two hosts say otherwise the analysis does not compare them
+Between hosts, this is measured once, when the world is made. Monotonic clocks drift apart by some
+microseconds per second, so after an hour the actual error exceeds the measured one by milliseconds.
+The record itself provides a second measurement: no rank leaves an all_reduce before the last one
+has entered it. If stamps of two hosts contradict that, the analysis does not compare them
 (`analysis/evidence/timing.py`).
 
-On its own host a rank measures again all the time: `HostClocks` notices that the wall clock was
-set or slewed, so that a record's stamps keep their place among logs and torch's dumps, and that the
-host was suspended, after which its offset to another host's clock is not known any more.
+On its own host, a rank measures continuously. `HostClocks` detects that the wall clock was set or
+slewed, so that a record's stamps keep their place among logs and torch's dumps. It also detects
+that the host was suspended, after which its offset to another host's clock is no longer known.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 NUM_ROUNDS = 16
-MOVED_NS = 1_000_000  # clocks of one host that differ by more than before have moved
+MOVED_NS = 1_000_000  # clocks of one host whose difference changes by more have moved
 _CLOSE_NS = 100_000  # readings that took longer were interrupted
 NOT_MEASURED = -1  # as `Identity.clock_error_ns`
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """A stamp of this host lies on rank 0's clock at stamp + offset_ns, within error_ns."""
+    """The offset to rank 0's clock: a local stamp is stamp + offset_ns there, within error_ns."""
 
     offset_ns: int
     error_ns: int
@@ -45,8 +45,8 @@ def measure_offset(
     """Measure the offset to rank 0's clock by round trips.
 
     Args:
-        ask: makes one round trip to rank 0 and returns its monotonic clock, in ns. What it raises
-            goes through.
+        ask: makes one round trip to rank 0 and returns its monotonic clock, in ns. Its exceptions
+            propagate.
         num_rounds: at least 1.
         now: this host's monotonic clock, in ns.
     """
@@ -64,7 +64,7 @@ def measure_offset(
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """One moment by three clocks of a host. `boot_ns` continues while the host is suspended."""
+    """One moment on three clocks of a host. `boot_ns` continues while the host is suspended."""
 
     mono_ns: int
     wall_ns: int
@@ -72,7 +72,7 @@ class HostTime:
 
     @classmethod
     def read(cls) -> HostTime | None:
-        """Read the clocks together; None if the thread was put aside between them."""
+        """Read the clocks together; return None if the thread was preempted between them."""
         began = time.monotonic_ns()
         wall = time.time_ns()
         boot = _boot_ns()
@@ -83,10 +83,10 @@ class HostTime:
 
 
 class HostClocks:
-    """What the clocks of a host did since the last look. Not thread-safe."""
+    """Changes of a host's clocks since the last look. Not thread-safe."""
 
     def __init__(self, mono_ns: int, wall_ns: int) -> None:
-        """Begin with a moment by two clocks, read together."""
+        """Begin with one moment read on two clocks."""
         self._wall_offset_ns = wall_ns - mono_ns
         self._boot_offset_ns: int | None = None
 
@@ -102,6 +102,6 @@ class HostClocks:
 
 
 def _boot_ns() -> int | None:
-    """Return the clock that counts a suspended host's time; None without one (not on Linux)."""
+    """Return the clock that includes suspended time; None if there is none (not on Linux)."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.clock_gettime_ns(clock)

@@ -1,15 +1,16 @@
-"""The recorder of this process: `current()`. It has at most one.
+"""The recorder of this process: `current()`. A process has at most one.
 
 It records into the file of `write/ring.py`, in the folder that the environment names: the launcher
-sets ECHELON_RANK_DIR, or the user ECHELON_RECORD_DIR. Without one, or with ECHELON_RECORDER_SIZE=0,
-there is none, and every call that users make is a cheap no-op, so that code which records never
-asks whether it does.
+sets ECHELON_RANK_DIR, or the user sets ECHELON_RECORD_DIR. Without such a folder, or with
+ECHELON_RECORDER_SIZE=0, there is no recorder, and every call that users make is a cheap no-op, so
+that calling code need not check.
 
 [Note: who may record] A ring belongs to one process. A fork inherits the mapping, so in the child
-the recorder is switched off (`os.register_at_fork`); a process that multiprocessing started, or
-that finds the ring file of a living process, does not record. Else a DataLoader's workers would
-write their parent's record. A process that multiprocessing started and that joins a world is a rank
-itself (`torch.multiprocessing.spawn`): it records from then on, below its parent's folder.
+the recorder is switched off (`os.register_at_fork`). A process that multiprocessing started, or
+that finds the ring file of a living process, does not record; otherwise a DataLoader's workers
+would write into their parent's record. A process that multiprocessing started and that joins a
+world is a rank itself (`torch.multiprocessing.spawn`): it records from then on, below its parent's
+folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def if_opened() -> Recorder | None:
 
 
 def record_as_rank(rank: int, world_size: int) -> None:
-    """Record from now on if multiprocessing started this process: it is a rank itself."""
+    """Start recording if multiprocessing started this process, which is a rank itself."""
     global _opened
     if not _was_spawned():
         return
@@ -88,13 +89,13 @@ def _start(settings: Settings) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line for the user; without a standard error, nothing."""
+    """Print one line for the user, if there is a standard error."""
     with contextlib.suppress(Exception):
         print(f"echelon: {text}", file=sys.stderr)
 
 
 def _was_spawned() -> bool:
-    """Return whether multiprocessing started this process, by any of its methods."""
+    """Return whether multiprocessing started this process, by any start method."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 

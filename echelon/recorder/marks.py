@@ -1,4 +1,4 @@
-"""What users mark in their own code: phases, steps, and the waits for data."""
+"""Marks that users set in their own code: phases, steps, and waits for data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from echelon.recorder.spent import MAX_NAMES, spent
 
 _T = TypeVar("_T")
 
-by_hand: set[str] = set()  # names of spans, and "step", that the program marks: hooks leave them
+by_hand: set[str] = set()  # spans, and "step", that the program marks itself: hooks do not
 
 
 class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
     """Mark a phase of the step: `with span("data_wait"): batch = next(batches)`.
 
-    Known to verdicts: data_wait, compute, checkpoint, compile, store. Any other name is yours.
+    Verdicts interpret data_wait, compute, checkpoint, compile and store. Any other name is free.
 
     Example:
         >>> batches = iter([1, 2, 3])
@@ -46,10 +46,10 @@ class span:  # noqa: N801 -- reads as a statement: `with span("data_wait"):`
             self._open = recorder.open_span(self._name, self._detail, 2)
 
     def __exit__(self, error: object, *_: object) -> None:
-        # Not a sum: a span of the same name within this one has ended, and is part of it.
+        # Not a sum: a span of the same name inside this one has ended, and is part of it.
         if self._name in self._totals or len(self._totals) < MAX_NAMES:
             self._totals[self._name] = self._before_ns + monotonic_ns() - self._began_ns
-        recorder = if_opened()  # none in a child forked within the span: its end is the parent's
+        recorder = if_opened()  # none in a forked child: the span's end belongs to the parent
         if self._open is not None and recorder is not None:
             recorder.close_span(self._open)
             if self._name == "checkpoint" and error is None:
@@ -71,7 +71,7 @@ def step(number: int | None = None) -> None:
 
 
 def watch(loader: Iterable[_T]) -> Iterator[_T]:
-    """Iterate over `loader` with every wait for its next item in a `data_wait` span.
+    """Iterate over `loader`, recording every wait for its next item as a `data_wait` span.
 
     Example:
         >>> for batch in recorder.watch(["first", "second"]):

@@ -1,7 +1,7 @@
-"""Mapped rings whose files may be cut off: that costs what they show, and not this process.
+"""Mapped rings whose files may be truncated: this costs their contents, not this process.
 
-A load from a page that its file no longer has ends in SIGBUS. The C core's handler replaces the
-mapping by empty memory; without the core, the process dies as it would without this.
+A load from a page that the file no longer has raises SIGBUS. The C core's handler replaces the
+mapping with empty memory. Without the core, the process dies as it would without this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ except ImportError:
 
 
 def protect(memory: mmap.mmap) -> int:
-    """Protect a mapping; return what `release` takes, 0 if it cannot be protected."""
+    """Protect a mapping; return a handle for `release`, 0 if it cannot be protected."""
     return 0 if _native is None else int(_native.protect(memory))
 
 

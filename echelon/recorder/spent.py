@@ -1,9 +1,9 @@
-"""What a thread has spent its time on so far: its spans by name, and its collectives.
+"""Time that a thread has spent so far: in its spans, by name, and in collectives.
 
-A ring holds the newest operations and spans, and only where a process records. A program that logs
-its own figures needs totals that neither wrap nor depend on that, so they are kept here, one set
-for each thread: a training thread's shares must not contain what a thread that saves a checkpoint
-waits for.
+A ring holds the newest operations and spans, and only if the process records. A program that logs
+its own figures needs totals that neither wrap nor depend on recording, so they are kept here, one
+set for each thread: the waits of a thread that saves a checkpoint must not count towards the
+training thread's shares.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Spent(threading.local):
     """Totals of the calling thread.
 
     Attributes:
-        spans_ns: by name, the nanoseconds that ended spans took; of nested spans with one name the
+        spans_ns: by name, the nanoseconds that ended spans took; of nested spans with one name, the
             outermost counts.
-        collectives_s: seconds in which the thread stood still in a collective or a message of
-            echelon's groups, or waited for a work of torch's where hooks record the program. An
-            asynchronous one counts while the thread waits for it, so what computation hides is not
-            in here; on a device only what blocks the host is.
+        collectives_s: seconds in which the thread was blocked in a collective or a message of
+            echelon's groups, or waited for a torch `Work` where hooks record the program. An
+            asynchronous operation counts while the thread waits for it, so time hidden by
+            computation is excluded; on a device, only the time that blocks the host counts.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What a black box holds, and where in its file."""
+"""The contents of a black box, and their layout in the file."""

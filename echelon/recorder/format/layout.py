@@ -1,10 +1,10 @@
-"""Where each part of a ring file lies.
+"""The layout of a ring file.
 
     header | identity, twice | live words | last words | open spans | strings | spans | operations |
     kept operations | recent
 
 All offsets follow from the two capacities, so a reader computes them from the header alone. Parts
-start on page boundaries: the live words never share a page with what is written often.
+start on page boundaries, so that the live words never share a page with data that is written often.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from echelon.recorder.format.schema import (
     Live,
 )
 
-# The identity is rewritten now and then, in the two places by turns: one of them is always whole.
+# The identity is rewritten occasionally, alternating between two places, so one of them is always
+# whole.
 IDENTITY_BYTES = (PAGE_BYTES - 64) // 2
 IDENTITY_OFFSETS = (64, 64 + IDENTITY_BYTES)
 LIVE_OFFSET = PAGE_BYTES
@@ -68,14 +69,14 @@ class Layout:
     def kept_offset(self) -> int:
         """First place of operations that outlived their slots.
 
-        It lies behind the slots: an operation moves there before its slot is reused, so a copy of
-        the file made front to back has it in one of the two.
+        It lies behind the slots. An operation moves there before its slot is reused, so a copy of
+        the file made from front to back contains it at least once.
         """
         return self.operations_offset + _pages(self.num_operations * OPERATION_SLOT.itemsize)
 
     @property
     def recent_offset(self) -> int:
-        """First byte of `recent`; behind what points into it, for the same reason."""
+        """First byte of `recent`; for the same reason, it follows the data that points into it."""
         return self.kept_offset + _pages(NUM_KEPT * KEPT_OPERATION.itemsize)
 
     @property

@@ -1,21 +1,23 @@
-"""What a black box holds: fields, dtypes, units, and the version of the format.
+"""The contents of a black box: fields, dtypes, units, and the version of the format.
 
-The writer (`write/`), the readers (`read/`) and `echelon.analysis` meet here and nowhere else.
-This module only declares; it opens nothing. Everything is little-endian, every stamp is the
-monotonic clock in nanoseconds (0: has not happened), every rank is a global one.
+The writer (`write/`), the readers (`read/`) and `echelon.analysis` share only this module. It
+contains declarations and opens nothing. Everything is little-endian, every stamp is the monotonic
+clock in nanoseconds (0: has not happened), every rank is a global one.
 
 Change rule: a new field raises `FORMAT_MINOR`, a changed or removed one `FORMAT_MAJOR`. Readers
-accept any minor of their own major. `docs/dump-format.md` says the same in words.
+accept any minor version of their own major version. `docs/dump-format.md` describes the same format
+in words.
 
 [Note: what makes a slot readable] A slot is `stamp, length, crc, payload, stamp`. The writer fills
-it front to back; a reader takes it only if both stamps agree, belong to this slot, and the CRC32 of
-the payload matches. Python offers no memory fences, so on weakly ordered machines the stamps alone
-could lie; the CRC cannot.
+it from front to back. A reader accepts it only if both stamps agree and belong to this slot, and
+the CRC32 of the payload matches. Python offers no memory fences, so on weakly ordered machines the
+stamps alone could be misleading; the CRC cannot.
 
-[Note: two kinds of texts] What a program names once (groups, call sites, operations, spans) is
-stored once, in the string table, and stays. What may differ at every call (shapes and splits,
-details of spans, errors) goes into `recent`, a log that begins again at its end: a long job cannot
-fill it. Each entry repeats its own position, so a reader detects one that was overwritten.
+[Note: two kinds of texts] Texts that a program uses repeatedly (groups, call sites, operations,
+names of spans) are stored once, in the string table, and stay. Texts that may differ at every call
+(shapes and splits, details of spans, errors) go into `recent`, a log that wraps around, so that a
+long job cannot fill it. Each entry repeats its own position, so a reader detects one that was
+overwritten.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ DUMP_CRC_MARK = b"\xa5crc32\xc4\x04"
 
 PAGE_BYTES = 4096
 STRINGS_BYTES = 1 << 20
-# Names leave room for call sites, and both for groups: two groups must never read as one.
+# Names leave room for call sites, and both for groups: two groups must never look like one.
 NAMES_BYTES = STRINGS_BYTES * 3 // 4
 SITES_BYTES = STRINGS_BYTES * 15 // 16
 TABLE_FULL = "<table full>"
 RECENT_BYTES = 1 << 19
-RECENT_UNIT = 16  # bytes: entries begin at multiples of it, and references count in it
+RECENT_UNIT = 16  # bytes: entries begin at multiples of it, and references count in this unit
 IS_RECENT = 1 << 31  # bit of a reference to a text: it points into `recent`
 NUM_KEPT = 64
 MAX_TENSORS = 8  # inline in a slot; more are summarised
@@ -63,7 +65,7 @@ DEFAULT_NUM_SPANS = 1024
 
 
 class State(IntEnum):
-    """How far an operation came."""
+    """How far an operation got."""
 
     EMPTY = 0
     CREATED = 1
@@ -81,9 +83,9 @@ class Flag(IntEnum):
 
 
 class Live(IntEnum):
-    """Indices of the u64 words of the live page. Each is written by one aligned store."""
+    """Indices of the u64 words of the live page. Each word is written by one aligned store."""
 
-    HEARTBEAT_MONO_NS = 0  # from a Python thread: it is late while other code holds the lock
+    HEARTBEAT_MONO_NS = 0  # from a Python thread: late while other code holds the lock
     PROGRESS_MONO_NS = 1  # last operation, span or step that began or ended
     NUM_OPERATIONS = 2  # begun since the start
     NUM_SPANS = 3  # ended since the start
@@ -93,17 +95,18 @@ class Live(IntEnum):
     STRINGS_REFUSED = 7
     OPEN_SPANS_REFUSED = 8
     CLOSED = 9  # 1: the recorder was closed in an orderly way
-    INITIALISED = 10  # 1: the world group stands
-    NUM_GC_PAUSES = 11  # collections of Python's garbage, short ones too
-    GC_PAUSES_NS = 12  # what they took together
+    INITIALISED = 10  # 1: the world group exists
+    NUM_GC_PAUSES = 11  # collections of Python's garbage, including short ones
+    GC_PAUSES_NS = 12  # their total duration
     RECENT_UNITS = 13  # written to `recent` since the start
     NUM_KEPT = 14  # places in use for operations that outlived their slots
-    KEPT_REFUSED = 15  # operations that were not recorded: pending ones held all places
-    NATIVE_HEARTBEAT_MONO_NS = 16  # from a thread without Python: late only without a processor
+    KEPT_REFUSED = 15  # operations not recorded because pending ones held all places
+    NATIVE_HEARTBEAT_MONO_NS = 16  # from a thread without Python: late only without processor time
     FIRST_STEP = 17  # the first step whose begin is known, plus one; 0: none
     FIRST_STEP_MONO_NS = 18
-    # What the thread that marks steps has spent from the first step to the newest, or to the end.
-    WAITED_NS = 19  # standing still in collectives and messages
+    # Time that the thread which marks steps has spent from the first step to the newest, or to the
+    # end.
+    WAITED_NS = 19  # blocked in collectives and messages
     CHECKPOINT_NS = 20
     DATA_NS = 21
     SAVED_STEP = 22  # the step of the last checkpoint that was saved, plus one; 0: none
@@ -132,7 +135,7 @@ HEADER = np.dtype(
 STRING_HEAD = np.dtype([("length", "<u2"), ("crc", "<u4")])  # before each text of the table
 
 FAULT_FRAME = np.dtype([("address", "<u8"), ("offset", "<u8"), ("file", "S104")])
-# The signal that ends the process, written by a handler that may do next to nothing: no checksum.
+# The signal that ends the process, written by a handler that may do very little: no checksum.
 FAULT = np.dtype(
     [
         ("stamp", "<u8"),  # 0: none; 1: without frames; 2: whole
@@ -169,7 +172,7 @@ OPERATION_FIXED = np.dtype(
     [
         ("record", "<u8"),  # running number in this process: not comparable between ranks
         ("sequence", "<i8"),  # number among the group's collectives, from 0; -1 for p2p
-        ("p2p_sequence", "<i8"),  # number among this group's p2p with this peer and way; -1
+        ("p2p_sequence", "<i8"),  # number in this group, with this peer and direction; -1
         ("created_mono_ns", "<i8"),
         ("step", "<i8"),  # -1: before the first `step()`
         ("num_bytes", "<i8"),
@@ -210,7 +213,7 @@ OPERATION_SLOT = np.dtype(
     }
 )
 
-# An operation that has not ended when its slot is needed again, with its signature.
+# An operation that has not ended when its slot is reused, with its signature.
 KEPT_OPERATION = np.dtype(
     {
         "names": ["slot", "length", "crc", "signature"],
@@ -239,7 +242,7 @@ SPAN_SLOT = np.dtype(
     [("head", "<u8"), ("length", "<u4"), ("crc", "<u4"), ("fixed", SPAN_FIXED), ("tail", "<u8")]
 )
 
-# ---- what readers hand out: indices into `Record.strings`, `.groups` and `.signatures` ----
+# ---- what readers return: indices into `Record.strings`, `.groups` and `.signatures` ----
 
 OPERATION = np.dtype(
     [
@@ -286,11 +289,12 @@ SPAN = np.dtype(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Who wrote a black box, when and under which settings.
+    """The writer of a black box, and when and with which settings it wrote.
 
     `mono_ns` and `wall_ns` were read together, and again whenever the wall clock had moved. A stamp
-    of this rank lies on rank 0's clock at `stamp + clock_offset_ns`, within `clock_error_ns` when
-    that was measured; -1 as error: never, or the host was suspended since.
+    of this rank is at `stamp + clock_offset_ns` on rank 0's clock, within `clock_error_ns` at the
+    time of measurement. An error of -1 means that it was never measured, or that the host was
+    suspended since.
     """
 
     rank: int
@@ -329,10 +333,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an operation was called with; equal on all ranks of a well-matched collective.
+    """The arguments of an operation, equal on all ranks of a well-matched collective.
 
-    `summary` is set where the lists did not fit into the slot: (number of tensors, number of
-    elements, CRC32 of the full lists); `shapes` and the splits are then empty.
+    `summary` is set if the lists did not fit into the slot: (number of tensors, number of elements,
+    CRC32 of the full lists); `shapes` and the splits are then empty.
     """
 
     dtype: str
@@ -342,7 +346,7 @@ class Signature:
     summary: tuple[int, int, int] | None = None
 
     def __str__(self) -> str:
-        """Show it as a person would write it: `float32[1024, 4096]`."""
+        """Format the signature as in `float32[1024, 4096]`."""
         if self.summary is not None:
             return f"{self.dtype}[{self.summary[0]} tensors, {self.summary[1]} elements]"
         return " ".join(f"{self.dtype}{list(shape)}" for shape in self.shapes) or self.dtype
@@ -350,7 +354,7 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastWords:
-    """The uncaught exception that ended a rank, or a thread of it; written by the rank itself."""
+    """The uncaught exception that ended a rank or a thread of it, written by the rank itself."""
 
     type: str
     message: str
@@ -358,7 +362,7 @@ class LastWords:
     traceback: str
     mono_ns: int
     bases: tuple[str, ...] = ()  # qualified names of the type's base classes
-    thread: str = ""  # the name of a thread that it ended, while the process lived on
+    thread: str = ""  # the thread that it ended, if the process lived on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,7 +371,7 @@ class Fault:
 
     signal: int
     code: int = 0  # si_code: above 0, the thread's own instruction caused it
-    address: int = 0  # that it could not use; 0: none
+    address: int = 0  # the address that it could not access; 0: none
     mono_ns: int = 0
     thread: int = 0
     frames: tuple[str, ...] = ()  # innermost first: "libc.so.6+0x1234", with a function if known
@@ -375,7 +379,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One rank's black box as read: columns over operations and spans, and what else is known.
+    """One rank's black box as read: columns over operations and spans, and further facts.
 
     `operations` [num_operations] of dtype `OPERATION`, oldest first; `spans` (ended ones) and
     `open_spans` [...] of dtype `SPAN`, outermost first among the open ones of a thread.
@@ -394,12 +398,12 @@ class Record:
     fault: Fault | None = None
     host: HostFacts = field(default_factory=HostFacts)
     dumped_mono_ns: int = 0  # on the rank's own host
-    has_ring: bool = True  # False: the rank never opened one; only `host` speaks
+    has_ring: bool = True  # False: the rank never opened one; there is only `host`
     warnings: tuple[str, ...] = ()
 
 
 def encode_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as runs `first-last:stride`, so that a large regular group stays short."""
+    """Format ranks as runs `first-last:stride`, so that a large regular group stays short."""
     runs: list[str] = []
     i = 0
     while i < len(ranks):
@@ -417,10 +421,10 @@ def encode_ranks(ranks: Sequence[int]) -> str:
 
 
 def decode_ranks(text: str, limit: int = MAX_RANKS) -> tuple[int, ...]:
-    """Read what `encode_ranks` wrote.
+    """Parse the output of `encode_ranks`.
 
     Raises:
-        ValueError: the text is something else, or names more than `limit` ranks.
+        ValueError: the text has another form, or names more than `limit` ranks.
     """
     if not isinstance(text, str):
         raise ValueError("ranks are not a text")

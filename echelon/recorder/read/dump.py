@@ -1,7 +1,8 @@
 """Dump files: a rank's black box as it is kept in an incident folder.
 
-msgpack, columnar (each field one little-endian array), versioned, no pickle: thousands of ranks
-load as arrays. Written to a temporary name and renamed, so that a half-written dump is never seen.
+msgpack, columnar (each field is one little-endian array), versioned, no pickle: thousands of ranks
+load as arrays. A dump is written to a temporary name and renamed, so that a partial one is never
+visible.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def write_dump(record: Record, path: Path) -> None:
 
 
 def empty_record(path: Path, identity: Identity, host: HostFacts, *warnings: str) -> Record:
-    """Return the record of a rank that left no ring: only what its host knows speaks."""
+    """Return the record of a rank that left no ring: it has only the facts from its host."""
     return Record(
         path=str(path),
         identity=identity,

@@ -29,11 +29,11 @@ _MAX_GROWTH = 4  # of a table in memory over its columns in the file
 
 
 def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
-    """Build the record that a dump's map holds.
+    """Build the record from a dump's map.
 
     Raises:
-        DumpFormatError: a field of the wrong type.
-        KeyError, TypeError, ValueError, AttributeError, OverflowError: a part of the wrong form.
+        DumpFormatError: a field has the wrong type.
+        KeyError, TypeError, ValueError, AttributeError, OverflowError: a part has the wrong form.
     """
     strings = [_text(text) for text in top["strings"]] or [""]
     groups = _groups(top["groups"])
@@ -71,18 +71,18 @@ def record_of_dump(path: Path, top: dict[str, Any]) -> Record:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a text is something else")
+        raise TypeError("a text is not a string")
     return value
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError("a flag is something else")
+        raise TypeError("a flag is not a boolean")
     return value
 
 
 def _groups(entries: Sequence[Any]) -> list[Group]:
-    """Read the groups; what all of them name together is bounded."""
+    """Read the groups; the total number of ranks that they name is bounded."""
     left, groups = MAX_RANKS, []
     for name, ranks in entries:
         groups.append(Group(_text(name), decode_ranks(ranks, left)))
@@ -102,10 +102,10 @@ def _signature_of(entry: Sequence[Any]) -> Signature:
 
 
 def _columns(dtype: np.dtype[Any], table: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read a table of columns; ones that this version does not know are skipped.
+    """Read a table of columns; columns that this version does not know are skipped.
 
-    One that an older minor version lacks is 0. What is there must be a fair part of the table, so
-    that a small file never becomes a large one in memory.
+    A column that an older minor version lacks is 0. The columns in the file must make up a fair
+    part of the table, so that a small file never becomes a large table in memory.
     """
     length = int(table["length"])
     columns: Mapping[str, bytes] = table["columns"]

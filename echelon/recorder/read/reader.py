@@ -1,8 +1,8 @@
 """Read black boxes: live rings, rings of dead processes, and dump files.
 
 Read-only and safe on untrusted bytes: counts are bounded by the file's size before anything is
-allocated, nothing is evaluated, and what does not check out is left out and counted in
-`Record.warnings`. A file that is not a black box at all is a `DumpFormatError`.
+allocated, nothing is evaluated, and data that fails its checks is left out and counted in
+`Record.warnings`. A file that is not a black box at all raises `DumpFormatError`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from echelon.recorder.read.ring_texts import RingTexts
 from echelon.recorder.read.untrusted import check_version
 from echelon.recorder.stall.watchdog import Sight
 
-_MAX_DUMP_BYTES = 1 << 28  # a ring of the largest size makes half of it
+_MAX_DUMP_BYTES = 1 << 28  # a ring of the largest size produces half of this
 _MAX_LIST = 1 << 21  # entries of one list or map in a dump
 _HEADER_BYTES = LIVE_OFFSET + LIVE_BYTES
 
 
 def read(path: Path) -> Record:
-    """Read a ring or a dump, told apart by its first bytes.
+    """Read a ring or a dump, recognised by its first bytes.
 
     Raises:
         DumpFormatError: the file is neither, is too new, or cannot be opened.
@@ -67,20 +67,21 @@ def read(path: Path) -> Record:
 
 
 def read_ring(path: Path) -> Record:
-    """Read a ring file, also while its process writes it.
+    """Read a ring file, which its process may still be writing.
 
     Raises:
-        DumpFormatError: no ring, a newer major version, or shorter than its header says.
+        DumpFormatError: the file is not a ring, has a newer major version, or is shorter than its
+            header says.
     """
     for last_try in (False, False, True):
         record, num_torn = _read_ring_once(path)
         if not num_torn or last_try:
-            break  # a dead writer's torn slot stays torn; a living one's is whole a moment later
+            break  # a dead writer's torn slot stays torn; a living writer's is whole a moment later
     return record
 
 
 def _read_ring_once(path: Path) -> tuple[Record, int]:
-    """Read a ring from one copy of its bytes; return how many slots were torn, too."""
+    """Read a ring from one copy of its bytes; also return how many slots were torn."""
     layout, data = _ring_bytes(path)
     live = tuple(np.frombuffer(data, "<u8", Live.NUM_WORDS, LIVE_OFFSET).tolist())
     damage = Damage()
@@ -123,10 +124,10 @@ def _ring_bytes(path: Path) -> tuple[Layout, bytes]:
 
 
 def read_dump(path: Path) -> Record:
-    """Read a dump file, as `dump.write_dump` makes it.
+    """Read a dump file made by `dump.write_dump`.
 
     Raises:
-        DumpFormatError: no dump, damaged, or of a newer major version.
+        DumpFormatError: the file is not a dump, is damaged, or has a newer major version.
     """
     try:
         if path.stat().st_size > _MAX_DUMP_BYTES:
@@ -157,10 +158,10 @@ def read_dump(path: Path) -> Record:
 
 
 class LiveRing:
-    """A ring mapped read-only, to look at again and again while its process runs.
+    """A ring mapped read-only, for repeated looks while its process runs.
 
     Raises:
-        DumpFormatError: the file is not there, or no whole ring yet.
+        DumpFormatError: the file does not exist, or is not a complete ring yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -189,27 +190,27 @@ class LiveRing:
 
     @property
     def file(self) -> tuple[int, int]:
-        """Which file is mapped: another one after a later program took the path over."""
+        """Identifies the mapped file, which changes once a later program takes over the path."""
         return self._identity
 
     @property
     def operation_slots(self) -> npt.NDArray[Any]:
-        """The slots of operations as they are now, of dtype `OPERATION_SLOT`."""
+        """The current slots of operations, of dtype `OPERATION_SLOT`."""
         return self._slots
 
     @property
     def span_slots(self) -> npt.NDArray[Any]:
-        """The slots of ended spans as they are now, of dtype `SPAN_SLOT`."""
+        """The current slots of ended spans, of dtype `SPAN_SLOT`."""
         return self._spans
 
     @property
     def open_span_slots(self) -> npt.NDArray[Any]:
-        """The places of open spans as they are now, of dtype `SPAN_SLOT`."""
+        """The current places of open spans, of dtype `SPAN_SLOT`."""
         return self._open_spans
 
     def text(self, ref: int) -> str:
-        """Return a text of the ring; one that says so if it cannot be read."""
-        # The map's slices are bytes, which is all that is asked of it.
+        """Return a text of the ring, or a placeholder if it cannot be read."""
+        # The map's slices are bytes, and nothing more is needed of it.
         data: Any = self._map
         return RingTexts(data, self._layout, self.words(), Damage()).text(ref)
 
@@ -219,7 +220,7 @@ class LiveRing:
 
     @property
     def is_closed(self) -> bool:
-        """Whether its rank has closed it: the program has ended, the process may not have."""
+        """Whether its rank has closed it: the program has ended, but the process may not have."""
         self._follow()
         return bool(self._live[Live.CLOSED])
 
@@ -235,14 +236,14 @@ class LiveRing:
         return self._is_hooked
 
     def pending(self) -> tuple[int, int]:
-        """Return (when the oldest operation that has not ended was called, how many there are)."""
+        """Return when the oldest pending operation was called, and how many are pending."""
         in_slots, num_in_slots = _oldest_open(self._slots)
         kept, num_kept = _oldest_open(self._kept)
         oldest = min((called for called in (in_slots, kept) if called), default=0)
         return oldest, num_in_slots + num_kept
 
     def sight(self, rank: int) -> Sight:
-        """Return what the stall rule wants to know of this rank."""
+        """Return the facts about this rank that the stall rule needs."""
         self._follow()
         words = self.words()
         pending_mono_ns, num_pending = self.pending()
@@ -256,7 +257,7 @@ class LiveRing:
         )
 
     def _follow(self) -> None:
-        """Map the ring of a later program of this rank, which took the path over.
+        """Map the ring of a later program of this rank, which has taken over the path.
 
         The path is touched only once this ring's program has closed it: it may lie on a file
         system that hangs, and the caller is an agent's only thread.
@@ -269,12 +270,12 @@ class LiveRing:
         try:
             other = LiveRing(self._path)
         except DumpFormatError:
-            return  # not whole yet, or the same one at its final place: the old mapping serves
+            return  # incomplete, or the same one at its final place: keep the old mapping
         self.close()
         self.__dict__.update(other.__dict__)
 
     def activity(self) -> int:
-        """Count what the rank has begun or ended so far: if it stands still, so does the rank."""
+        """Count what the rank has begun or ended so far; an unchanged count means no progress."""
         return self.words()[Live.NUM_OPERATIONS] + self.sight(0).num_ended
 
     def close(self) -> None:
@@ -293,12 +294,12 @@ def _file_identity(path: Path) -> tuple[int, int]:
 
 
 def _oldest_open(slots: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return (when the oldest operation that has not ended was called, how many there are)."""
+    """Return when the oldest pending operation was called, and how many are pending."""
     state, head = slots["state"], slots["head"]
     ended = (state["head"] == head) & (state["state"] >= State.COMPLETED)
     open_slots = np.flatnonzero((head != 0) & (slots["tail"] == head) & ~ended)
     called = slots["fixed"]["created_mono_ns"][open_slots]
-    # The oldest decides about a stall: it must not be a slot that is just being written.
+    # The oldest one decides about a stall, so it must not be a slot that is just being written.
     for i in np.argsort(called, kind="stable").tolist():
         copy = slots[open_slots[i] : open_slots[i] + 1].copy()
         if is_payload_whole(copy.tobytes(), 0):

@@ -1,4 +1,4 @@
-"""What the operations of a ring were called with: its signatures."""
+"""The arguments of a ring's operations: its signatures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNATURE_FIXED = struct.Struct("<IIIHH")
 
 
 class Call(NamedTuple):
-    """What a signature says, as indices into `strings` and `signatures`."""
+    """The contents of a signature, as indices into `strings` and `signatures`."""
 
     operation: int
     reduce_op: int
@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class RingCalls:
-    """Read signatures by their references, once each."""
+    """Reads signatures by their references, once each."""
 
     def __init__(self, texts: RingTexts, damage: Damage) -> None:
         self.signatures: list[Signature] = []
@@ -33,7 +33,7 @@ class RingCalls:
         self._known: dict[int, Call | None] = {}
 
     def call(self, ref: int) -> Call | None:
-        """Return what an operation was called with; None if that was overwritten."""
+        """Return the arguments of an operation; None if they were overwritten."""
         if ref in self._known:
             return self._known[ref]
         data, call = self._texts.recent(ref), None
@@ -46,7 +46,7 @@ class RingCalls:
         return call
 
     def decoded(self, data: bytes) -> Call:
-        """Return what the bytes of a signature say."""
+        """Decode the bytes of a signature."""
         try:
             operation, dtype, reduce_op, num_tensors, flags = _SIGNATURE_FIXED.unpack_from(data)
             signature = decode_signature(
@@ -66,11 +66,11 @@ class RingCalls:
         )
 
     def overwritten(self) -> Call:
-        """Return what stands for a signature whose place newer ones took."""
+        """Return a placeholder for a signature that newer entries overwrote."""
         return self._new(OVERWRITTEN)
 
     def damaged(self, warning: str) -> Call:
-        """Return what stands for a signature that cannot be read."""
+        """Return a placeholder for a signature that cannot be read."""
         self._damage.warn(warning)
         return self._new(DAMAGED)
 
@@ -81,7 +81,7 @@ class RingCalls:
 
 
 def decode_signature(dtype: str, num_tensors: int, summarised: bool, tail: bytes) -> Signature:
-    """Read the tail of a signature, as `operations.encode_signature` writes it.
+    """Decode the tail of a signature, as written by `operations.encode_signature`.
 
     Raises:
         ValueError: the lengths in it do not fit the bytes.

@@ -1,4 +1,4 @@
-"""The parts of a ring besides its records: header, identity, last words, the fatal signal."""
+"""The parts of a ring apart from its records: header, identity, last words, the fatal signal."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ _MAX_SIGNAL = 64
 
 
 def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> Layout:
-    """Return where the parts of a ring lie.
+    """Check the header and return the ring's layout.
 
     Args:
         data: the file, or its first pages.
         file_bytes: the file's size; -1: that of `data`.
 
     Raises:
-        DumpFormatError: no ring, another major version, or shorter than the header says.
+        DumpFormatError: the file is not a ring, has another major version, or is shorter than the
+            header says.
     """
     if len(data) < LIVE_OFFSET + LIVE_BYTES or data[: len(RING_MAGIC)] != RING_MAGIC:
         raise DumpFormatError(f"{path}: not an echelon ring", path=path)
@@ -73,10 +74,10 @@ def check_header(path: Path, data: bytes | mmap.mmap, file_bytes: int = -1) -> L
 
 
 def read_identity(data: bytes, path: Path, damage: Damage) -> Identity:
-    """Return who wrote the ring: the newer of two places.
+    """Return the writer's identity: the newer of two copies.
 
     Raises:
-        DumpFormatError: neither of them is whole.
+        DumpFormatError: neither copy is whole.
     """
     found = [_blob(data, at, IDENTITY_BYTES) for at in IDENTITY_OFFSETS]
     whole = [one for one in found if one is not None]
@@ -89,7 +90,7 @@ def read_identity(data: bytes, path: Path, damage: Damage) -> Identity:
 
 
 def read_last_words(data: bytes, path: Path, damage: Damage) -> LastWords | None:
-    """Return the rank's last words; damaged ones cost a warning, not the record."""
+    """Return the rank's last words; if they are damaged, warn and keep the rest of the record."""
     found = _blob(data, LAST_WORDS_OFFSET, LAST_WORDS_BYTES)
     if found is None:
         if any(data[LAST_WORDS_OFFSET : LAST_WORDS_OFFSET + BLOB_HEAD.itemsize]):

@@ -1,7 +1,7 @@
-"""Turn the bytes of a ring into columns, taking only what checks out.
+"""Turn the bytes of a ring into columns, accepting only data that passes its checks.
 
-What is torn (its writer was in the middle of it) or damaged is left out or marked, and counted in
-the warnings: see schema.py, [Note: what makes a slot readable].
+Torn slots (caught mid-write) and damaged ones are left out or marked, and counted in the warnings:
+see schema.py, [Note: what makes a slot readable].
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COPIED = tuple(
 
 
 class RingParser:
-    """Read the operations and spans of a ring into columns."""
+    """Reads the operations and spans of a ring into columns."""
 
     def __init__(
         self, data: bytes, layout: Layout, texts: RingTexts, calls: RingCalls, damage: Damage
@@ -68,7 +68,7 @@ class RingParser:
         return out[np.argsort(out["record"], kind="stable")]
 
     def _rows(self, slots: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[Call | None]]:
-        """Return the rows of slots whose payloads are whole, and what each was called with."""
+        """Return the rows of slots whose payloads are whole, and their calls' arguments."""
         fixed, state = slots["fixed"], slots["state"]
         out = np.zeros(len(slots), OPERATION)
         for name in _COPIED:
@@ -95,10 +95,9 @@ class RingParser:
     def _with_signature(
         self, records: npt.NDArray[Any], calls: list[Call | None]
     ) -> npt.NDArray[Any]:
-        """Choose the rows younger than every one whose signature was overwritten.
+        """Select the rows newer than every row whose signature was overwritten.
 
-        What is left ends where the ring would end if it were smaller: no operation is missing in
-        the middle.
+        The result ends where a smaller ring would end: no operation is missing in the middle.
         """
         lost = np.array([call is None for call in calls], bool)
         if not lost.any():
@@ -106,7 +105,7 @@ class RingParser:
         younger: npt.NDArray[Any] = records > records[lost].max()
         self._damage.warn(
             f"{len(records) - int(younger.sum())} of the oldest operations were left out: "
-            "newer calls took the place of what they were called with"
+            "newer calls overwrote their arguments"
         )
         return younger
 
@@ -129,14 +128,14 @@ class RingParser:
     def _kept_call(self, place: npt.NDArray[Any]) -> Call | None:
         length = int(place["length"])
         data = place["signature"].tobytes()[:length]
-        # Seeded by its operation's stamp: the place may be taken by another one while it is copied.
+        # Seeded by its operation's stamp: another operation may take the place while it is copied.
         seed = int(place["slot"]["head"]) & _U32
         if length > MAX_SIGNATURE_BYTES or crc32(data, seed) != int(place["crc"]):
             return self._calls.damaged("the signature of a kept operation is damaged")
         return self._calls.decoded(data) if data else self._calls.overwritten()
 
     def spans(self, offset: int, capacity: int) -> npt.NDArray[Any]:
-        """Return the rows of dtype `SPAN` of the slots at `offset`, in order of their begin."""
+        """Return the rows of dtype `SPAN` of the slots at `offset`, in order of their beginning."""
         slots = np.frombuffer(self._data, SPAN_SLOT, capacity, offset)
         used = np.flatnonzero(slots["head"] | slots["tail"])
         data, begin, end = self._data, SPAN_SLOT.fields["fixed"][1], SPAN_SLOT.fields["tail"][1]  # type: ignore[index]
@@ -155,7 +154,7 @@ class RingParser:
         return out[np.lexsort((out["depth"], out["number"]))]
 
     def _whole(self, slots: npt.NDArray[Any], used: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Choose the slots whose payload is all there: [Note: what makes a slot readable]."""
+        """Select the slots whose payload is complete: [Note: what makes a slot readable]."""
         head, length = slots["head"][used], slots["length"][used]
         good = (head == slots["tail"][used]) & (slots["fixed"]["record"][used] == head - 1)
         good &= (head - 1) % self._layout.num_operations == used
@@ -171,10 +170,10 @@ class RingParser:
         return chosen
 
     def _states_known(self, head: npt.NDArray[Any], state: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return which state cells are about their slot's operation, and whole.
+        """Return which state cells belong to their slot's operation and are whole.
 
-        A cell that still tells of an earlier use of its slot, or of none, is whole, too: the
-        operation has been created and not more.
+        A cell that still describes an earlier use of its slot, or none, is whole too: the operation
+        has been created and nothing more.
         """
         stamp = state["head"]
         raw, size = state.tobytes(), OPERATION_STATE.itemsize

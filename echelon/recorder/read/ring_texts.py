@@ -1,6 +1,6 @@
-"""The texts of a ring as a reader finds them: names, recent ones, and groups.
+"""The texts of a ring as a reader finds them: names, recent texts, and groups.
 
-Each is read once; a reference that cannot be read becomes a text that says so.
+Each text is read once. A reference that cannot be read becomes a placeholder text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class RingTexts:
-    """Read texts and groups by their references; columns hold their indices in these lists."""
+    """Reads texts and groups by their references; columns hold their indices in these lists."""
 
     def __init__(self, data: bytes, layout: Layout, live: tuple[int, ...], damage: Damage) -> None:
         self.strings: list[str] = [""]
@@ -53,7 +53,7 @@ class RingTexts:
         return len(self.strings) - 1
 
     def text(self, ref: int) -> str:
-        """Return a text; one that says so if it cannot be read."""
+        """Return a text, or a placeholder if it cannot be read."""
         if ref & IS_RECENT:
             return self._recent_text(ref - IS_RECENT)
         at = STRINGS_OFFSET + ref
@@ -63,7 +63,7 @@ class RingTexts:
             data = self._data[begin : begin + length]
             if begin + length - STRINGS_OFFSET <= self._strings_used and crc32(data) == crc:
                 return data.decode("utf-8", "replace")
-        # Or younger than the copy of the texts, which precede the slots.
+        # Or it is newer than the copy of the texts, which precede the slots.
         self._damage.note_unreadable("a text is damaged")
         return DAMAGED
 
@@ -87,7 +87,7 @@ class RingTexts:
         return data if crc32(data, ref) == crc else None
 
     def is_overwritten(self, ref: int) -> bool:
-        """Whether newer entries of `recent` took the place of this one."""
+        """Return whether newer entries of `recent` overwrote this one."""
         return ref != 0 and (self._recent_units - ref) % IS_RECENT > _RECENT_UNITS
 
     def group(self, ref: int) -> int:
@@ -100,7 +100,8 @@ class RingTexts:
             group = Group(name, decode_ranks(ranks, self._ranks_left))
             self._ranks_left -= len(group.ranks)
         except ValueError:
-            # Its reference tells it from other groups that cannot be read: they are never one.
+            # The reference distinguishes it from other unreadable groups: they must never be
+            # merged.
             group = Group(name or f"{DAMAGED} {ref}", ())
             self._damage.warn("the members of a group cannot be read")
         self.groups.append(group)

@@ -1,9 +1,9 @@
-"""What a living ring has gained since the last look: durations of what ended, and what has not.
+"""Changes in a live ring since the last look: durations of what ended, and what is open.
 
-Cheap enough to be asked twice a second of each rank: no text is read, and at most `MAX_NEW` new
-operations are looked at; of more, the newest. Durations may come from a slot that is being written:
-its stamps are compared, its checksum is not, and one wrong duration among many does no harm. What
-is pending is checked in full.
+Cheap enough to run twice a second for each rank: no text is read, and at most the newest `MAX_NEW`
+new operations are examined. Durations may come from a slot that is being written: its stamps are
+compared, but its checksum is not, and one wrong duration among many does no harm. Pending
+operations are checked in full.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What one look found; durations [num_ended] in ns, oldest first."""
+    """The result of one look; durations [num_ended] in ns, oldest first."""
 
     ended: list[tuple[Key, npt.NDArray[np.int64]]]
     pending: list[Open]
     spans: list[Open]  # the innermost open one of each thread
-    last_call_ns: dict[int, int]  # thread -> its newest operation's call, of those looked at
-    is_other_ring: bool = False  # the references of earlier looks mean nothing any more
+    last_call_ns: dict[int, int]  # thread -> the call of its newest operation, among those examined
+    is_other_ring: bool = False  # the references of earlier looks are no longer valid
 
 
 class Tail:
@@ -55,7 +55,7 @@ class Tail:
 
     def __init__(self) -> None:
         self._file = (0, 0)
-        self._next = 0  # the number of the first operation that was not looked at
+        self._next = 0  # the number of the first operation not yet examined
         self._pending = np.zeros(0, np.int64)  # numbers of those that had not ended
         self._last_span = 0  # stamp of the newest ended one
         self._last_call_ns: dict[int, int] = {}

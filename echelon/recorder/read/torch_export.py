@@ -1,10 +1,10 @@
-"""Write an incident in the form of PyTorch's flight recorder (2.10), for tools that read that.
+"""Write an incident in the format of PyTorch's flight recorder (2.10), for tools that read it.
 
-One pickle a rank, of plain dicts, lists, tuples, strings and numbers; nothing of torch is imported.
-What torch's form cannot say (reduce op, root, splits, tags, spans, steps) is lost.
+One pickle per rank, made of plain dicts, lists, tuples, strings and numbers; torch is not imported.
+Facts that torch's format cannot represent (reduce op, root, splits, tags, spans, steps) are lost.
 
 Numbers follow torch: collectives and point-to-point operations count from 1 in each group, ranks in
-`send 0->1` are places in the group's sorted members, stamps are the rank's own wall clock.
+`send 0->1` are positions in the group's sorted members, stamps are the rank's own wall clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {
     "bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble",
     "float8_e4m3fn": "Float8_e4m3fn", "float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
-_OPERATIONS = {"monitored_barrier": "barrier"}  # torch's reader stops at names it does not know
+_OPERATIONS = {"monitored_barrier": "barrier"}  # torch's reader stops at unknown names
 _STATES = {State.CREATED: "scheduled", State.STARTED: "started", State.COMPLETED: "completed"}
 
 
@@ -43,18 +43,18 @@ def export_torch(
     *,
     prefix: str = DEFAULT_PREFIX,
 ) -> list[Path]:
-    """Write each rank's black box of an incident as torch's flight recorder would have dumped it.
+    """Write each rank's black box of an incident in the form of a torch flight recorder dump.
 
     Args:
         incident_dir: a folder of `rank_<r>` dumps or rings.
-        out_dir: made if need be; gets one file per rank, `<prefix><rank>`.
-        prefix: what the files' names begin with.
+        out_dir: created if necessary; receives one file per rank, `<prefix><rank>`.
+        prefix: start of the files' names.
 
     Returns:
         The files, by rank.
 
     Raises:
-        DumpFormatError: none of the files can be read, or there is none.
+        DumpFormatError: no file can be read, or none exists.
         OSError: the files cannot be written.
 
     Example:
@@ -97,7 +97,7 @@ def _read_all(folder: Path) -> dict[int, Record]:
 
 
 class _Names:
-    """Names of groups that are unique over all ranks; torch tells groups apart by them."""
+    """Names of groups that are unique over all ranks, since torch identifies groups by name."""
 
     def __init__(self) -> None:
         self._names: dict[Group, tuple[str, str]] = {}
@@ -119,7 +119,7 @@ class _Names:
 
 @dataclass
 class _Counts:
-    """How far a group has got, as its ring tells it."""
+    """How far a group has got, according to its ring."""
 
     collectives: int = 0
     p2p: int = 0
@@ -203,7 +203,7 @@ def _entries(
 
 
 def _state(row: Any) -> str:
-    if row["state"] == State.FAILED:  # never done: only how far it came
+    if row["state"] == State.FAILED:  # never completed: only how far it got
         return "started" if row["started_mono_ns"] else "scheduled"
     return _STATES[State(int(row["state"]))]
 
@@ -213,7 +213,7 @@ def _wall(stamp: Any, to_wall: int) -> int | None:
 
 
 def _name(operation: str, row: Any, group: Group, rank: int) -> str:
-    """Return the operation as torch spells it; p2p with both ends' places in the group."""
+    """Return the operation in torch's spelling; p2p includes both ends' positions in the group."""
     places: Mapping[int, int] = {member: i for i, member in enumerate(sorted(group.ranks))}
     me, peer = places.get(rank, -1), places.get(int(row["peer"]), -1)
     if operation == "send":
@@ -224,7 +224,7 @@ def _name(operation: str, row: Any, group: Group, rank: int) -> str:
 
 
 def _sizes(operation: str, signature: Signature, group_size: int) -> dict[str, list[list[int]]]:
-    """Return sizes of inputs and outputs; the ring holds one side, the other follows from it."""
+    """Return sizes of inputs and outputs; the ring holds one side, and the other follows."""
     if signature.summary is not None:
         shapes = [[signature.summary[1]]]
     else:

@@ -1,1 +1,1 @@
-"""What counts as a stall, and the watch inside a process without an agent."""
+"""The stall rule, and the watch inside a process without an agent."""

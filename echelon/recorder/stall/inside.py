@@ -1,11 +1,11 @@
-"""The stall rule from inside a process, for jobs that no agent watches (torchrun, plain Python).
+"""The stall rule inside a process, for jobs that no agent watches (torchrun, plain Python).
 
 A thread looks at the process's own ring once a second. On a stall it writes this rank's black box,
-looked at twice, to `dump/incident_<k>` of the folder that all ranks record into, and says so in one
-line. Ranks find the same stall within seconds of each other, each by itself: the first to come
-makes the incident, the others of its attempt join it. It sees less than an agent: nothing while C
-code holds the GIL, and of the other ranks nothing at all. All that it needs is imported before the
-first look: nothing is imported in a process that is stuck.
+looked at twice, to `dump/incident_<k>` of the folder that all ranks record into, and prints one
+line about it. Ranks detect the same stall independently, within seconds of each other: the first
+one creates the incident, and the others of its attempt join it. The thread sees less than an agent
+does: nothing while C code holds the GIL, and nothing at all of the other ranks. All modules that it
+needs are imported before the first look: nothing is imported in a process that is stuck.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class InsideWatch:
         self._ring = LiveRing(rank_dir / "ring")
 
     def start(self) -> None:
-        """Watch from now on, in a thread."""
+        """Start watching in a thread."""
         threading.Thread(target=self._run, name="echelon-watchdog", daemon=True).start()
 
     def _run(self) -> None:
@@ -59,7 +59,7 @@ class InsideWatch:
             try:
                 folder = self._keep(stall)
             except Exception as err:  # noqa: BLE001 -- the job continues whatever happens here
-                print(f"echelon: the stall was not kept: {err}", file=sys.stderr)
+                print(f"echelon: the incident could not be written: {err}", file=sys.stderr)
             else:
                 print(f"echelon: {stall.reason}; see {folder}", file=sys.stderr)
 
@@ -98,7 +98,7 @@ class InsideWatch:
         return folder
 
     def _open_incident(self, identity: Identity, reason: str) -> Path:
-        """Join the incident that other ranks have just begun, or begin one."""
+        """Join the incident that other ranks have just created, or create one."""
         self._dump.mkdir(mode=0o700, exist_ok=True)
         while True:
             number = max(_numbers(self._dump), default=-1)
@@ -139,7 +139,7 @@ def _numbers(dump: Path) -> list[int]:
 
 
 def _can_join(folder: Path, identity: Identity) -> bool:
-    """Whether an incident is new, of this attempt, and has nothing of this rank yet."""
+    """Return whether an incident is new, of this attempt, and has nothing of this rank yet."""
     is_young = False
     if (folder / f"rank_{identity.rank}").exists():
         return False
@@ -147,7 +147,7 @@ def _can_join(folder: Path, identity: Identity) -> bool:
         is_young = abs(time.time() - folder.stat().st_mtime) < JOIN_S
         incident = json.loads((folder / "incident.json").read_text())
     except FileNotFoundError:
-        return is_young  # it was made a moment ago, and is not described yet
+        return is_young  # it was created a moment ago, and its description is not written yet
     except (OSError, ValueError):
         return False
     return is_young and incident.get("attempt") == identity.attempt

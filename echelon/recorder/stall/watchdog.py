@@ -1,20 +1,20 @@
-"""When a job counts as stalled: a pure rule over what the rings show from outside.
+"""The rule for when a job counts as stalled: a pure function of what the rings show.
 
-A job is stalled once an operation has been pending longer than the limit on a living rank, or once
-no living rank has recorded an operation, span or step for that long. Before the world group stands,
-loading libraries and data may take its time: five times the limit.
+A job is stalled once an operation on a living rank has been pending longer than the limit, or once
+no living rank has recorded an operation, span or step for that long. Until the world group exists,
+the limit is five times as long, because loading libraries and data takes time.
 
-A rank that records nothing is seen from outside: what it uses, prints and sends is its progress,
-and it has passed init once it has met the others at the store. A flight recorder dump that torch
-writes of itself says that an operation has timed out there.
+A rank that records nothing is observed from outside. Its use of the processor, its output and its
+network traffic count as progress, and it has passed initialisation once it has met the others at
+the store. If torch writes its own flight recorder dump, an operation has timed out there.
 
-One stall is reported once. The next one counts only after progress: the number of ended operations,
-spans and steps of some rank must have moved. Ranks that report do so one after the other: what one
-said was pending before another one's progress was seen has probably ended with it, and counts again
-only in its next report.
+A stall is reported once. The next one is reported only after progress: the number of ended
+operations, spans and steps of some rank must have increased. Ranks report one after another. An
+operation reported as pending before another rank's progress was seen has probably ended with it, so
+it counts again only in that rank's next report.
 
-What has taken longer than the limit before and succeeded (a checkpoint, an evaluation) gets more
-time where the caller knows of it: until then, nothing counts as a stall but torch's own dumps.
+A phase that has taken longer than the limit before and succeeded (a checkpoint, an evaluation) gets
+more time if the caller knows about it. Until then, only torch's own dumps count as a stall.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 START_FACTOR = 5
-_ON_ITS_WAY_NS = 1_000_000_000  # a report that was made before the progress, and arrives after it
+_ON_ITS_WAY_NS = 1_000_000_000  # a report made before the progress that arrives after it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """What one living rank shows; all stamps are monotonic ns, 0: none."""
+    """The state of one living rank; all stamps are monotonic ns, 0: none."""
 
     rank: int
     initialised: bool = False
@@ -39,9 +39,9 @@ class Sight:
     num_ended: int = 0  # operations and spans that ended, and steps; else signs of activity
     records: bool = True  # it has a ring
     num_dumps: int = 0  # that torch's own recorder has written
-    named_rank: int = -1  # the rank to name, where this stands for all recording ranks of a node
+    named_rank: int = -1  # the rank to name, if this stands for all recording ranks of a node
     dumped_rank: int = -1  # the rank that wrote the last dump, in the same case
-    patient_until_mono_ns: int = 0  # what it does has taken that long before; 0: no longer than any
+    patient_until_mono_ns: int = 0  # until then its phase takes no longer than ever; 0: none
 
     @property
     def name(self) -> str:
@@ -51,21 +51,21 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall was seen: why, and since when."""
+    """A detected stall: its reason, and when it began."""
 
     reason: str
     since_mono_ns: int
 
 
 class StallRule:
-    """Decide from one look at the ranks to the next. Reads no clock: `now` is handed in."""
+    """Decides whether a job has stalled, look by look. Reads no clock: `now` is an argument."""
 
     def __init__(self, stall_timeout_s: float, started_mono_ns: int) -> None:
         self._limit_s = stall_timeout_s
         self._started_mono_ns = started_mono_ns
         self._reported: dict[int, int] | None = None
         self._dumps: dict[int, int] = {}
-        self._trusted_from_ns = 0  # what was reported earlier may have ended with the last stall
+        self._trusted_from_ns = 0  # reports from before are outdated
 
     @property
     def is_stalled(self) -> bool:
@@ -73,7 +73,7 @@ class StallRule:
         return self._reported is not None
 
     def look(self, sights: Sequence[Sight], now_mono_ns: int) -> Stall | None:
-        """Return a stall that was not reported yet."""
+        """Return a stall that has not been reported yet, or None."""
         if not sights:
             return None
         ended = {sight.rank: sight.num_ended for sight in sights}
@@ -117,7 +117,8 @@ class StallRule:
         )
 
     def _silent(self, sights: Sequence[Sight], now: int) -> Stall | None:
-        # Once one rank records, all are to: what the others use or print is then no progress.
+        # Once one rank records, all should: then output and processor use of the others are not
+        # progress.
         telling = [sight for sight in sights if sight.records] or sights
         started = any(sight.initialised for sight in sights)
         limit_s = self._limit_s if started else self._limit_s * START_FACTOR
@@ -131,9 +132,9 @@ class StallRule:
 
 
 def _over_if_more(sights: Sequence[Sight]) -> dict[int, int]:
-    """Return, for each rank, the number above which a stall that was just seen is over.
+    """Return, for each rank, the count above which a stall that was just detected is over.
 
-    Where ranks without a ring wait in an operation, what the others do ends no wait.
+    If ranks without a ring wait in an operation, progress of other ranks does not end that wait.
     """
     waiting = {sight.rank for sight in sights if sight.pending_mono_ns and not sight.records}
     return {

@@ -1,1 +1,1 @@
-"""The record of a torch program that did not ask for one: hooks into torch. None of them raises."""
+"""Hooks that record a torch program which does not import echelon. None of them raises."""

@@ -1,11 +1,10 @@
-"""What an operation of torch was called with, read from the arguments of the operator.
+"""The arguments of a torch operation, read from those of its operator.
 
 Torch's C++ and Python code both start a collective by calling an operator of the namespace c10d.
-The table says where in an operator's arguments each fact stands.
+The table lists the position of each fact among an operator's arguments.
 
 [Note: flat shapes] Torch accepts tensors of unequal shapes and equal sizes in one collective, so a
-shape is recorded flat, as a number of elements: members that agree must not look as if they did
-not.
+shape is recorded flat, as a number of elements: members that agree must not appear to differ.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where an operator's arguments stand; -1: it has no such argument."""
+    """The positions of an operator's arguments; -1: it has no such argument."""
 
     operation: str
     data: int
@@ -64,7 +63,7 @@ _dtypes: dict[Any, str] = {}
 
 
 class Data(NamedTuple):
-    """What is recorded of an operation's tensors."""
+    """The recorded facts about an operation's tensors."""
 
     on_host: bool
     dtype: str = ""
@@ -104,7 +103,7 @@ def _described(first: Any, shapes: tuple[tuple[int, ...], ...]) -> Data:
 
 
 def address_of(value: Any) -> int:
-    """Return where a tensor, or the first one of lists, begins in memory; 0 without one."""
+    """Return the address of a tensor, or of the first one in lists; 0 if there is none."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return 0 if isinstance(value, (list, tuple)) else int(value.data_ptr())
@@ -114,7 +113,7 @@ def reduce_op_of(layout: Layout, args: Sequence[Any]) -> str:
     """Return the name of a call's reduction; "" if it has none."""
     if layout.reduce_op == _ABSENT:
         return ""
-    # Asked for by the method that finds it at once: `.op` looks in two places first.
+    # Uses the method that finds it directly: `.op` looks in two places first.
     number = int(args[layout.reduce_op].__getattr__("op")())
     return _REDUCE_OPS[number] if 0 <= number < len(_REDUCE_OPS) else ""
 

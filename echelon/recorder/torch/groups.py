@@ -15,9 +15,9 @@ _UNNAMED = ("", "undefined")
 
 
 class Group:
-    """One process group: its reference in the ring, and counters of what was called on it.
+    """One process group: its reference in the ring, and counters of the calls on it.
 
-    Collectives are numbered per group, messages per peer and direction: all members count alike.
+    Collectives are numbered per group, messages per peer and direction, so all members count alike.
     """
 
     __slots__ = ("_messages", "next_collective", "ranks", "reference")
@@ -33,7 +33,7 @@ class Group:
         return -1 if peer < 0 else next(self._messages[operation, peer])
 
     def global_rank(self, rank: int) -> int:
-        """Return the global rank of a member; -1 stays."""
+        """Return the global rank of a member; -1 is returned unchanged."""
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else -1
 
 
@@ -44,7 +44,7 @@ class Groups:
         self._known: dict[str, Group] = {}
 
     def forget(self, name: str) -> None:
-        """Forget a group: torch makes another one of this name, whose numbers begin at 0."""
+        """Forget a group: torch may create another one of this name, whose numbers begin at 0."""
         self._known.pop(name, None)
 
     def of(self, process_group: Any, recorder: Recorder) -> Group:
@@ -59,7 +59,7 @@ class Groups:
 
 
 def _title(name: str, description: str, ranks: tuple[int, ...]) -> str:
-    """Return how reports call a group: equal on all its members."""
+    """Return the name of a group in reports: equal on all its members."""
     if description == _WORLD:
         return "world"
     if description in _UNNAMED:

@@ -1,4 +1,4 @@
-"""Errors of the hooks themselves: they switch the hook off and never reach the program."""
+"""Guards for errors in the hooks: an error disables its hook and never reaches the program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 
 def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
-    """Call `run` and return its result; None if it raises: a program trains without its record."""
+    """Call `run` and return its result; None if it raises, and the program trains unrecorded."""
     try:
         return run(*args)
     except Exception:  # noqa: BLE001 -- see above
@@ -17,7 +17,7 @@ def quietly(run: Callable[..., _T], *args: Any) -> _T | None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(original)` into an attribute's place; an owner that refuses keeps what it has."""
+    """Replace an attribute by `make(original)`; an owner that refuses keeps the original."""
     original = getattr(owner, name, None)
     if original is None or getattr(original, "_echelon_records", False):
         return

@@ -1,6 +1,6 @@
-"""Modules that a program may import later: what is done to each once it is loaded.
+"""Actions on modules that a program may import later, run once each module is loaded.
 
-An entry of `sys.meta_path` sees the import of a module that is waited for, lets the others find
+An entry of `sys.meta_path` intercepts the import of a watched module, lets the other finders locate
 it, and runs its action after the module's own code.
 """
 
@@ -21,7 +21,7 @@ _Spec = importlib.machinery.ModuleSpec
 
 
 class Later(importlib.abc.MetaPathFinder):
-    """Runs an action for each of some modules, now or once they are imported."""
+    """Runs an action for each watched module, now or once it is imported."""
 
     def __init__(self) -> None:
         self._actions: dict[str, Action] = {}
@@ -39,7 +39,7 @@ class Later(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> _Spec | None:
-        """Find a module that is waited for, as the other finders do."""
+        """Find a watched module by means of the other finders."""
         action = self._actions.pop(fullname, None)
         if action is None:
             return None

@@ -1,16 +1,16 @@
-"""Every collective and message of torch.distributed, whatever starts it and carries it out.
+"""Every collective and message of torch.distributed, regardless of its caller and backend.
 
 [Note: where operations are seen] DDP's reducer, functional collectives and compiled code call a
-process group in C++, so patched Python functions would miss them. An echelon process group around
-torch's would see them, but programs ask a group for its type. All of them call an operator of the
-namespace c10d, through torch's dispatcher. A kernel under the key BackendSelect, which c10d does
-not use, stands before the backend's own kernel: it records the call and passes it on unchanged.
-It is one Python call per operation: 10 us of processor time in torch's dispatcher for an empty
-kernel, and about 15 us here, a third of which asks torch for the name of the reduction.
+process group in C++, so patched Python functions would miss them. An echelon process group wrapped
+around torch's would see them, but programs check a group's type. All of them call an operator of
+the namespace c10d through torch's dispatcher. A kernel under the key BackendSelect, which c10d does
+not use, runs before the backend's own kernel: it records the call and passes it on unchanged. This
+costs one Python call per operation: 10 us of processor time in torch's dispatcher for an empty
+kernel, and about 15 us here, a third of which is spent asking torch for the name of the reduction.
 
 Tensors on a device are not recorded: only the device knows when such an operation completes, and
-asking it from here could block. The ring says that there were some, and torch's own recorder, which
-the launcher asks for its dump, tells of them.
+asking it from here could block. The ring notes that there were some; torch's own recorder, whose
+dump the launcher requests, contains them.
 
 Groups of echelon's own backend do not reach the dispatcher: they record themselves.
 """
@@ -45,7 +45,7 @@ _ASYNC, _P2P = int(Flag.ASYNC), int(Flag.P2P)
 
 
 def _redispatch_of(operator: Any) -> Callable[..., Any]:
-    """Return what calls the kernels below one; without a Python function between where it can."""
+    """Return a function that calls the kernels below one, without a Python layer if possible."""
     handle = getattr(operator, "_handle", None)
     redispatch: Callable[..., Any] = getattr(handle, "redispatch_boxed", operator.redispatch)
     return redispatch
@@ -62,7 +62,7 @@ class Operations:
         self._work_type = core.Work
         self._below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         self._libraries: list[Any] = []  # a kernel is registered for as long as its library lives
-        self._task = -1  # the backward pass whose end is waited for
+        self._task = -1  # the backward pass whose end is awaited
         self._had_device = False
         self._task_now = getattr(torch._C, "_current_graph_task_id", lambda: -1)
         self._prepared: dict[tuple[Any, ...], Any] = {}
@@ -73,7 +73,7 @@ class Operations:
         """Register the kernels.
 
         Raises:
-            Exception: torch's dispatcher is not as expected.
+            Exception: torch's dispatcher has an unexpected form.
         """
         library = self._torch.library.Library("c10d", "IMPL")
         self._libraries.append(library)
@@ -152,7 +152,7 @@ class Operations:
         return recorder.begin_prepared(prepared, group.next_collective(), -1, flags, 1, True)
 
     def _prepare(self, recorder: Recorder, call: tuple[Any, ...]) -> Any:
-        """Read what a line passes again and again; kept, up to a limit."""
+        """Read the arguments that a line passes repeatedly; cached, up to a limit."""
         if len(self._prepared) >= MAX_CALLS:
             self._prepared.clear()
         prepared = self._prepared[call] = recorder.prepare(*call)
@@ -161,7 +161,7 @@ class Operations:
     def _follow(
         self, recorder: Recorder, record: int, result: Any, layout: Layout, args: Sequence[Any]
     ) -> None:
-        """Note the work that an operation started; without one it is complete."""
+        """Note the work that an operation started; an operation without one is complete."""
         boxed = result[-1] if isinstance(result, tuple) and result else result
         if boxed is None or isinstance(boxed, tuple):
             recorder.completed(record)
@@ -174,10 +174,10 @@ class Operations:
             self._after_backward(lambda: self._after_backward(self.pending.sweep))
 
     def _after_backward(self, run: Callable[[], None]) -> None:
-        """Have `run` called when the backward pass ends, behind what is queued there by now.
+        """Call `run` when the backward pass ends, after the callbacks queued by now.
 
-        DDP queues its own wait with its last bucket, later than the first bucket is seen here:
-        hence twice.
+        DDP queues its own wait with its last bucket, after the first bucket has been seen here;
+        hence the nested call.
         """
         self._torch.autograd.Variable._execution_engine.queue_callback(lambda: quietly(run))
 
@@ -196,7 +196,7 @@ class Operations:
     def _waiting(self, original: Any) -> Callable[..., Any]:
         pending = self.pending
 
-        # The name and the first argument are what pybind11 knows an overriding method by.
+        # pybind11 recognises an overriding method by its name and first argument.
         def wait(self: Any, *args: Any, **named: Any) -> Any:
             before_s, began_s = spent.collectives_s, monotonic()
             try:

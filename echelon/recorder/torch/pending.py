@@ -1,15 +1,15 @@
 """Operations that have been called and have not been seen to complete.
 
-A work is asked whether it is complete where the program itself waits: after `Work.wait`, after
-`wait_tensor`, at the end of a backward pass, before the next operation, after an optimizer's step;
-and four times a second by a thread, for programs that do none of these. No callback is attached to
-a work: it would run on the backend's own thread, which then had to take the interpreter's lock.
+A work is polled for completion where the program itself waits: after `Work.wait`, after
+`wait_tensor`, at the end of a backward pass, before the next operation, after an optimizer's step.
+For programs that do none of these, a thread polls four times a second. No callback is attached to a
+work: it would run on the backend's own thread, which would then need the interpreter's lock.
 
-Some works never say that they are complete (Gloo's reduce_scatter): for these the return of the
-program's own wait counts, which is known by the work, or by the memory that `wait_tensor` is about.
+Some works never report completion (Gloo's reduce_scatter). For these, the return of the program's
+own wait counts, identified by the work or by the memory passed to `wait_tensor`.
 
-A work keeps its tensors alive, so it is dropped as soon as it is seen complete. Of works that never
-are, the newest `_MAX_WORKS` are kept; an older one counts as complete.
+A work keeps its tensors alive, so it is dropped as soon as it is seen to be complete. Of works that
+never complete, the newest `_MAX_WORKS` are kept; an older one counts as complete.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import echelon.recorder.current as black_box
 
 _PERIOD_S = 0.25
 _MAX_WORKS = 256
-_FEW = 8  # works end about in the order in which they began
+_FEW = 8  # works end roughly in the order in which they began
 
 
-# Its work; whether it is a message; and the address of what it writes, 0 if that is not known.
+# Its work; whether it is a message; and the address that it writes to, 0 if not known.
 _Started = tuple[Any, bool, int]
 
 
@@ -35,8 +35,8 @@ class Pending:
     """The works of this process that are not complete yet, by the number of their record.
 
     Args:
-        wait: torch's own `Work.wait`; of a complete collective it returns at once, or raises its
-            error.
+        wait: torch's own `Work.wait`; for a complete collective, it returns at once or raises the
+            collective's error.
     """
 
     def __init__(self, wait: Callable[[Any], object]) -> None:
@@ -81,11 +81,11 @@ class Pending:
                 recorder.failed(record, error)
 
     def sweep(self) -> None:
-        """Record the works that are complete by now. Thread-safe; blocks on nothing."""
+        """Record the works that have completed. Thread-safe; does not block."""
         self._sweep(list(self.works.items()))
 
     def sweep_oldest(self) -> None:
-        """Do what `sweep` does for the few works that began first: cheap enough for every call."""
+        """Like `sweep` for the few works that began first: cheap enough for every call."""
         if self.works:
             self._sweep(list(itertools.islice(self.works.items(), _FEW)))
 
@@ -94,7 +94,7 @@ class Pending:
         for record, (work, is_message, _) in works:
             if recorder is not None and not work.is_completed():
                 continue
-            # Of two threads that see it complete, one takes it out.
+            # If two threads see it complete, one of them removes it.
             if self.works.pop(record, None) is None or recorder is None:
                 continue
             if not is_message:  # a message cannot be waited for twice
@@ -106,7 +106,7 @@ class Pending:
             recorder.completed(record)
 
     def start(self) -> None:
-        """Start the thread that looks after works for which the program does not wait."""
+        """Start the thread that polls works for which the program does not wait."""
         atexit.register(self._closing.set)
         threading.Thread(target=self._watch, name="echelon-pending", daemon=True).start()
 

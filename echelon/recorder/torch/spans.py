@@ -1,12 +1,13 @@
 """Phases of a torch program as spans: waits for data and for the store, checkpoints, compilation.
 
-What a program marks itself counts: a name that it has used in `echelon.span` is left to it.
+The program's own marks take precedence: the hooks do not use a name that the program has used in
+`echelon.span`.
 
-[Note: the end of a loader's iteration] A rank whose loop over a loader ends before the others' does
-is what uneven batches and guards that leave the loop look like. An iteration ends with its last
-batch, or when the program drops the iterator. The latter may happen wherever Python frees objects,
-within the recorder too, so it is only noted there; the next batch or operation of the program puts
-a mark without a length, `data_end`, into the record.
+[Note: the end of a loader's iteration] With uneven batches, or with guards that leave the loop, one
+rank's loop over a loader ends before the others' loops do. An iteration ends with its last batch,
+or when the program drops the iterator. The latter may happen wherever Python frees objects, even
+within the recorder, so it is only noted at that moment; the next batch or operation of the program
+then records a mark without a length, `data_end`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from echelon.recorder.spent import spent
 from echelon.recorder.torch.guarding import quietly, replace
 
 _DETAIL_CHARS = 200
-_END = "_echelon_end"  # attribute of a loader's iterator: what notes that its iteration ended
+_END = "_echelon_end"  # attribute of a loader's iterator: notes that it has ended
 ended_loaders: deque[int] = deque(maxlen=64)  # iterations that ended and have no mark yet
 
 
@@ -41,7 +42,7 @@ class _Opened(NamedTuple):
 
 
 def opened(name: str, detail: str = "") -> _Opened | None:
-    """Open a span; return what `closed` takes."""
+    """Open a span; return a handle for `closed`."""
     recorder = black_box.if_opened()
     if recorder is None or name in marks.by_hand:
         return None
@@ -54,7 +55,7 @@ def closed(one: _Opened | None, *, failed: bool = False) -> None:
     recorder = black_box.if_opened()
     if one is None or recorder is None:
         return
-    # Not a sum: a span of the same name within this one has ended, and is part of it.
+    # Not a sum: a span of the same name inside this one has ended, and is part of it.
     one.totals[one.name] = one.before_ns + monotonic_ns() - one.began_ns
     recorder.close_span(one.span)
     if one.name == "checkpoint" and not failed:
@@ -62,7 +63,7 @@ def closed(one: _Opened | None, *, failed: bool = False) -> None:
 
 
 def in_span(name: str, detail: Callable[..., str]) -> Callable[[Any], Any]:
-    """Return what puts a function into a span.
+    """Return a decorator that runs a function inside a span.
 
     Args:
         detail: makes the span's detail from the function's arguments.
@@ -92,7 +93,7 @@ def mark_loaders(torch: Any) -> None:
 
 
 def mark_ended_loaders() -> None:
-    """Put a mark into the record if the iteration over a loader has ended since the last call."""
+    """Record a mark if the iteration over a loader has ended since the last call."""
     if ended_loaders:
         ended_loaders.clear()
         closed(opened("data_end"))
@@ -116,7 +117,7 @@ def _next_batch(original: Any) -> Any:
 
 
 def _watch_end(iterator: Any) -> Any:
-    """Return what notes, once, that an iteration has ended; it is called when that is freed too."""
+    """Return a function that notes, once, the end of an iteration; it also runs when freed."""
     end = iterator.__dict__.get(_END)
     if end is None or not end.alive:  # a loader may keep its iterator for the next epoch
         end = weakref.finalize(iterator, ended_loaders.append, 1)
@@ -141,7 +142,7 @@ def mark_stores(core: Any) -> None:
 def _named(name: str, original: Any) -> Any:
     made = in_span("store", functools.partial(_keys, name))(original)
 
-    # pybind11 knows an overriding method by its code's name and first argument.
+    # pybind11 recognises an overriding method by its code's name and first argument.
     def call(self: Any, *args: Any, **named: Any) -> Any:
         return made(self, *args, **named)
 
@@ -166,7 +167,7 @@ def mark_compilation(callback: Any) -> None:
 
 
 def mark_function(name: str, module: Any) -> None:
-    """Put a function of a module that writes or reads checkpoints into a span.
+    """Put a module's function that writes or reads checkpoints into a span.
 
     Programs import such functions by name before they make a group: those copies are replaced too.
     """

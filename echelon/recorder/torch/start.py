@@ -1,8 +1,8 @@
-"""Starting the record of a torch program: when it makes its first process group.
+"""Start the record of a torch program when it makes its first process group.
 
-Not earlier: a launcher, or a program that only looks at torch, shares the environment of its rank
-and would take the rank's ring. What has to wait for other ranks lies in a `store` span from then
-on, and the record begins before it.
+Starting earlier would be wrong: a launcher, or a program that only inspects torch, shares the
+environment of its rank and would take over the rank's ring. From then on, code that must wait for
+other ranks runs inside a `store` span, and the record begins before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _operations: Operations | None = None
 
 
 def recording(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function that makes a process group, with a record begun before it."""
+    """Wrap torch's function that makes a process group so that recording starts first."""
 
     @functools.wraps(make)
     def make_recorded(*args: Any, **named: Any) -> Any:
@@ -49,7 +49,7 @@ def recording(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(args: tuple[Any, ...]) -> Recorder | None:
-    """Open this rank's ring and put the hooks in their places, once."""
+    """Open this rank's ring and install the hooks, once."""
     if _operations is None:
         size, rank = int(args[0]), int(args[1])
         black_box.record_as_rank(rank, size)
@@ -85,7 +85,7 @@ def _mark_functions(functions: tuple[str, ...], module: Any) -> None:
 
 
 def _count_steps(recorder: Recorder) -> None:
-    """Take the end of each optimizer's step for the begin of the next training step."""
+    """Count the end of each optimizer step as the beginning of the next training step."""
     optimizer = sys.modules["torch.optim.optimizer"]
 
     def after_step(*_: Any) -> None:
@@ -98,7 +98,7 @@ def _count_steps(recorder: Recorder) -> None:
     after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
     optimizer.register_optimizer_step_post_hook(after_step)
     if "step" not in marks.by_hand:
-        recorder.step(0, begins=False)  # the model is built first: its own begin is not known
+        recorder.step(0, begins=False)  # the model is built first: the true beginning is not known
 
 
 def _forget_group(args: tuple[Any, ...], named: dict[str, Any]) -> None:

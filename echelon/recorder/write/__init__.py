@@ -1,1 +1,1 @@
-"""Writing a process's black box."""
+"""The writer of a process's black box."""

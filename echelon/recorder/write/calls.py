@@ -1,8 +1,8 @@
-"""What the lines of a program pass: the fields of an operation that a line seldom changes.
+"""Call-site cache: the fields of an operation that rarely change at a given line.
 
-A line that records calls mostly passes the same as the last time, from the same callers. So each
-line keeps where its callers stood, what it passed, and the packed fields; `Operations` compares
-them and takes the fields as they are. Whatever differs is found here.
+A line that records calls usually passes the same arguments as the last time, from the same callers.
+So each line caches its callers' positions, the arguments and the packed fields; `Operations`
+compares the former and reuses the latter. Differences are handled here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _MAX_TAILS = 256  # of a line
 
 _Code = CodeType | None
 _Tails = dict[tuple[Any, ...], bytes]
-# Its code; where its three nearest callers stood; what it passed; the packed fields; and the fields
-# of what it passed otherwise, from the same callers.
+# Its code; the positions of its three nearest callers; the arguments; the packed fields; and the
+# fields of other arguments that it passed from the same callers.
 Line = tuple[CodeType, _Code, int, _Code, int, _Code, int, tuple[Any, ...], bytes, _Tails]
 
 
 class Calls:
-    """The lines met so far, and the signatures of their calls. Thread-safe as dictionaries are.
+    """The lines seen so far, and the signatures of their calls. As thread-safe as a dictionary.
 
     A call is (operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
     num_bytes, group, root, peer, tag, coalesced, thread, flags).
     """
 
     def __init__(self, ring: Ring, sites: Sites) -> None:
-        # By the address of its code, which the line keeps alive, plus the instruction's offset: a
-        # sum that two lines might share, so what is found is compared with the code.
+        # Keyed by the address of its code, which the line keeps alive, plus the instruction's
+        # offset. Two lines might share that sum, so a result is compared with the code.
         self.lines: dict[int, Line] = {}
         self._num_forgotten = 0
         self._find_site = sites.find
@@ -50,10 +50,10 @@ class Calls:
     def find(
         self, frame: FrameType | None, call: tuple[Any, ...], tails: _Tails | None = None
     ) -> bytes:
-        """Return the packed fields of a call that a frame makes, and keep them with its line.
+        """Return the packed fields of a call that a frame makes, and cache them with its line.
 
         Args:
-            tails: what its line passed before, from the same callers.
+            tails: arguments that its line passed before, from the same callers.
         """
         if tails is not None:
             try:
@@ -96,7 +96,7 @@ class Calls:
         return tail
 
     def _add(self, key: tuple[Any, ...], is_hashable: bool) -> tuple[int, int]:
-        """Encode what a call is recorded with; kept, up to a limit."""
+        """Encode the fields of a call; cached, up to a limit."""
         operation, dtype, reduce_op, timeout_s, shapes, inputs, outputs = key
         signature = self._signatures.add(operation, dtype, reduce_op, shapes, inputs, outputs)
         known = signature, int(timeout_s * 1000) if 0 <= timeout_s <= MAX_TIMEOUT_S else 0
@@ -107,7 +107,7 @@ class Calls:
         return known
 
     def _forget(self) -> None:
-        """Forget references into `recent`, whose entries may be overwritten from now on."""
+        """Drop references into `recent`, whose entries may now be overwritten."""
         self._num_forgotten += 1
         self._calls.clear()
         for line in list(self.lines.values()):
@@ -116,7 +116,7 @@ class Calls:
 
 
 def _callers(frame: FrameType) -> tuple[_Code, int, _Code, int, _Code, int]:
-    """Return where the three nearest callers of a frame stand."""
+    """Return the positions of the three nearest callers of a frame."""
     found: list[Any] = []
     caller = frame.f_back
     for _ in range(3):

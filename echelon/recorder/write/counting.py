@@ -1,4 +1,4 @@
-"""Numbers that threads draw: each one once, in order, without a lock where one is not needed."""
+"""Numbers drawn by threads, each once and in order, without a lock where none is needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def counter(start: int = 0, *, has_lock: bool | None = None) -> Callable[[], int
 
     Args:
         has_lock: whether the interpreter runs one thread at a time, which makes `itertools.count`
-            atomic; None: ask it. A free-threaded 3.13 gives two threads the same number.
+            atomic; None: detect it. A free-threaded 3.13 may give two threads the same number.
     """
     numbers = itertools.count(start)
     if has_lock is None:
         has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     if has_lock:
         return numbers.__next__
-    # A signal handler that records inside draws a number of its own, hence not a plain Lock.
+    # A signal handler that records may interrupt and draw a number itself, hence not a plain Lock.
     lock = threading.RLock()
 
     def draw() -> int:

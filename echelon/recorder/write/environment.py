@@ -1,4 +1,4 @@
-"""The recorder's settings, read from the environment here and nowhere else in this room.
+"""The recorder's settings; the only module of this package that reads the environment.
 
 | variable | meaning | set by |
 |---|---|---|
@@ -7,7 +7,7 @@
   it; with neither folder, nothing is recorded | user |
 | ECHELON_RECORD | 1: record torch programs everywhere, in `echelon_record` without one of these
   folders; 0: never unless the program imports echelon itself (`echelon_torch_autoload`) | user |
-| ECHELON_RECORD_OWNER | who records there, so that what it starts does not | recorder |
+| ECHELON_RECORD_OWNER | the process that records there, so that its children do not | recorder |
 | ECHELON_RING_DIR | node-local folder for the rings (default: the rank's folder where that is on a
   local file system, else the temporary folder) | user |
 | ECHELON_STALL_TIMEOUT | seconds that count as a stall where no agent runs (default 60) | user |
@@ -36,7 +36,7 @@ DEFAULT_STALL_TIMEOUT_S = 60.0
 class Settings:
     """How this process records."""
 
-    rank_dir: Path | None = None  # from the launcher: an agent watches
+    rank_dir: Path | None = None  # set by the launcher: an agent watches
     record_dir: Path | None = None
     ring_dir: Path | None = None
     stall_timeout_s: float = DEFAULT_STALL_TIMEOUT_S
@@ -45,12 +45,12 @@ class Settings:
     stack_signal: int = 0
     chose_signal: bool = False  # the user did
     handles_faults: bool = True
-    was_spawned: bool = False  # by multiprocessing, and is a rank all the same
+    was_spawned: bool = False  # by multiprocessing, and is nevertheless a rank
     job_id: str = ""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    local_world_size: int = 0  # 0: not said
+    local_world_size: int = 0  # 0: not given
     attempt: int = 0
 
     @property
@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read the settings; a value that is not a number counts as not given."""
+        """Read the settings; a value that is not a number is ignored."""
         return cls(
             rank_dir=_folder("ECHELON_RANK_DIR"),
             record_dir=_folder("ECHELON_RECORD_DIR") or _default_folder(),
@@ -90,12 +90,12 @@ class Settings:
         )
 
     def allowed(self) -> dict[str, Any]:
-        """Return what may be written into the ring: never a secret, never the environment."""
+        """Return the settings that may be written into the ring: no secrets, no environment."""
         return {"recorder_size": self.num_operations, "recorder_spans": self.num_spans}
 
 
 def claim_ownership(process: str) -> bool:
-    """Return whether ECHELON_RECORD_DIR is this process's to record into.
+    """Return whether this process may record into ECHELON_RECORD_DIR.
 
     The first process that asks leaves its name in the environment, so that the programs it starts
     do not take themselves for further attempts of its rank.

@@ -1,7 +1,8 @@
-"""Operations that have not ended when their slots are needed again.
+"""Operations that have not ended when their slots are to be reused.
 
-A hung operation of one group must survive while other groups continue: it is the one that matters.
-So it moves, with its signature, into one of a few places of its own, and leaves it when it ends.
+A hung operation of one group must survive while other groups continue, because it is the one that
+matters. So it moves, with its signature, into one of a few separate places, and is removed from
+there when it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _RECENT_UNITS = RECENT_BYTES // RECENT_UNIT
 
 
 class Kept:
-    """The places for them, in a ring's memory. The caller holds the writer's lock."""
+    """The places for such operations in a ring's memory. The caller holds the writer's lock."""
 
     def __init__(self, memory: Any, live: Any, layout: Layout) -> None:
         self._memory = memory
@@ -58,20 +59,20 @@ class Kept:
         self._stamps[place] = stamp
         self._live[Live.NUM_KEPT] += 1
         signature = self._signature(_REF_STRUCT.unpack_from(copy, _REF_OFFSET)[0])
-        crc = crc32(signature, stamp & _U32)  # another's signature never fits this stamp
+        crc = crc32(signature, stamp & _U32)  # another operation's signature never fits this stamp
         copy += _SIGNATURE_STRUCT.pack(len(signature), crc) + signature
         to = self._offset + place * KEPT_OPERATION.itemsize
         self._memory[to : to + len(copy)] = copy
         return True
 
     def started(self, stamp: int, cell: bytes) -> None:
-        """Note that a kept operation started; another's stamp is ignored."""
+        """Note that a kept operation started; the stamp of another one is ignored."""
         if stamp in self._stamps:
             at = self._at(stamp) + _STATE_OFFSET
             self._memory[at : at + len(cell)] = cell
 
     def ended(self, stamp: int) -> None:
-        """Free the place of an operation that ended; another's stamp is ignored."""
+        """Free the place of an operation that ended; the stamp of another one is ignored."""
         if stamp in self._stamps:
             _STAMP_STRUCT.pack_into(self._memory, self._at(stamp), 0)
             self._stamps[self._stamps.index(stamp)] = 0

@@ -1,4 +1,4 @@
-"""The C core that writes operations and spans; without a compiler at installation there is none."""
+"""The C core that writes operations and spans, if a compiler was available at installation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def available() -> bool:
 
 
 class NativeWriter(OperationWriter, SpanWriter, Protocol):
-    """What the C core's writer does besides writing operations and spans."""
+    """The C core's writer, beyond writing operations and spans."""
 
     def on_collection(self, phase: str, info: dict[str, Any], /) -> None:
         """Count a pause of the garbage collector."""
 
     def keep_pauses(self, keep: Callable[[int, int, dict[str, Any]], None], from_ns: int) -> None:
-        """Have `keep(began, ended, info)` called for pauses from a length on."""
+        """Register `keep(began, ended, info)` for pauses of at least a given length."""
 
     def start_heartbeat(self, period_ns: int, /) -> bool:
-        """Start the thread that stamps a live word without Python; False if there is one."""
+        """Start the thread that stamps a live word without Python; False if it did not start."""
 
     def stop_heartbeat(self) -> None:
         """Stop that thread. Safe to call twice."""

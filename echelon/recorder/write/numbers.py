@@ -1,4 +1,4 @@
-"""Numbers that callers pass, brought into the range of the field that stores them."""
+"""Clamping of numbers from callers to the range of the field that stores them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _I64 = (-(1 << 63), (1 << 63) - 1)
 
 
 def clamped_i64(number: Any) -> int:
-    """Return the nearest number that 64 bits hold.
+    """Return the nearest number that fits 64 bits.
 
     Raises:
         TypeError, ValueError, OverflowError: it is not a number.
@@ -18,7 +18,7 @@ def clamped_i64(number: Any) -> int:
 
 
 def moment(at_mono_ns: Any, now: int) -> int:
-    """Return a stamp that the caller passed, or now for what is not one."""
+    """Return a stamp that the caller passed, or the current time if it is not a valid one."""
     try:
         return clamped_i64(at_mono_ns) or now
     except (TypeError, ValueError, OverflowError):
@@ -26,7 +26,7 @@ def moment(at_mono_ns: Any, now: int) -> int:
 
 
 def pack_clamped(form: struct.Struct, *fields: Any) -> bytes:
-    """Pack integers, each brought into its field's range; bytes are packed as they are.
+    """Pack integers, each clamped to its field's range; bytes are packed unchanged.
 
     Raises:
         TypeError, ValueError, OverflowError: a field is not a number.

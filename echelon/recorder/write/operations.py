@@ -1,15 +1,15 @@
-"""The writer of operations in Python: where the C core was not built, and its oracle in tests.
+"""The Python writer of operations: used if the C core was not built, and as its oracle in tests.
 
-[Note: why no lock] Where the interpreter lets one thread run at a time and changes threads only
-after calls and at backward jumps (CPython from 3.11 on, with its lock), statements without either
-are one step for all other threads, for signal handlers and for finalizers. So a slot is taken and
+[Note: why no lock] If the interpreter runs one thread at a time and switches threads only after
+calls and at backward jumps (CPython from 3.11 on, with its lock), statements without either are one
+atomic step for all other threads, for signal handlers and for finalizers. So a slot is taken and
 filled by a comparison, a store and one `pack_into`, and an operation ends in the same way: nothing
-is ever written over what another thread is writing. What is rare (a slot whose operation has not
-ended, an operation that has left its slot) takes a lock. Where the interpreter promises less,
-`LockedOperations` holds that lock around everything. An exception that a signal handler raises
-leaves a number unused, and never a lock held.
+is ever written over data that another thread is writing. Rare cases (a slot whose operation has not
+ended, an operation that has left its slot) take a lock. If the interpreter guarantees less,
+`LockedOperations` holds that lock around everything. An exception raised by a signal handler leaves
+a number unused, but never a lock held.
 
-Readers, which are other processes, check what they see (schema.py, [Note: what makes a slot
+Readers, which are other processes, verify what they read (schema.py, [Note: what makes a slot
 readable]).
 """
 
@@ -32,7 +32,7 @@ from echelon.recorder.write.sites import Sites
 
 NOT_RECORDED = -1
 
-# Of an operation's fields: what differs in each call of a line, then what seldom does.
+# An operation's fields: those that differ in each call of a line, then those that seldom do.
 HEAD_STRUCT = struct.Struct(f"<Qqqqq{TAIL_STRUCT.size}s")
 STATE_STRUCT = struct.Struct("<QqqIIIIQ")
 _SLOT_STRUCT = struct.Struct(f"<QII{HEAD_STRUCT.size}s8xQ")
@@ -53,7 +53,7 @@ _NUM_OPERATIONS = int(Live.NUM_OPERATIONS)
 _PROGRESS = int(Live.PROGRESS_MONO_NS)
 _STEP = int(Live.STEP)
 _KEPT_REFUSED = int(Live.KEPT_REFUSED)
-_MAX_TRIES = 64  # slots that are looked at for one operation
+_MAX_TRIES = 64  # slots that are tried for one operation
 _STARTED = int(State.STARTED)
 _COMPLETED = int(State.COMPLETED)
 _FAILED = int(State.FAILED)
@@ -91,7 +91,7 @@ class OperationWriter(Protocol):
             group: from `Recorder.group()`.
             num_bytes: bytes of the input on this rank.
             depth: frames between here and code that may be the user's; 1 is the caller.
-            is_started: the backend starts it at once.
+            is_started: the backend starts the operation immediately.
         """
 
     def prepare(
@@ -106,10 +106,10 @@ class OperationWriter(Protocol):
         timeout_s: float,
         /,
     ) -> Any:
-        """Read what a call passes again and again; see `begin`.
+        """Read the arguments that a call passes repeatedly; see `begin`.
 
         Returns:
-            What `begin_prepared` takes; None if it cannot be recorded.
+            The argument of `begin_prepared`; None if it cannot be recorded.
         """
 
     def begin_prepared(
@@ -133,7 +133,7 @@ class _Thread(threading.local):
 
 
 class _Outside:
-    """Stands for the frames above a thread's outermost one."""
+    """Stands in for the frames above a thread's outermost one."""
 
     f_code = None
     f_lasti = -1
@@ -144,7 +144,7 @@ _OUTSIDE: Any = _Outside()
 
 
 class Operations:
-    """See `OperationWriter`. Thread-safe by [Note: why no lock]; no method raises."""
+    """Implements `OperationWriter`. Thread-safe by [Note: why no lock]; no method raises."""
 
     __slots__ = (
         "_calls", "_find", "_is_moving", "_kept", "_lines", "_live", "_lock", "_map", "_next",
@@ -198,7 +198,7 @@ class Operations:
     ) -> int:
         """Record that an operation was called; see `OperationWriter`."""
         try:
-            clock = self._now  # called as a method of a slot, it would be looked up each time
+            clock = self._now  # as a method call on a slot, it would be looked up each time
             now = clock()
             what = (
                 operation, dtype, reduce_op, timeout_s, shapes, input_splits, output_splits,
@@ -229,7 +229,7 @@ class Operations:
                     tail = self._find(frame if code else None, what)
                 elif what != known:
                     tail = self._find(frame, what, tails)
-            record = self._next  # no call until the next line: no number is drawn twice
+            record = self._next  # no call until the next line, so no number is drawn twice
             self._next = stamp = record + 1
             step = self._ring.step
             try:
@@ -239,7 +239,7 @@ class Operations:
             crc = crc32(fields)
             slot = record % self._num_slots
             owner = self._owners[slot]
-            if owner <= 0 < stamp + owner:  # ended, and not newer; from here nothing comes between
+            if owner <= 0 < stamp + owner:  # ended, and not newer; from here, nothing can intervene
                 self._starts[slot] = 0
                 self._owners[slot] = stamp
                 _pack_slot(self._map, self._places[slot], stamp, _FIXED_BYTES, crc, fields, stamp)
@@ -268,7 +268,7 @@ class Operations:
         timeout_s: float,
         /,
     ) -> Any:
-        """Read what a call passes again and again; see `OperationWriter`."""
+        """Read the arguments that a call passes repeatedly; see `OperationWriter`."""
         try:
             int(group), int(num_bytes), int(root), float(timeout_s)
         except Exception:  # noqa: BLE001 -- recording never raises into training
@@ -307,7 +307,7 @@ class Operations:
     ) -> None:
         """Record that the operation is done on this rank, now or at a time already past."""
         try:
-            clock = self._now  # called as a method of a slot, it would be looked up each time
+            clock = self._now  # as a method call on a slot, it would be looked up each time
             self._live[_PROGRESS] = now = clock()
             if record < 0:
                 return
@@ -321,7 +321,7 @@ class Operations:
                 body = _pack_state_body(began, ended, _error, _state)
                 crc = crc32(body, stamp)
                 if owners[slot] == stamp and starts[slot] == began:
-                    owners[slot] = -stamp  # from the comparison on nothing comes between
+                    owners[slot] = -stamp  # from the comparison on, nothing can intervene
                     _pack_state(self._map, at, stamp, body, crc, stamp)
                     return
                 if owners[slot] != stamp:
@@ -339,10 +339,10 @@ class Operations:
     def _make_room(self, record: int, fields: bytes) -> int:
         """Store an operation under the first number, from `record` on, whose slot can be taken.
 
-        What has not ended is never overwritten: it moves out, or its slot is passed by.
+        An operation that has not ended is never overwritten: it moves out, or its slot is skipped.
 
         Returns:
-            The number; `NOT_RECORDED` without one among the next slots.
+            The number; `NOT_RECORDED` if none of the next slots can be taken.
         """
         with self._lock:
             for number in range(_MAX_TRIES):
@@ -356,7 +356,7 @@ class Operations:
         return NOT_RECORDED
 
     def _take(self, slot: int, stamp: int, fields: bytes) -> bool:
-        """Store an operation in a slot, unless it holds a newer one, or one that cannot move."""
+        """Store an operation in a slot, unless that holds a newer one, or one that cannot move."""
         crc = crc32(fields)
         owner, began = self._owners[slot], self._starts[slot]
         while owner > 0:
@@ -364,7 +364,7 @@ class Operations:
                 return False
             if self._owners[slot] == owner and self._starts[slot] == began:
                 break
-            self._kept.ended(owner)  # it started or ended in the meantime, in its slot
+            self._kept.ended(owner)  # by now, it has started or ended in its slot
             owner, began = self._owners[slot], self._starts[slot]
         if self._owners[slot] != owner or -owner >= stamp:
             return False
@@ -374,7 +374,7 @@ class Operations:
         return True
 
     def _keep(self, slot: int) -> bool:
-        """Copy what a slot holds to a place of its own; not within a signal handler that came."""
+        """Copy a slot's contents to a separate place; not in an interrupting signal handler."""
         if self._is_moving:
             return False
         self._is_moving = True
@@ -389,7 +389,7 @@ class Operations:
         body = _pack_state_body(began, 0, 0, _STARTED)
         crc = crc32(body, stamp)
         at = self._states[slot]
-        if self._owners[slot] == stamp:  # from here on nothing comes between
+        if self._owners[slot] == stamp:  # from here on nothing can intervene
             self._starts[slot] = began
             _pack_state(self._map, at, stamp, body, crc, stamp)
         elif self._owners[slot] != -stamp:
@@ -399,7 +399,7 @@ class Operations:
 
 
 class LockedOperations(Operations):
-    """The same where the interpreter promises nothing between two instructions."""
+    """The same for interpreters that guarantee nothing between two instructions."""
 
     __slots__ = ()
 
@@ -432,7 +432,7 @@ class LockedOperations(Operations):
 
 
 def has_atomic_steps() -> bool:
-    """Whether this interpreter is one of [Note: why no lock]."""
+    """Return whether this interpreter meets the conditions of [Note: why no lock]."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.implementation.name == "cpython" and sys.version_info >= (3, 11) and has_lock
 

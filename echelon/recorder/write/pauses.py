@@ -1,10 +1,11 @@
-"""Pauses of the garbage collector, recorded by themselves.
+"""Pauses of the garbage collector, recorded separately.
 
-Every collection counts into the live words; one that takes a millisecond or more is kept as a span
-`gc` of the thread that it stopped. It is not progress: a rank that only collects garbage is stuck.
+Every collection is counted in the live words; one that takes a millisecond or more is kept as a
+span `gc` of the thread that it stopped. It is not progress: a rank that only collects garbage is
+stuck.
 
-The callback runs twice per collection, often hundreds of times per second: the C core has one of
-its own. It may run between any two instructions of any thread, also inside the recorder: so it
+The callback runs twice per collection, often hundreds of times per second, so the C core has its
+own. It may run between any two instructions of any thread, even inside the recorder. It therefore
 takes no lock, and all its texts are stored beforehand. Only one collection runs at a time.
 """
 
@@ -36,7 +37,7 @@ class GarbagePauses:
             self._callback = recorder.native.on_collection
 
     def start(self) -> None:
-        """Have the collector report its pauses."""
+        """Register with the collector to receive its pauses."""
         gc.callbacks.append(self._callback)
 
     def stop(self) -> None:

@@ -1,9 +1,10 @@
-"""Where a ring lies: always on a file system of its own node.
+"""The location of a ring: always on a file system of its own node.
 
-A ring on a network file system would be written through the network, die with it, and could not be
-read by the agent at the moment when it matters. So a rank's ring lies in the rank's folder where
-that is local, and else in the node's temporary folder with a link `ring` in the rank's folder;
-ECHELON_RING_DIR names another folder. `bring_home` puts the file in place of the link at the end.
+A ring on a network file system would be written through the network, would be lost with it, and
+could not be read by the agent at the moment when it matters. So a rank's ring lies in the rank's
+folder if that is local; otherwise it lies in the node's temporary folder, with a link `ring` in the
+rank's folder. ECHELON_RING_DIR names another folder. `bring_home` replaces the link by the file at
+the end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _REMOTE = frozenset(
         "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs",
     }
 )  # fmt: skip
-# A page whose blocks are reserved is written elsewhere: on a full disk that store ends in SIGBUS.
+# Writing to a page whose blocks are reserved may move it: on a full disk, that store raises SIGBUS.
 _COPY_ON_WRITE = frozenset({"bcachefs", "btrfs", "zfs"})
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.ntfs-3g"})
 _BLOCK_BYTES = 1 << 16
@@ -44,7 +45,7 @@ class Place:
         return self.ring.parent != self.rank_dir
 
     def make(self) -> Path:
-        """Make what the ring's file needs; return where to make the file.
+        """Create the folder and link for the ring's file; return the path at which to create it.
 
         Raises:
             FileExistsError: the rank's folder has a ring, or a link to one: it has an owner.
@@ -56,7 +57,7 @@ class Place:
         return self.ring
 
     def give_up(self) -> None:
-        """Take back what `make` made."""
+        """Undo `make`."""
         if self.is_elsewhere:
             with contextlib.suppress(OSError):
                 (self.rank_dir / "ring").unlink()
@@ -80,10 +81,10 @@ def choose_place(rank_dir: Path, ring_dir: Path | None = None) -> Place:
 
 
 def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
-    """Make the folder of a rank's next attempt, for a program that no launcher started.
+    """Create the folder of a rank's next attempt, for a program that no launcher started.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     folder = record_dir.absolute() / f"rank_{rank}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -99,9 +100,9 @@ def claim_attempt(record_dir: Path, rank: int) -> tuple[Path, int]:
 
 
 def bring_home(rank_dir: Path) -> bool:
-    """Put the ring itself in place of a link to it; return whether there was a link to a ring.
+    """Replace a link to a ring by the ring itself; return whether there was such a link.
 
-    For when its process has ended. Attached readers keep what they have mapped.
+    To be called once the process has ended. Attached readers keep their mapping.
 
     Raises:
         OSError: the rank's folder cannot hold it; the link and the file stay.
@@ -125,7 +126,7 @@ def bring_home(rank_dir: Path) -> bool:
 
 
 def _copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file; blocks of zeros, which are most of a ring, become holes."""
+    """Copy a file; blocks of zeros, which make up most of a ring, become holes."""
     zeros = bytes(_BLOCK_BYTES)
     with source.open("rb") as read, target.open("wb") as write:
         while block := read.read(_BLOCK_BYTES):
@@ -156,7 +157,7 @@ def is_remote(kind: str) -> bool:
 
 
 def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system that holds a path; "" if that cannot be known."""
+    """Return the type of the file system that holds a path; "" if it cannot be determined."""
     try:
         lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
@@ -170,7 +171,7 @@ def file_system(path: Path, mounts: Path = _MOUNTS) -> str:
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = target == point or target.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # the last of equal ones lies on top
+        if inside and len(point) >= best:  # the last of several equal ones is on top
             best, kind = len(point), after.split()[0]
     return kind
 
@@ -182,7 +183,7 @@ def _place_below(folder: Path, rank_dir: Path, reason: str) -> Place:
 
 
 def _temporary_folder() -> Path:
-    """Return echelon's own folder in the node's temporary folder; no other is trusted."""
+    """Return echelon's own folder in the node's temporary folder; no other folder is trusted."""
     folder = Path(tempfile.gettempdir()) / f"echelon-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

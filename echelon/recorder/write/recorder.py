@@ -1,7 +1,7 @@
 """The recorder: operations, spans, steps, a heartbeat, and last words, written into a ring.
 
-It never raises into training, never touches a device, and allocates nothing after start but the
-text of a call site that it has not met before. Which process has one is decided in `current.py`.
+It never raises into training, never touches a device, and allocates nothing after start except the
+text of a call site that it has not seen before. `current.py` decides which process has one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
-    """Have a method return `answer` where it would raise: recording is not worth a training."""
+    """Make a method return `answer` instead of raising: recording must not end a training run."""
 
     def wrap(method: _Call) -> _Call:
         @functools.wraps(method)
@@ -60,12 +60,12 @@ def _never_raises(answer: Any) -> Callable[[_Call], _Call]:
 
 
 class Recorder:
-    """Record into a ring. All methods are thread-safe and none raises."""
+    """Records into a ring. All methods are thread-safe and none raises."""
 
     def __init__(
         self, ring: Ring, *, in_c: bool = True, now: Callable[[], int] | None = None
     ) -> None:
-        """Record into `ring`.
+        """Start recording into `ring`.
 
         Args:
             in_c: use the C core where it was built.
@@ -94,7 +94,8 @@ class Recorder:
         else:
             operations = make_operations(ring, self._sites, self._now)
             spans = Spans(ring, self._sites, self._now)
-        # No method stands between a record and its writer: a call costs as much as the record.
+        # No method call stands between a record and its writer: it would cost as much as the
+        # record.
         self.begin = operations.begin
         self.prepare = operations.prepare
         self.begin_prepared = operations.begin_prepared
@@ -107,7 +108,7 @@ class Recorder:
 
     @property
     def identity(self) -> Identity:
-        """Who this black box says it belongs to."""
+        """The identity of the black box's writer."""
         return self._ring.identity
 
     def num_records(self) -> int:
@@ -122,7 +123,7 @@ class Recorder:
 
     @_never_raises(None)
     def look_at_clocks(self, now: HostTime | None) -> None:
-        """Keep the identity true where the host's clocks have moved against each other.
+        """Update the identity if the host's clocks have moved against each other.
 
         Args:
             now: the host's clocks, read together; None: they could not be.
@@ -137,7 +138,7 @@ class Recorder:
                 self.identify(mono_ns=now.mono_ns, wall_ns=now.wall_ns)
 
     def mark_initialised(self) -> None:
-        """Note that the world group stands: from here on silence counts as a stall."""
+        """Note that the world group exists: from here on, silence counts as a stall."""
         self._live[Live.INITIALISED] = 1
         self._live[Live.PROGRESS_MONO_NS] = monotonic_ns()
 
@@ -161,9 +162,9 @@ class Recorder:
     def new_group(self, name: str, ranks: Sequence[int]) -> int:
         """Return the reference of a group that has just been made.
 
-        Groups are told apart by name and members. Where these were seen before, say because the
-        world was left and joined again, the name gets a number, so that sequences never mix; all
-        members make their groups in the same order, so they agree on it.
+        Groups are identified by name and members. If these were seen before, for example because
+        the world was left and joined again, the name gets a number, so that sequences never mix.
+        All members make their groups in the same order, so they agree on it.
         """
         key, number = (name, tuple(ranks)), 1
         while key in self._groups:
@@ -184,7 +185,7 @@ class Recorder:
         """Note that a training step begins: number `number`, or one more than the last.
 
         Args:
-            begins: False: it began earlier, it is not known when.
+            begins: False: it began earlier, at an unknown time.
         """
         try:
             now, live = self._now(), self._live
@@ -198,7 +199,7 @@ class Recorder:
             return
 
     def _note_spent(self, now: int) -> None:
-        """Publish what the calling thread has spent since its first step."""
+        """Publish how much time the calling thread has spent since its first step."""
         live, known = self._live, spent.spans_ns
         waited = int(spent.collectives_s * 1e9)
         saving, data = known.get("checkpoint", 0), known.get("data_wait", 0)
@@ -208,14 +209,14 @@ class Recorder:
             live[_FIRST_STEP] = live[_STEP]
             self._stepping_thread = threading.get_ident()
         before = self._spent_before
-        if threading.get_ident() == self._stepping_thread:  # each thread has totals of its own
+        if threading.get_ident() == self._stepping_thread:  # each thread has its own totals
             live[_WAITED] = max(0, waited - before[0])
             live[_CHECKPOINT] = max(0, saving - before[1])
             live[_DATA] = max(0, data - before[2])
 
     @_never_raises(None)
     def note_checkpoint(self, detail: str) -> None:
-        """Note that a checkpoint was saved or loaded, as the detail of its span says."""
+        """Note that a checkpoint was saved or loaded, according to its span's detail."""
         what = detail.removeprefix("torch.")
         if what.startswith("load"):
             self._live[Live.NUM_LOADS] += 1
@@ -227,7 +228,7 @@ class Recorder:
         return self._ring.texts.intern(text)
 
     def count_pauses(self, number: int, nanoseconds: int) -> None:
-        """Store how many pauses there were so far, and how long they took together."""
+        """Store the number of pauses so far, and their total duration."""
         self._live[Live.NUM_GC_PAUSES] = number
         self._live[Live.GC_PAUSES_NS] = nanoseconds
 
@@ -267,7 +268,7 @@ class Recorder:
         self._ring.write_last_words(words)
 
     def start_heartbeat(self) -> None:
-        """Start the threads whose stamps tell a held lock from a process without a processor."""
+        """Start the heartbeat threads, which separate a held lock from a lack of processor time."""
         if self.native is not None:
             self.native.start_heartbeat(int(HEARTBEAT_S * 1e9))
         self._live[Live.HEARTBEAT_MONO_NS] = monotonic_ns()
@@ -287,7 +288,7 @@ class Recorder:
         self._live[Live.CLOSED] = 1
 
     def disown(self) -> None:
-        """Write no more last words or end: this is a forked child, the ring is its parent's."""
+        """Stop writing in a forked child: the ring belongs to the parent."""
         self._is_owner = False
 
     def _beat(self) -> None:
@@ -297,7 +298,7 @@ class Recorder:
 
 
 def _step_word(number: Any, before: int) -> int:
-    """Return a step's live word; what is not a number leaves the step as it was."""
+    """Return a step's live word; a value that is not a number leaves the step unchanged."""
     try:
         return min(max(int(number), -1), _MAX_STEP) + 1
     except (TypeError, ValueError, OverflowError):

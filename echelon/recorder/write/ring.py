@@ -1,12 +1,12 @@
 """The ring: one mmap'ed file of fixed size that outlives the process writing it.
 
-The file belongs to the node, not to the process: what was stored before a SIGKILL, an OOM kill or a
-segfault is still there, and the agent reads it while the rank hangs inside C code. That is why the
-record is not a Python list and not a socket.
+The file belongs to the node, not to the process. Data stored before a SIGKILL, an OOM kill or a
+segfault is still there, and the agent can read it while the rank hangs inside C code. A Python list
+or a socket could not provide this.
 
-Here are the file, its identity and its last words. Its operations and spans are written by
-`operations.py` and `spans.py` or the C core, its texts by `texts.py`. Nothing here decides what is
-recorded; `recorder.py` does.
+This module writes the file, its identity and its last words. Operations and spans are written by
+`operations.py` and `spans.py` or by the C core, texts by `texts.py`. `recorder.py` decides what is
+recorded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Ring:
-    """Write one rank's ring file; `close()` unmaps it and leaves the file in place.
+    """Writes one rank's ring file; `close()` unmaps it and leaves the file in place.
 
     Raises:
         OSError: the file exists already, or the file system cannot hold it.
@@ -76,7 +76,7 @@ class Ring:
         self._view = memoryview(self.map)
         # Native 8-byte items: each store is one aligned move, so readers never see half a word.
         self.live = self._view[LIVE_OFFSET : LIVE_OFFSET + LIVE_BYTES].cast("Q")
-        self.step = -1  # as `live` has it, for writers: an attribute is faster to read
+        self.step = -1  # same as `live`, for writers: an attribute is faster to read
         self.texts = Texts(self.map, self.live, layout.recent_offset)
         self.kept = Kept(self.map, self.live, layout)
         protected = protect(self.map)
@@ -96,7 +96,7 @@ class Ring:
             STRINGS_BYTES,
         )
         header += _CRC_STRUCT.pack(crc32(header))
-        # Last, the magic: until then no reader takes this for a ring.
+        # The magic comes last: until then, no reader takes this for a ring.
         self.map[len(RING_MAGIC) : len(header)] = header[len(RING_MAGIC) :]
         self.map[: len(RING_MAGIC)] = RING_MAGIC
 
@@ -117,11 +117,11 @@ class Ring:
         self._write_span_slot(at, number + 1, fields)
 
     def write_open_span(self, index: int, number: int, fields: bytes) -> None:
-        """Store a span that is open (or, with its end stamp, no longer) in place `index`."""
+        """Store a span that is open (or, with its end stamp, no longer open) in place `index`."""
         self._write_span_slot(OPEN_SPANS_OFFSET + index * SPAN_SLOT.itemsize, number + 1, fields)
 
     def when_closed(self, release: Callable[[], None]) -> None:
-        """Register what releases a view of the memory, before it is unmapped."""
+        """Register a function that releases a view of the memory before it is unmapped."""
         self._when_closed.append(release)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Ring:
 
 
 def _fitted(value: dict[str, Any], room: int) -> bytes:
-    """Encode a blob, halving its longest part until it fits; the end of a traceback counts."""
+    """Encode a blob, halving its longest part until it fits; the end of a traceback is kept."""
     texts = {name: _encoded(part) for name, part in value.items()}
     while sum(len(name) + len(text) + 4 for name, text in texts.items()) + 2 > room:
         longest = max(texts, key=lambda name: len(texts[name]))
@@ -167,7 +167,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """Make the file with its blocks reserved: a sparse mapping on a full disk dies of SIGBUS."""
+    """Create the file with its blocks reserved: a sparse mapping on a full disk raises SIGBUS."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     fd = os.open(path, flags, 0o600)

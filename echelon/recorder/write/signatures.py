@@ -1,4 +1,4 @@
-"""Signatures: what operations were called with, each stored once among the recent texts."""
+"""Signatures: the arguments of operations, each stored once among the recent texts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echelon.recorder.write.ring import Ring
 Shapes = tuple[tuple[int, ...], ...]
 Splits = tuple[int, ...]
 
-MAX_CALLS = 4096  # cached signatures; a program with more dynamic shapes encodes again
+MAX_CALLS = 4096  # cached signatures; a program with more dynamic shapes encodes them again
 
 _SIGNATURE_STRUCT = struct.Struct("<IIIHH")
 
 
 class Signatures:
-    """Entries of `recent` that say what an operation was called with."""
+    """Entries of `recent` that hold the arguments of operations."""
 
     def __init__(self, ring: Ring) -> None:
         self._texts = ring.texts

@@ -1,8 +1,8 @@
-"""Where in the user's code an operation was called: "file:line function", and a short stack.
+"""The place in the user's code that called an operation: "file:line function", and a short stack.
 
 A frame belongs to the user unless its file lies in this package, in the standard library or in an
-installed package. Frames are met again and again, so the text is made once per (code, instruction)
-chain and the lookup is a dictionary's.
+installed package. The same frames recur, so the text is made once per (code, instruction) chain,
+and a look-up costs as much as one in a dictionary.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LIBRARIES = tuple(
         if (path := sysconfig.get_path(name))
     }
 )
-# Packages of a second environment: of the system, of the user's home, of PYTHONPATH.
+# Packages of a second environment: of the system, of the user's home, or from PYTHONPATH.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-# Code that torch's compilers write and run: its callers are the user's.
+# Code that torch's compilers write and run: its callers belong to the user.
 _GENERATED = ("<eval_with_key>", "<frozen", "<torch_package")
 _GENERATED_FOLDER = "/torchinductor_"
 _STACK_FRAMES = 4
@@ -36,8 +36,9 @@ _MAX_WALK = 64
 _MAX_CODES = 1 << 16
 _MAX_SITES = 1 << 14
 
-# By identity: hashing a code object costs as much as all the rest. `_codes` keeps them alive, so
-# that no identity is used twice; a program that makes code without end is classified again.
+# By identity, since hashing a code object costs as much as everything else. `_codes` keeps the
+# objects alive, so that no identity is used twice; if a program generates code without end, it is
+# classified again.
 _user_codes: set[int] = set()
 _other_codes: set[int] = set()
 _codes: list[CodeType] = []
@@ -46,8 +47,8 @@ _codes: list[CodeType] = []
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the nearest frame of the user's code at or above `frame`.
 
-    Without one it is `frame`; but on a thread that C++ started, such as those on which autograd
-    runs a device's backward, it is the main thread's, which waits there in the user's call.
+    If there is none, return `frame` itself. On a thread that C++ started, such as the one on which
+    autograd runs a device's backward, return the main thread's user frame, which waits there.
     """
     nearest = last = frame
     for _ in range(_MAX_WALK):
@@ -61,7 +62,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_outside_python(outermost: FrameType | None) -> bool:
-    """Return whether a thread whose outermost frame this is was not started by `threading`."""
+    """Return whether a thread was started outside `threading`, given its outermost frame."""
     return outermost is not None and outermost.f_code.co_filename != threading.__file__
 
 
@@ -101,17 +102,17 @@ def is_user_file(filename: str) -> bool:
 
 
 def describe(frame: FrameType) -> str:
-    """Return where a frame stands: "file:line function"."""
+    """Describe the position of a frame: "file:line function"."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def stack(frame: FrameType) -> str:
-    """Describe a frame and its callers, innermost first, one a line."""
+    """Describe a frame and its callers, innermost first, one per line."""
     return "\n".join(describe(one) for one in _frames(frame))
 
 
 class Sites:
-    """The call sites met so far, as references into a string table."""
+    """The call sites seen so far, as references into a string table."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
@@ -120,8 +121,8 @@ class Sites:
     def find(self, frame: FrameType | None) -> tuple[int, int]:
         """Return the references of the nearest user frame's description and of its stack.
 
-        The key is where each of the innermost frames stands. The code objects are kept with the
-        answer, so that no key can come to mean another place.
+        The key consists of the positions of the innermost frames. The code objects are kept with
+        the result, so that a key can never refer to another place.
         """
         first = frame if frame and id(frame.f_code) in _user_codes else user_frame(frame)
         if first is None:
@@ -170,5 +171,5 @@ def _frames(frame: FrameType) -> Iterator[FrameType]:
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """Return the nearest user frame, starting `depth` frames above the caller of this."""
+    """Return the nearest user frame, starting `depth` frames above the caller of this function."""
     return user_frame(sys._getframe(depth + 1))

@@ -1,4 +1,4 @@
-"""The writer of spans in Python: where the C core was not built, and its oracle in tests."""
+"""The Python writer of spans: used if the C core was not built, and as its oracle in tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SpanWriter(Protocol):
             depth: frames between here and code that may be the user's; 1 is the caller.
 
         Returns:
-            What `close_span` takes; None if it cannot be recorded.
+            The argument of `close_span`; None if it cannot be recorded.
         """
 
     def close_span(self, span: Any, /) -> None:
@@ -39,12 +39,12 @@ class SpanWriter(Protocol):
     def keep_span(self, name: int, detail: int, began: int, ended: int, /) -> None:
         """Record a phase that was never open, by the references of its texts. It is not progress.
 
-        Takes no lock and stores no text: it may be called between any two instructions.
+        Takes no lock and stores no text, so it may be called between any two instructions.
         """
 
 
 class _Thread(threading.local):
-    """What is asked again and again about the calling thread."""
+    """Cached facts about the calling thread."""
 
     def __init__(self) -> None:
         self.native_id = threading.get_native_id()
@@ -52,7 +52,7 @@ class _Thread(threading.local):
 
 
 class OpenSpan:
-    """What is needed to write the span's end."""
+    """The data needed to write the span's end."""
 
     __slots__ = (
         "depth", "detail", "is_closed", "name", "number", "place", "site", "started", "step",
@@ -91,7 +91,7 @@ class OpenSpan:
 
 
 class Spans:
-    """See `SpanWriter`. Thread-safe; no method raises."""
+    """Implements `SpanWriter`. Thread-safe; no method raises."""
 
     def __init__(
         self, ring: Ring, sites: Sites, now: Callable[[], int] = time.monotonic_ns
@@ -143,7 +143,7 @@ class Spans:
         """Record that a phase ended; a second call changes nothing."""
         try:
             if not span.is_closed:
-                span.is_closed = True  # its place may be another span's from now on
+                span.is_closed = True  # its place may belong to another span from now on
                 self._close(span, self._now())
         except Exception:  # noqa: BLE001 -- recording never raises into training
             return

@@ -1,8 +1,8 @@
-"""Starting the recorder of a process: its ring, its hooks, and what undoes them.
+"""Start the recorder of a process: its ring, its hooks, and their removal.
 
-Imported only by a process that records. Hooks belong to the process that made them: a forked child
+Imported only by a process that records. Hooks belong to the process that made them. A forked child
 inherits them, and there they must do nothing (current.py, [Note: who may record]). A start that
-fails half-way leaves nothing: a ring without a recorder would look like a silent rank.
+fails half-way leaves nothing behind: a ring without a recorder would look like a silent rank.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from echelon.recorder.write.place import Place, bring_home, choose_place, claim_
 from echelon.recorder.write.recorder import Recorder
 from echelon.recorder.write.ring import Ring
 
-# The program dies of these, or cannot catch them: a handler of echelon would hide why.
+# These signals end the program or cannot be caught: a handler of echelon would hide the reason.
 _FATAL = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGKILL", "SIGSTOP"})
-# What Python says of an exception in a thread that `threading` did not start.
+# Python's message about an exception in a thread that `threading` did not start.
 _RAW_THREAD = "in thread started by"
 _UNNAMED = "without a name"
 _stack_file: IO[bytes] | None = None
 
 
 def start(settings: Settings) -> tuple[Recorder, Callable[[], None]] | None:
-    """Open the ring and start to record; None if it is another process's to do so.
+    """Open the ring and start to record; return None if that is up to another process.
 
     Returns:
-        The recorder, and what a forked child calls to leave it alone.
+        The recorder, and the function with which a forked child detaches from it.
 
     Raises:
-        Exception: whatever prevents it; nothing is left behind.
+        Exception: any failure; nothing is left behind.
     """
-    if settings.handles_faults:  # first: the C core's handlers belong on top
+    if settings.handles_faults:  # first, because the C core's handlers must be on top
         with contextlib.suppress(ValueError, OSError, RuntimeError):  # no standard error
             if not faulthandler.is_enabled():
                 faulthandler.enable()  # a segfault then names its line on stderr
@@ -105,7 +105,8 @@ def _start(
         settings_now = {**ring.identity.settings, "stacks_fd": _stack_file.fileno()}
         recorder.identify(stack_signal=number, settings=settings_now)
     if settings.handles_faults and recorder.native is not None:
-        # Over another runtime's handlers ours would take its everyday faults for the end.
+        # On top of another runtime's handlers, echelon's would mistake its routine faults for the
+        # end.
         recorder.native.write_faults(faulthandler.is_enabled())
     pauses = GarbagePauses(recorder)
     pauses.start()
@@ -120,7 +121,7 @@ def _start(
         pauses.stop()
         recorder.close()
         if place.is_elsewhere and not settings.has_agent:
-            with contextlib.suppress(OSError):  # a full disk: the ring stays where it is
+            with contextlib.suppress(OSError):  # a full disk: the ring stays at its location
                 bring_home(rank_dir)
 
     def leave() -> None:
@@ -146,14 +147,14 @@ def _open_ring(settings: Settings, place: Place) -> Ring:
     except BaseException:
         place.give_up()
         raise
-    asked = settings.has_agent and settings.ring_dir is not None  # the caller that asked knows
+    asked = settings.has_agent and settings.ring_dir is not None  # a chosen folder needs no message
     if place.is_elsewhere and settings.local_rank == 0 and not asked:
         say(f"rings are in {place.ring.parent.parent} ({place.reason})")
     return ring
 
 
 def _remove(ring: Ring, place: Place) -> None:
-    """Remove a ring that nothing records into: it would look like a rank that is silent."""
+    """Remove a ring that no process records into: it would look like a silent rank."""
     with contextlib.suppress(OSError):
         ring.path.unlink()
     place.give_up()
@@ -185,7 +186,7 @@ def _identity(settings: Settings, place: Place) -> Identity:
 
 
 def _register_stacks(rank_dir: Path, settings: Settings) -> int:
-    """Let the agent ask for the stacks of all threads by a signal that has no other handler.
+    """Register a free signal by which the agent requests the stacks of all threads.
 
     Returns:
         The signal; 0 if there is none.
@@ -230,9 +231,10 @@ def _why_not(number: int) -> str:
 
 
 def _chain_hooks(recorder: Recorder) -> None:
-    """Record exceptions that end the process or a thread; the hooks that were there still run.
+    """Record exceptions that end the process or a thread; existing hooks still run.
 
-    The first thread's is kept: what hangs after it mostly waits for that thread.
+    The first thread's exception is kept: whatever hangs afterwards is usually waiting for that
+    thread.
     """
     before, thread_before, unraisable_before = (
         sys.excepthook,

@@ -1,8 +1,8 @@
-"""The texts of a ring: names that stay, and recent ones that give way to newer ones.
+"""The texts of a ring: names that stay, and recent ones that newer ones overwrite.
 
 See schema.py, [Note: two kinds of texts]. A text that is already known costs one look-up and no
-lock. A new one takes a lock; a signal handler or finalizer that interrupts the very thread that
-holds it does not wait, and gets the reference of `TABLE_FULL`.
+lock. A new one takes a lock. A signal handler or finalizer that interrupts the very thread that
+holds the lock does not wait, and gets the reference of `TABLE_FULL`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _STRING_STRUCT = struct.Struct("<HI")
 _RECENT_STRUCT = struct.Struct("<IIII")
 _MAX_STRING_BYTES = 4000
 _UNITS = RECENT_BYTES // RECENT_UNIT
-# Caches of references into `recent` are emptied each time that a part of it is full, so that what
-# is recorded now never points to an entry that is about to be overwritten.
+# Caches of references into `recent` are emptied each time a part of it is full, so that no new
+# record points to an entry that is about to be overwritten.
 _PART_UNITS = _UNITS // 4
 _MAX_CACHED = 4096
 _SPAN_CHARS = 600
 
 
 class Texts:
-    """Store texts in a ring's memory; references are stable for the ring's life. Thread-safe."""
+    """Stores texts in a ring's memory; references are stable for the ring's life. Thread-safe."""
 
     def __init__(self, memory: Any, live: Any, recent_offset: int) -> None:
         self._memory = memory
@@ -95,11 +95,11 @@ class Texts:
         return ref
 
     def span_name(self, name: object) -> int:
-        """Return the reference of a span's name, cut to what is worth its room."""
+        """Return the reference of a span's name, truncated to a maximum length."""
         return self.intern(text_of(name)[:_SPAN_CHARS])
 
     def span_detail(self, detail: object) -> int:
-        """Return the reference of a span's detail, cut to what is worth its room."""
+        """Return the reference of a span's detail, truncated to a maximum length."""
         return self.recent(text_of(detail)[:_SPAN_CHARS])
 
     def append(self, data: bytes) -> int:
@@ -114,7 +114,7 @@ class Texts:
                 self._is_writing = False
 
     def when_a_part_is_full(self, forget: Callable[[], None]) -> None:
-        """Register what empties a cache of references into `recent`."""
+        """Register a function that empties a cache of references into `recent`."""
         self._when_a_part_is_full.append(forget)
 
     def _add_name(self, text: str, data: bytes, room: int) -> int:
