@@ -1,5 +1,5 @@
-"""What a trainer needs beside the parallel runtime: losses, optimizers, schedules, averages.
+"""Training components beside the parallel runtime: losses, optimizers, schedules, averages.
 
-Nothing is imported here: each part is imported from where it lives, so that a command which only
+This package imports nothing: import each part from its own module, so that a command which only
 draws figures does not load torch.
 """

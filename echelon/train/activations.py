@@ -1,15 +1,15 @@
-"""Activation checkpointing: forward again in backward what forward did not keep.
+"""Activation checkpointing: backward recomputes the activations that forward did not keep.
 
-    full         a block keeps its inputs alone; backward runs its forward again. Memory of one
-                 block's activations and of every block's input; about a third more computation.
+    full         a block keeps only its inputs; backward runs its forward again. Needs the memory of
+                 one block's activations and of every block's input; about a third more computation.
     every n-th   full, for every n-th block; the others keep everything.
     selective    a block keeps its inputs and the results of matrix products and attention, which
-                 cost most to make again, and recomputes the rest.
+                 are the most expensive to recompute, and recomputes the rest.
 
-The recomputed forward is the first one, operation by operation and with the same random numbers,
-so gradients have the same bits. A block's `forward` is replaced and its hooks are not:
-`fully_shard` gathers a unit around either forward, whether it is called before or after this. No
-module is wrapped, so no name in a state dict changes.
+The recomputed forward repeats the first one operation by operation, with the same random numbers,
+so gradients have the same bits. Only a block's `forward` is replaced, not its hooks: `fully_shard`
+gathers a unit around either forward, whether it is called before or after this function. No module
+is wrapped, so no name in a state dict changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 
 MODES = ("none", "full", "selective")
 
-# By name, since no torch has all of them.
+# By name, because no version of torch has all of them.
 _COSTLY = (
     "mm",
     "addmm",
@@ -53,9 +53,9 @@ def checkpoint_activations(
     every: int = 1,
     keep: Sequence[Any] | None = None,
 ) -> int:
-    """Make blocks forget activations after forward and compute them again in backward.
+    """Make blocks discard activations after forward and recompute them in backward.
 
-    In a pipeline each rank passes the blocks of its stages; `every` counts among them.
+    In a pipeline, each rank passes the blocks of its stages, and `every` counts those.
 
     Args:
         blocks: the model's blocks in order, such as `model.blocks`.
@@ -88,7 +88,7 @@ def checkpoint_activations(
 
 
 def costly_operations() -> list[Any]:
-    """Return the matrix products and attentions of this torch, in all their overloads.
+    """Return this torch version's matrix products and attentions, in all their overloads.
 
     Example:
         >>> torch.ops.aten.mm.default in costly_operations()
@@ -100,7 +100,7 @@ def costly_operations() -> list[Any]:
 
 
 class _Checkpointed:
-    """A block's forward, checkpointed. An object, which a copy of the block gets a copy of."""
+    """A block's checkpointed forward. An object, so that copying the block also copies it."""
 
     def __init__(self, forward: Callable[..., Any], kept: frozenset[Any] | None) -> None:
         self._forward = forward
@@ -120,7 +120,7 @@ def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    make: Any = create_selective_checkpoint_contexts  # it has no types
+    make: Any = create_selective_checkpoint_contexts  # it has no type annotations
     contexts: tuple[Any, Any] = make(policy)
     return contexts
 

@@ -2,10 +2,11 @@
 
     average  <-  decay * average + (1 - decay) * parameter        after each step of the optimizer
 
-It is an optimizer in form: it keeps one tensor beside each parameter, of the parameter's shape. So
-under `fully_shard` each rank keeps the average of its shards alone, nothing is communicated, and a
-checkpoint saves it by the parameter's name, as it does with an optimizer's state, and loads it into
-any number of ranks. It has no `step`: torch and the recorder count those as steps of training.
+It has the form of an optimizer: it keeps one tensor beside each parameter, of the parameter's
+shape. So under `fully_shard` each rank keeps only the average of its shards, and nothing is
+communicated. A checkpoint saves it by the parameter's name, like an optimizer's state, and loads it
+into any number of ranks. It has no `step`, because torch and the recorder count steps of training
+by it.
 
 Buffers are not averaged, nor are parameters that require no gradient.
 """
@@ -28,8 +29,8 @@ _STATE = "average"
 class ExponentialMovingAverage(torch.optim.Optimizer):
     """Averages of a model's parameters, which start as copies of them.
 
-    Made after `fully_shard`. Its memory is one more copy of this rank's shards, in float32 for
-    shorter parameters, and a second one inside of `applied()`.
+    Create it after `fully_shard`. It needs the memory of one more copy of this rank's shards, in
+    float32 for lower-precision parameters, and of a second copy inside `applied()`.
 
     Args:
         parameters: the model, a stage or a pipeline, or parameters.
@@ -38,7 +39,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             1 / (1 - decay) steps would average the values before training.
 
     Raises:
-        ValueError: a bad argument, or no parameter requires gradients.
+        ValueError: an invalid argument, or no parameter requires gradients.
 
     Example:
         >>> average = ExponentialMovingAverage(model, decay=0.999)
@@ -61,7 +62,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
         given = parameters.parameters() if hasattr(parameters, "parameters") else parameters
         trained = {id(one): one for one in map(_owner, given) if one.requires_grad}
         if not trained:
-            raise ValueError("there is no parameter that requires gradients to average")
+            raise ValueError("no parameter requires gradients, so there is nothing to average")
         self._backup: list[tuple[nn.Parameter, torch.Tensor]] | None = None
         defaults = {"decay": decay, "warmup": warmup, "num_updates": 0}
         super().__init__(list(trained.values()), defaults)
@@ -70,16 +71,16 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
 
     @property
     def num_updates(self) -> int:
-        """How many updates the averages have seen."""
+        """How many updates the averages have received."""
         count: int = self.param_groups[0]["num_updates"]
         return count
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages towards the parameters. After the optimizer's step; not collective.
+        """Move the averages towards the parameters, after the optimizer's step. Not collective.
 
         Raises:
-            ValueError: inside of `applied()`, where the parameters are the averages.
+            ValueError: called inside `applied()`, where the averages are in the parameters' place.
         """
         self._check_not_applied("update()")
         for group in self.param_groups:
@@ -94,13 +95,13 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
     def applied(self) -> Iterator[None]:
         """Put the averages in the parameters' place while the context lasts.
 
-        For evaluation, or for saving the averaged weights alone: a checkpoint of a training run is
-        saved outside, where the parameters are those that are trained. At its end the parameters
-        have their bits again, also after an exception. Begin and end it between steps, on all
-        ranks: sharded units are gathered again from what the shards then hold.
+        For evaluation, or for saving the averaged weights alone. Save the checkpoint of a training
+        run outside of it, where the parameters are those being trained. At its end, also after an
+        exception, the parameters have their former bits again. Enter and leave it between steps, on
+        all ranks: sharded units are then gathered again from the current shards.
 
         Raises:
-            ValueError: inside of another one.
+            ValueError: called inside another `applied()`.
         """
         self._check_not_applied("applied()")
         backup = [(one, one.detach().clone()) for one in self._parameters()]
@@ -118,14 +119,14 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             parameter.copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over averages, in the dtype that they are kept in.
+        """Load averages, converted to the dtype in which they are kept.
 
         Raises:
-            ValueError: inside of `applied()`, or the state does not fit.
+            ValueError: called inside `applied()`, or the state does not fit.
         """
         self._check_not_applied("load_state_dict()")
         super().load_state_dict(state_dict)
-        loaded = state_dict["state"]  # torch's own cast them to the parameters' dtype
+        loaded = state_dict["state"]  # torch's own method casts them to the parameters' dtype
         for number, parameter in enumerate(self._parameters()):
             average = loaded.get(number, {}).get(_STATE)
             if average is None:
@@ -133,7 +134,7 @@ class ExponentialMovingAverage(torch.optim.Optimizer):
             self.state[parameter][_STATE] = _copy(average.to(parameter.device), parameter.dtype)
 
     def step(self, closure: Any = None) -> Any:  # noqa: ARG002 -- as the base class has it
-        """Refuse: `update()` it is.
+        """Raise an error: an average is updated by `update()`.
 
         Raises:
             TypeError: always.
@@ -154,7 +155,7 @@ def _owner(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _copy(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a copy in which small changes add up: float32 for shorter dtypes."""
+    """Return a copy in which small changes add up: float32 for lower-precision dtypes."""
     kept = torch.promote_types(dtype or values.dtype, torch.float32)
     return values.detach().to(kept, copy=True)
 
@@ -166,7 +167,7 @@ def _decay_at(num_updates: int, decay: float, *, warmup: bool) -> float:
 
 
 def half_life(num_steps: float) -> float:
-    """Return the decay of which half is forgotten after `num_steps` updates.
+    """Return the decay with which half is forgotten after `num_steps` updates.
 
     Raises:
         ValueError: `num_steps` is not positive and finite.

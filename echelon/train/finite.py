@@ -1,9 +1,10 @@
-"""Steps that are skipped on all ranks alike because a gradient is not finite.
+"""Skip a step on all ranks alike if a gradient is not finite.
 
-A batch or a lost bit can make one gradient infinite or NaN, and one such step spoils all weights.
-The norm that clipping needs anyway is not finite then, and it has the same bits on every rank, so
-ranks decide alike without asking each other. Where it is not finite, the gradients are left as they
-are: clipping by it would make all of them NaN, and which came first would be lost.
+A bad batch or a flipped bit can make one gradient infinite or NaN, and a single such step ruins all
+weights. The norm that clipping needs anyway is then not finite, and it has the same bits on every
+rank, so all ranks reach the same decision without further communication. In that case the gradients
+are left unchanged: clipping by such a norm would make all of them NaN and hide the one that came
+first.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class NonFinite:
     """Where gradients are not finite, equal on all ranks.
 
     Attributes:
-        rank: the lowest rank (global) that holds one, in its shard or its stage: where it is after
-            gradients were reduced, which need not be where it was computed.
+        rank: the lowest rank (global) that holds one, in its shard or its stage. This is where it
+            is after the reduction, which need not be where it was computed.
         parameter: the first such parameter there, in the model's order.
         ranks: all ranks that hold one.
 
@@ -50,21 +51,21 @@ class NonFinite:
 class FiniteGuard:
     """Clips gradients, and skips the optimizer's step where their norm is not finite.
 
-    With a gradient scaler an overflow is the scaler's to skip: ask this guard only if `unscale_`
-    returned True, so that a scale which finds its place is not counted.
+    With a gradient scaler, the scaler itself skips overflows: call this guard only if `unscale_`
+    returned True, so that a scale that is still adapting is not counted.
 
     Args:
         model: the sharded model, this rank's stages or pipeline.
-        max_in_a_row: as many skipped steps in a row are an error.
+        max_in_a_row: raise an error after this many skipped steps in a row.
         over: a group with all ranks that hold parameters of the model: needed for the stages of a
-            pipeline and for experts. None: the largest group that parameters are divided among.
-        replicas: as of `clip_grad_norm_`.
-        aliases: as of `clip_grad_norm_`.
-        norm: how to measure in place of `clip_grad_norm_(model, inf, ...)`; must return the same
-            on all ranks and change no gradient.
+            pipeline and for experts. None: the largest group among which parameters are divided.
+        replicas: see `clip_grad_norm_`.
+        aliases: see `clip_grad_norm_`.
+        norm: replaces `clip_grad_norm_(model, inf, ...)` as the measurement; must return the same
+            value on all ranks and change no gradient.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: an invalid argument.
 
     Example:
         >>> guard = FiniteGuard(model)
@@ -99,12 +100,12 @@ class FiniteGuard:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps were skipped, since the run's beginning."""
+        """How many steps have been skipped since the beginning of the run."""
         return self._num_skipped
 
     @property
     def num_in_a_row(self) -> int:
-        """How many of them followed each other up to now."""
+        """How many of the most recent steps were skipped in a row."""
         return self._num_in_a_row
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -114,14 +115,14 @@ class FiniteGuard:
         the gradients are reduced.
 
         Args:
-            max_norm: as of `clip_grad_norm_`; infinite: only look.
+            max_norm: as in `clip_grad_norm_`; infinite: only measure.
 
         Returns:
             The norm before scaling, equal on all ranks. Not finite: nothing was scaled, and `step`
             will skip.
 
         Raises:
-            ValueError: a bad argument.
+            ValueError: an invalid argument.
             NonFiniteGradientError: `max_in_a_row` steps in a row were to be skipped; on all ranks.
             CollectiveError: a rank is lost or did not join.
         """
@@ -143,7 +144,7 @@ class FiniteGuard:
         """Take the optimizer's step if the last norm was finite.
 
         Args:
-            optimizer: what has a `step()`.
+            optimizer: any object with a `step()`.
 
         Returns:
             Whether it was taken; equal on all ranks.
@@ -153,7 +154,7 @@ class FiniteGuard:
         return self._is_finite
 
     def locate(self) -> NonFinite | None:
-        """Find out which rank holds a gradient that is not finite. Collective among `over`.
+        """Find the ranks that hold a gradient that is not finite. Collective among `over`.
 
         Returns:
             None if all gradients are finite.
@@ -178,7 +179,7 @@ class FiniteGuard:
         return {"num_skipped": self._num_skipped, "num_in_a_row": self._num_in_a_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over counts."""
+        """Load the counts from a checkpoint."""
         self._num_skipped = int(state["num_skipped"])
         self._num_in_a_row = int(state["num_in_a_row"])
         self._is_finite = True
@@ -208,7 +209,7 @@ class FiniteGuard:
         )
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the gradients that an optimizer uses, by the parameter's name, each once."""
+        """Return the gradients that an optimizer uses, by the parameter's name, each one once."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, parameter in self._module.named_parameters():
             member = member_of(parameter)

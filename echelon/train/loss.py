@@ -1,11 +1,11 @@
 """Cross-entropy of a language model's head without the logits of all tokens at once.
 
 The logits [N, V] of a batch are often the largest tensor of a step: 8,192 tokens and 50,304 words
-make 1.6 GB in float32, and the softmax and its gradient as much again. Here a chunk of tokens at a
-time goes through the head, the softmax and, where gradients are wanted, both products of the
+make 1.6 GB in float32, and the softmax and its gradient as much again. Here, one chunk of tokens at
+a time goes through the head, the softmax and, if gradients are needed, both products of the
 backward; only the gradients [N, C] and [V, C] remain (Hsu et al. 2024, Liger Kernel).
 
-Two ways to the gradients:
+There are two ways to compute the gradients:
 
     in forward     three products of [N, C] x [C, V], as plain autograd makes. The gradient of the
                    weight is in memory from forward to backward.
@@ -13,7 +13,7 @@ Two ways to the gradients:
                    kept. The only way for float16: what a scaled loss multiplies in backward would
                    have vanished in forward.
 
-Sums over tokens and chunks are float32 (float64 for float64), whatever the products are in.
+Sums over tokens and chunks are float32 (float64 for float64), in whatever dtype the products are.
 """
 
 from __future__ import annotations
@@ -41,24 +41,26 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return `F.cross_entropy(F.linear(hidden, weight).float(), targets)` in chunks of tokens.
 
-    Under `torch.autocast` the products are made in its dtype. `torch.compile` takes it whole, with
-    one copy of the loop's body per chunk. Gradients of gradients do not exist.
+    Under `torch.autocast`, the products use its dtype. `torch.compile` captures the function
+    without a graph break, with one copy of the loop's body per chunk. Second derivatives are not
+    supported.
 
     Args:
-        hidden: [..., C], the states that the head would be given.
-        weight: [V, C], of the head; may be the embedding's.
+        hidden: [..., C], the input of the head.
+        weight: [V, C], the weight of the head; may be the embedding's.
         targets: [...], int64.
         ignore_index: tokens with this target count neither in the loss nor in the mean.
         reduction: "mean" over the tokens that count (NaN if none does, as torch's), or "sum".
         chunk_tokens: tokens per chunk; None: as many as have 64 MiB of logits.
-        recompute: how the gradients are made, see above; None: recomputed for float16 only. When
-            they are made in forward, a second backward over the same graph is a RuntimeError.
+        recompute: whether backward recomputes the logits, see above; None: for float16 only. If
+            gradients are computed in forward, a second backward over the same graph raises a
+            RuntimeError.
 
     Returns:
         A scalar, float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a bad argument.
+        ValueError: shapes or dtypes do not fit, or an argument is invalid.
         IndexError: on the CPU, outside of compiled code, a target that is not in the vocabulary.
             (Elsewhere the kernel reports it.)
 
@@ -83,8 +85,8 @@ def chunked_cross_entropy(
     )
     share = counts.to(plan.sum_dtype)
     if reduction == "mean":
-        share = share / share.sum()  # NaN without a token that counts: so is the loss
-    function: Any = _ChunkedLoss  # its apply has no types
+        share = share / share.sum()  # NaN if no token counts, and so is the loss
+    function: Any = _ChunkedLoss  # its apply has no type annotations
     result: Tensor = function.apply(
         hidden.reshape(-1, width), weight, flat.where(counts, 0), counts, share, plan
     )
@@ -126,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 losses[part] = (norms[part] - picked) * share[part]
                 if sums is not None:
                     sums.add(part, states, matrix, logits, norms, targets, share)
-                del logits  # before the next chunk's are made
+                del logits  # before the next chunk's logits are made
         ctx.plan, ctx.wants, ctx.gradients = plan, wants, sums
         if plan.recompute and any(wants):
             ctx.save_for_backward(hidden, weight, targets, counts, share, norms)
@@ -163,7 +165,7 @@ def _recompute(ctx: Any, upstream: Tensor) -> _Gradients:
 
 
 class _Gradients:
-    """Sums over chunks of the gradients of `hidden` and `weight`; None: not wanted."""
+    """Sums over chunks of the gradients of `hidden` and `weight`; None: not needed."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, plan: _Plan, wants: tuple[bool, ...]
@@ -198,7 +200,7 @@ class _Gradients:
             self.of_weight.add_(slopes.t() @ states)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply in place: these are of the size of the weight."""
+        """Multiply in place, because these tensors are as large as the weight."""
         for one in (self.of_hidden, self.of_weight):
             if one is not None:
                 one.mul_(factor)
@@ -212,9 +214,9 @@ def _parts(numel: int, size: int) -> list[slice]:
 
 
 def _states(hidden: Tensor, counts: Tensor, plan: _Plan) -> Tensor:
-    """Return a chunk in the dtype of the products, zeros where a token does not count.
+    """Return a chunk in the dtype of the products, with zeros where a token does not count.
 
-    Zeros, since a NaN there would stay one when it is multiplied by a share of 0.
+    A NaN there would stay NaN when multiplied by a share of 0.
     """
     return hidden.to(plan.dtype).masked_fill(counts.logical_not()[:, None], 0.0)
 

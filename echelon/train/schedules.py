@@ -6,12 +6,12 @@
     warmup-stable-decay      1   /---------------\\
                                                   \\           ends at `floor`
 
-A schedule has no state, so a resumed run needs nothing of it but the step. Step 0 is the first; a
-warm-up of `num_warmup` steps begins at 1 / num_warmup, so that no step is wasted on a rate of 0,
-and step `num_warmup` has the whole rate. From step `num_steps` on the factor is `floor`.
+A schedule has no state, so a resumed run needs only the step. Step 0 is the first; a warm-up of
+`num_warmup` steps begins at 1 / num_warmup, so that no step is wasted on a rate of 0, and step
+`num_warmup` has the whole rate. From step `num_steps` on, the factor is `floor`.
 
-All are frozen dataclasses that are called with the step: they compare, print, and serve as the
-`lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.
+All are frozen dataclasses that are called with the step. They can be compared and printed, and
+serve as the `lr_lambda` of `torch.optim.lr_scheduler.LambdaLR`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Constant:
     """A rise over `num_warmup` steps, then 1.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: an invalid argument.
 
     Example:
         >>> schedule = Constant(num_warmup=4)
@@ -58,12 +58,12 @@ class Cosine:
     """A rise, then half a cosine down to `floor` at step `num_steps`.
 
     Args:
-        num_steps: of the whole run, the warm-up included.
+        num_steps: length of the run, including the warm-up.
         num_warmup: steps of the rise.
         floor: the last factor, between 0 and 1.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: an invalid argument.
 
     Example:
         >>> schedule = Cosine(num_steps=100, num_warmup=10)
@@ -89,18 +89,18 @@ class Cosine:
 class WarmupStableDecay:
     """A rise, then 1, then a fall over the last `num_decay` steps (Hu et al. 2024, MiniCPM).
 
-    Where the run should continue after all, it continues from a checkpoint before the fall with a
-    larger `num_steps`: until then all such schedules agree.
+    To extend the run, continue it from a checkpoint before the fall with a larger `num_steps`:
+    until then, all such schedules agree.
 
     Args:
-        num_steps: of the whole run, the warm-up and the fall included.
+        num_steps: length of the run, including the warm-up and the fall.
         num_decay: steps of the fall; None: a tenth of the run, at least 1.
         num_warmup: steps of the rise.
         floor: the last factor, between 0 and 1.
         shape: of the fall: "linear", "sqrt" (1 - sqrt: Hägele et al. 2024) or "cosine".
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: an invalid argument.
 
     Example:
         >>> schedule = WarmupStableDecay(num_steps=100, num_decay=20, num_warmup=10)
@@ -138,14 +138,14 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(name: str, **settings: Any) -> Schedule:
-    """Return a schedule by its name, as a configuration file gives it.
+    """Return a schedule by its name in a configuration file.
 
     Args:
         name: "constant", "cosine" or "wsd".
-        settings: of that schedule, by name.
+        settings: arguments of that schedule, by name.
 
     Raises:
-        ValueError: an unknown name, or a bad value.
+        ValueError: an unknown name, or an invalid value.
         TypeError: a setting that the schedule does not have, or a missing one.
 
     Example:
@@ -165,7 +165,7 @@ def set_learning_rate(optimizer: Any, factor: float) -> float:
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        factor: what a schedule returned.
+        factor: the result of a schedule.
 
     Returns:
         The first group's rate.

@@ -3,9 +3,9 @@
     [training]
     lr = 3e-4
 
-A section is a dataclass, a field is a number, text, a truth value, a choice (`Literal`), a tuple of
-these, or one of them or None, which is written by leaving it out. A name that no field has and a
-value of another type are refused, with the nearest name.
+A section is a dataclass. A field is a number, text, a boolean, a choice (`Literal`), a tuple of
+these, or an optional one; None is written by leaving it out. Unknown names and values of another
+type are refused, and the message suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    r"""Read a file of settings, as nested dicts.
+    """Read a settings file into nested dicts.
 
     Raises:
-        ValueError: it is not TOML; names the file and the line.
-        OSError: it cannot be read.
+        ValueError: the file is not TOML; the message names the file and the line.
+        OSError: the file cannot be read.
 
     Example:
         >>> _ = Path("gpt.toml").write_text("[training]\nlr = 0.1\n")
@@ -50,7 +50,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """Split `training.lr=3e-4` into the dotted name and a value; what is not TOML is text.
+    """Split `training.lr=3e-4` into the dotted name and a value; non-TOML values are text.
 
     Raises:
         ValueError: there is no name or no `=`.
@@ -69,10 +69,10 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def override(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set a value by its dotted name in nested dicts, in place.
+    """Set a value in nested dicts by its dotted name, in place.
 
     Raises:
-        ValueError: a part of the name is a value, not a section.
+        ValueError: a parent in the name is a value, not a section.
 
     Example:
         >>> values = {"training": {"lr": 0.1}}
@@ -109,7 +109,7 @@ def build(kind: type[T], values: Mapping[str, Any]) -> T:
     A field's metadata may limit a number: `least`, the smallest, or `above`, below the smallest.
 
     Raises:
-        ValueError: an unknown name, a missing or bad value, or one out of range.
+        ValueError: an unknown name, or a value that is missing, invalid or out of range.
 
     Example:
         >>> build(Cosine, {"num_steps": 100, "floor": 0.0})
@@ -148,7 +148,7 @@ def to_toml(settings: Any) -> str:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two results of `to_dict`: `training.lr 0.1 before, 0.2 now`.
+    """Return the differences of two results of `to_dict`: `training.lr 0.1 before, 0.2 now`.
 
     Example:
         >>> differences({"training": {"lr": 0.1}}, {"training": {"lr": 0.2}})
@@ -245,9 +245,9 @@ def _require_range(value: Any, limits: Mapping[str, Any], name: str) -> None:
     if not isinstance(value, (int, float)):
         return
     if "least" in limits and value < limits["least"]:
-        raise ValueError(f"{name} is {value}; it is at least {limits['least']}")
+        raise ValueError(f"{name} is {value}; it must be at least {limits['least']}")
     if "above" in limits and value <= limits["above"]:
-        raise ValueError(f"{name} is {value}; it is above {limits['above']}")
+        raise ValueError(f"{name} is {value}; it must be above {limits['above']}")
 
 
 def _table(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -265,7 +265,7 @@ def _literal(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, str):  # JSON escapes what TOML does, but for DEL
+    if isinstance(value, str):  # JSON escapes the same characters as TOML, except DEL
         return json.dumps(value).replace("\x7f", "\\u007f")
     return repr(value)
 

@@ -1,7 +1,7 @@
-"""The figures of a run: one line for each step, other libraries' writers, and plots.
+"""The figures of a run: one line for each step, writers for other libraries, and plots.
 
-`FigureLog` writes them, `read_figures` reads them, `echelon plot` draws them. None of it imports
-torch before a writer that needs it is made.
+`FigureLog` writes them, `read_figures` reads them, and `echelon plot` draws them. Nothing here
+imports torch until a writer that needs it is made.
 """
 
 from echelon.train.figures.file import read_figures

@@ -1,4 +1,4 @@
-"""`echelon plot RUN...`: the figures of runs as a picture, several laid over each other."""
+"""`echelon plot RUN...`: draw the figures of several runs over each other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A file with one JSON object per line and step: appended to, cut back on a resume, read.
+"""A file with one JSON object per line and step: append to it, truncate it on resume, read it.
 
-A run that is killed may leave half a line, and steps that the checkpoint it resumes from does not
-have. Both lie at the end, so the file is cut there and never rewritten: what was written before
-stays, whatever happens in the meantime.
+A run that is killed may leave half a line, and steps that are newer than the checkpoint from which
+it resumes. Both are at the end, so the file is truncated there and never rewritten: earlier lines
+survive a crash at any point.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FigureFile:
     """The open file. Used by one thread at a time.
 
     Args:
-        path: made with its folder if it does not exist.
+        path: created with its folder if it does not exist.
         last_step: lines of later steps are dropped, and half a line at the end.
 
     Raises:
@@ -61,7 +61,7 @@ class FigureFile:
             os.ftruncate(self._descriptor, end)
 
     def _end_of_whole_lines(self, size: int) -> int:
-        """Return the position behind the last newline."""
+        """Return the position after the last newline."""
         if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
             return size
         return self._start_of_line(size + 1)
@@ -78,10 +78,10 @@ class FigureFile:
         return 0
 
     def append(self, figures: Mapping[str, Any]) -> None:
-        """Add a line, whole or not at all.
+        """Append a line completely or not at all.
 
         Raises:
-            OSError: the file system refuses it.
+            OSError: the write failed.
         """
         data = json.dumps(figures, allow_nan=False).encode() + b"\n"
         size = os.fstat(self._descriptor).st_size
@@ -101,7 +101,7 @@ class FigureFile:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return a line's step, None if it is not a line of figures."""
+    """Return a line's step; None if it is not a line of figures."""
     figures = _figures_of(line)
     return None if figures is None else int(figures["step"])
 
@@ -117,10 +117,10 @@ def _figures_of(line: bytes | str) -> dict[str, Any] | None:
 
 
 def read_figures(path: str | Path) -> list[dict[str, Any]]:
-    """Read a log of figures, also while a run writes it.
+    """Read a log of figures, even while a run writes it.
 
     Args:
-        path: the file; a folder stands for its `figures.jsonl`.
+        path: the file, or a folder with a `figures.jsonl`.
 
     Returns:
         One dictionary per line, in the order of the file. Half a line at the end and lines that are

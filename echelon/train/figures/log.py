@@ -1,8 +1,8 @@
-"""FigureLog: what a run reports of each step, written by rank 0.
+"""FigureLog: what a run logs for each step, written by rank 0.
 
 [Note: what the shares mean] `data_wait` is the time that the training thread spent in
 `recorder.span("data_wait")`, which `TokenLoader` and `recorder.watch` open. `exposed_communication`
-is the time that it stood still in collectives and messages: transfers that no computation hid, and
+is the time that it was blocked in collectives and messages: transfers that no computation hid, and
 waits for ranks that were late (in a pipeline, its bubble). Both are shares of the iteration.
 """
 
@@ -36,18 +36,18 @@ class FigureLog:
     """The log of a run's figures: one JSON line per step, and the same for other writers.
 
     A resumed run appends: lines of steps after `first_step` are dropped first. A full disk or any
-    other failure of the file or a writer is said once and never ends the training. Used by the
-    thread that trains.
+    other failure of the file or a writer is reported once and never ends the training. Used by the
+    training thread.
 
     Args:
-        path: the file, made with its folder; None: no file.
+        path: the file, created with its folder; None: no file.
         tokens_per_step: of all ranks together, for the rates; 0: no rates.
         flops_per_token: floating-point operations of forward and backward; 0: no MFU.
-        peak_flops: operations a second of all ranks together, which MFU is a share of; 0: no MFU.
+        peak_flops: operations per second of all ranks together, the base of MFU; 0: no MFU.
         first_step: finished steps before this run.
-        group: ranks whose waits and memory are compared, all of which then make the same calls;
-            32 bytes per rank and step, of host memory. None: this process's own figures.
-        writers: more receivers, on the rank that writes.
+        group: ranks whose waits and memory are compared. All of them must then make the same calls,
+            each of which sends 32 bytes of host memory per rank. None: this process's own figures.
+        writers: further outputs, on the rank that writes.
         now: the clock, in seconds.
 
     Raises:
@@ -126,7 +126,7 @@ class FigureLog:
         learning_rate: float | None = None,
         **more: float,
     ) -> None:
-        """Log a finished step, and begin the next one's time. Collective with a `group`.
+        """Log a finished step, and start timing the next one. Collective with a `group`.
 
         Called less than once per step, it logs the means since the last call.
 
@@ -164,7 +164,7 @@ class FigureLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what the block does, such as evaluation or a checkpoint, out of all figures."""
+        """Exclude the block, such as evaluation or a checkpoint, from all figures."""
         before = Moment.now(self._now())
         try:
             yield
@@ -172,7 +172,7 @@ class FigureLog:
             self._began += Moment.now(self._now()) - before
 
     def forget_pause(self) -> None:
-        """Begin the current step's time again: what was done since the last call was a pause."""
+        """Restart the timing of the current step: everything since the last call was a pause."""
         self._began = Moment.now(self._now())
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class FigureLog:
         shares = costs[:, 1:3] / costs[:, :1].clip(min=1e-9)
         figures["data_wait"], figures["exposed_communication"] = shares.mean(axis=0).tolist()
         if len(costs) > 1:
-            # The rank that the others wait for is the one that waits least.
+            # The rank that the others wait for is the one that waits the least.
             figures["data_wait_max"] = float(shares[:, 0].max())
             figures["data_wait_max_rank"] = int(shares[:, 0].argmax())
             figures["exposed_communication_min"] = float(shares[:, 1].min())
@@ -245,7 +245,7 @@ class FigureLog:
 
 
 def _shortened(name: str, value: float | None) -> float | int | None:
-    """Return a number as it is logged: whole ones without a point, others with six digits."""
+    """Return a number as it is logged: integers without a point, others with six digits."""
     if value is None or name in _FULL_PRECISION:
         return value
     if value == int(value) and abs(value) < 1e15:

@@ -1,4 +1,4 @@
-"""The picture: one panel per figure, one colour per run, names at the ends of the lines."""
+"""The plot: one panel per figure, one colour per run, labels at the ends of the lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from echelon.train.figures.series import Run, smoothed, width_for
 
-# Okabe and Ito's, which people with any colour vision can tell apart; the yellow is left out.
+# The palette of Okabe and Ito, which people with any colour vision can distinguish; yellow is left
+# out.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
 _INK, _FAINT = "#333333", "#b8b8b8"
 _PANEL_INCHES = (5.6, 2.5)
@@ -24,13 +25,13 @@ class Panel:
     """One figure's drawing.
 
     Attributes:
-        name: in the log.
+        name: the figure's name in the log.
         title: with the unit.
-        scale: what the figure is multiplied by.
-        is_log: whether the axis is logarithmic where values span more than a decade.
+        scale: the factor by which the figure is multiplied.
+        is_log: whether the axis is logarithmic if values span more than a decade.
         from_zero: whether the axis begins at 0.
-        is_noisy: whether single steps say little: a median is drawn over them.
-        beside: a second figure, drawn dashed, and what it is called.
+        is_noisy: whether single steps mean little, so that a median is drawn over them.
+        beside: a second figure, drawn dashed, and its label.
     """
 
     name: str
@@ -168,7 +169,7 @@ def _draw_beside(
 def _end(
     steps: Sequence[int], values: Sequence[float], text: str, colour: str
 ) -> list[tuple[float, float, str, str]]:
-    """Return where a line's label stands: beside its last finite value, which it repeats."""
+    """Return the position of a line's label: beside its last finite value, which it repeats."""
     finite = [(s, v) for s, v in zip(steps, values, strict=True) if not math.isnan(v)]
     if not finite:
         return []
@@ -177,7 +178,7 @@ def _end(
 
 
 def _short(value: float, num_digits: int = 3) -> str:
-    """Write a number in few characters: 12.3k, 0.00031."""
+    """Format a number in few characters: 12.3k, 0.00031."""
     for limit, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / size:.{num_digits}g}{unit}"
@@ -210,7 +211,7 @@ def _style(place: Any, panel: Panel, seen: Sequence[float]) -> None:
 
 
 def _label_ends(place: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """Write the labels to the right of the lines, apart from each other."""
+    """Write the labels to the right of the lines without overlap."""
     if not ends:
         return
     right = max(end[0] for end in ends)

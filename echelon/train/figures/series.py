@@ -1,4 +1,4 @@
-"""A run's figures as series, and the smoothing that makes a noisy one readable."""
+"""A run's figures as series, and the smoothing that makes noisy ones readable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Run:
     """A log that was read.
 
     Attributes:
-        name: as the picture calls it.
+        name: label in the plot.
         path: of the log.
         lines: one per step or note, in order.
     """
@@ -26,7 +26,8 @@ class Run:
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps that have a figure, in order, and the figure.
 
-        Of a step's several values the last counts. One that was not finite is NaN, a gap.
+        If a step has several values, the last one counts. A value that was not finite is NaN, a
+        gap.
         """
         found: dict[int, float] = {}
         for line in self.lines:
@@ -42,7 +43,7 @@ class Run:
 def smoothed(values: Sequence[float], width: int) -> list[float]:
     """Return the median of each value's neighbourhood of `width` values; NaN stays NaN.
 
-    The first values have smaller neighbourhoods: a series that falls steeply begins at its height.
+    The first values have smaller neighbourhoods, so that a steeply falling series keeps its start.
     """
     out = []
     for i, value in enumerate(values):
@@ -53,5 +54,5 @@ def smoothed(values: Sequence[float], width: int) -> list[float]:
 
 
 def width_for(number: int) -> int:
-    """Return how many of a series' values are smoothed together: about a twenty-fifth, or none."""
+    """Return how many values of a series are smoothed together: about a twenty-fifth, or none."""
     return number // 50 * 2 + 1 if number >= 50 else 1

@@ -1,6 +1,6 @@
 """Writers of figures for other libraries, behind one interface: TensorBoard, Weights & Biases.
 
-Each library is imported when its writer is made, and a missing one is an `ImportError` of one line.
+Each library is imported when its writer is made; a missing one raises an `ImportError` of one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOLDERS = {
 
 
 class Writer(Protocol):
-    """What `FigureLog` passes its figures on to.
+    """A receiver of the figures of a `FigureLog`.
 
     Example:
         >>> class Printed:
@@ -34,18 +34,18 @@ class Writer(Protocol):
     """
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the finite figures of a step. What it raises is said once, and it is dropped."""
+        """Write the finite figures of a step. An error is reported once and drops the writer."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is still buffered."""
 
 
 class TensorBoardWriter:
     """Figures as TensorBoard's scalars, through `torch.utils.tensorboard`.
 
     Args:
-        folder: of the event files.
-        first_step: steps that were finished before; TensorBoard hides later ones of an earlier run.
+        folder: folder of the event files.
+        first_step: steps finished before this run; TensorBoard hides later steps of an earlier run.
 
     Raises:
         ImportError: torch or tensorboard is not installed.
@@ -64,16 +64,16 @@ class TensorBoardWriter:
                 "TensorBoardWriter needs torch and tensorboard: pip install 'echelon[figures]'"
             ) from err
         purged = first_step + 1 if first_step else None
-        make: Any = board.SummaryWriter  # typed only where tensorboard is installed
+        make: Any = board.SummaryWriter  # has type annotations only if tensorboard is installed
         self._writer = make(str(folder), purge_step=purged)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures as scalars; a thread of TensorBoard's writes them to the disk."""
+        """Add the figures as scalars; one of TensorBoard's threads writes them to disk."""
         for name, value in figures.items():
             self._writer.add_scalar(f"{_FOLDERS.get(name, 'training')}/{name}", value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is still buffered."""
         self._writer.close()
 
 
@@ -81,10 +81,10 @@ class WandbWriter:
     """Figures in a run of Weights & Biases.
 
     Args:
-        project: its name there.
+        project: the project's name there.
         folder: where wandb keeps its files.
-        name: of the run; None: wandb makes one up.
-        run_id: of the run that this one continues; None: a new run.
+        name: name of the run; None: wandb chooses one.
+        run_id: id of the run that this one continues; None: a new run.
         mode: "offline" writes files that `wandb sync` uploads later; "online" uploads them.
         config: settings to store with the run.
 
@@ -112,7 +112,7 @@ class WandbWriter:
         except ImportError as err:
             raise ImportError("WandbWriter needs wandb: pip install 'echelon[wandb]'") from err
         Path(folder).mkdir(parents=True, exist_ok=True)
-        init: Any = wandb.init  # typed only where wandb is installed
+        init: Any = wandb.init  # has type annotations only if wandb is installed
         self._run = init(
             project=project,
             dir=str(folder),
@@ -124,9 +124,9 @@ class WandbWriter:
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the figures; a process of wandb's writes them to the disk."""
+        """Log the figures; one of wandb's processes writes them to disk."""
         self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """End the run there; waits until wandb has written it."""
+        """End the wandb run; wait until wandb has written it."""
         self._run.finish()

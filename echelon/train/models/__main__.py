@@ -4,8 +4,8 @@
     python -m echelon.train.models export CHECKPOINT FOLDER [--key NAME] [--like FOLDER] [...]
     python -m echelon.train.models import FOLDER CHECKPOINT [--key NAME]
 
-A checkpoint tells its model's config in the plain value `model_config`, which is what `import`
-writes and `config.to_dict()` returns; `--like` or `--config` says it for others. Exit code 0; 1 if
+A checkpoint holds its model's config in the plain value `model_config`, which `import` writes and
+`config.to_dict()` returns. For other checkpoints, give `--like` or `--config`. Exit code 0; 1 if
 something cannot be read or written; 2 for a wrong command line.
 """
 
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(config: ModelConfig) -> list[str]:
-    """Return a line for each setting, and the number of parameters."""
+    """Return one line per setting, and the number of parameters."""
     lines = [f"{name}: {value}" for name, value in config.to_dict().items()]
     return [*lines, f"parameters: {config.num_parameters():,}"]
 

@@ -1,7 +1,7 @@
 """One layer of a transformer: attention, then a feed-forward network, each behind a norm.
 
-Queries, keys and values are layers of their own, so that tensor parallelism divides each by whole
-heads: a rank's layers then have fewer heads, and the code takes their number from the tensors.
+Queries, keys and values are separate layers, so that tensor parallelism divides each by whole
+heads. A rank's layers then have fewer heads, and the code takes their number from the tensors.
 
 Shapes: B sequences, T tokens, C width, H heads, D head width, F hidden.
 """
@@ -32,12 +32,13 @@ class Attention(nn.Module):
         self.out = Linear(queries, config.width, bias=config.bias, std=_residual_std(config))
 
     def forward(self, x: Tensor, rotary: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Mix each position with those before it: [B, T, C] -> [B, T, C].
+        """Mix each position with the positions before it: [B, T, C] -> [B, T, C].
 
         Args:
             x: the positions.
             rotary: the table of `RotaryTable`; None: positions are not rotated.
-            mask: which positions each may read: bool [B, 1, T, T]; None: all up to itself.
+            mask: the positions that each position may read: bool [B, 1, T, T]; None: all up to
+                itself.
         """
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
         if rotary is not None:
@@ -55,7 +56,7 @@ def attend(
 ) -> Tensor:
     """Return the weighted sums of values: [B, H, T, D]; keys and values may have fewer heads."""
     group = query.shape[1] // key.shape[1]
-    if group > 1 and mask is not None:  # few kernels take both fewer heads and a mask
+    if group > 1 and mask is not None:  # few kernels support both fewer heads and a mask
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         group = 1
     return F.scaled_dot_product_attention(
@@ -107,5 +108,5 @@ class Block(nn.Module):
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Return how layers that write to the residual stream start: smaller (GPT-2)."""
+    """Return the initial standard deviation of layers that write to the residual stream (GPT-2)."""
     return INIT_STD / math.sqrt(2 * config.layers)

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is made of, as plain values."""
+"""The configuration of a decoder-only transformer, as plain values."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-_HIDDEN_MULTIPLE = 64  # widths that kernels like
+_HIDDEN_MULTIPLE = 64  # widths for which kernels are fast
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How rotary frequencies change so that a model reads further than it was first trained to.
+    """How rotary frequencies are scaled so that a model can use a longer context.
 
     Attributes:
         kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, leaves
-            the high ones alone, and passes smoothly from one to the other.
+            the high ones unchanged, and interpolates smoothly in between.
         factor: the divisor.
         low_frequency_factor: llama3: frequencies that turn fewer times than this within
             `original_context` are divided.
         high_frequency_factor: llama3: those that turn more often than this stay.
-        original_context: llama3: tokens that the model was first trained on.
+        original_context: llama3: the context that the model was first trained with.
 
     Example:
         >>> scaling = RotaryScaling(kind="llama3", factor=8.0)
@@ -37,7 +37,7 @@ class RotaryScaling:
         """Check the values.
 
         Raises:
-            ValueError: an unknown kind, or a factor that makes no sense.
+            ValueError: an unknown kind, or an impossible factor.
         """
         _require_one_of("rotary_scaling.kind", self.kind, ("linear", "llama3"))
         if self.factor < 1 or self.original_context < 1:
@@ -54,18 +54,18 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The sizes of a model and the choices in it; the defaults are Llama's.
+    """The sizes of a model and its variants; the defaults are Llama's.
 
     Attributes:
         layers: number of blocks.
         width: features of the residual stream.
-        heads: of the queries.
-        context: the most tokens that a sequence may have.
+        heads: number of query heads.
+        context: the maximum number of tokens in a sequence.
         vocabulary: number of tokens.
         kv_heads: heads of keys and values, a divisor of `heads`; 0: as many as `heads`.
         head_width: features of a head; 0: width / heads.
-        hidden: features inside the feed-forward network; 0: 4 x width for "gelu", and for
-            "swiglu" 8/3 x width rounded up to a multiple of 64.
+        hidden: features inside the feed-forward network; 0: 4 x width for "gelu", and for "swiglu"
+            8/3 x width rounded up to a multiple of 64.
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
         mlp: "swiglu" (gate, up, down) or "gelu" (up, down, the tanh form).
         positions: "rotary" or "learned".
@@ -101,7 +101,7 @@ class ModelConfig:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Replace zeros by what they stand for, and refuse what cannot be built.
+        """Replace zeros by their defaults, and refuse a model that cannot be built.
 
         Raises:
             ValueError: a size below one, an unknown choice, or sizes that do not divide.
@@ -143,12 +143,12 @@ class ModelConfig:
         return embeddings + self.layers * self._block_parameters() + self._norm_parameters()
 
     def flops_per_token(self) -> int:
-        """Return what training on one token costs: 6 N + 12 L H D T floating-point operations.
+        """Return the cost of training on one token: 6 N + 12 L H D T floating-point operations.
 
-        N counts the weights that multiply: not the positions, and of the two vocabulary matrices
-        only the head. Two operations per weight forward and four backward make 6 N; scores and
-        weighted sum of attention over a full context make 12 L H D T. This is the convention of
-        the PaLM paper (appendix B): nothing is taken off for the causal half.
+        N counts the weights used in multiplications: not the positions, and only the head of the
+        two vocabulary matrices. Two operations per weight in forward and four in backward make 6 N;
+        the scores and the weighted sum of attention over a full context make 12 L H D T. This is
+        the convention of the PaLM paper (appendix B), which subtracts nothing for the causal half.
         """
         looked_up = 0 if self.tied else self.vocabulary * self.width
         if self.positions == "learned":
@@ -162,7 +162,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """Undo `to_dict`.
+        """Build a config from the output of `to_dict`.
 
         Raises:
             ValueError: a key that is not a field, a missing size, or a value that is refused.

@@ -1,4 +1,4 @@
-"""Layers that know how their weights start, also after they were made on the meta device."""
+"""Layers that can initialise their weights, even after creation on the meta device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw the weights; on the meta device there are none, and asking torch takes seconds."""
+        """Draw the weights; skip the meta device, where asking torch would take seconds."""
         if self.weight.is_meta:
             return
         nn.init.normal_(self.weight, std=self.std)
@@ -61,14 +61,14 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of `x`; the type stays."""
+        """Normalise the last dim of `x`; its dtype does not change."""
         wide = x.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * normal.to(x.dtype)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the norm that a model has."""
+    """Return the norm layer that a config selects."""
     if config.norm == "rms":
         return RMSNorm(config.width, config.eps)
     return nn.LayerNorm(config.width, eps=config.eps, bias=config.bias)

@@ -1,4 +1,4 @@
-"""How a transformer is divided among ranks, for `echelon.dist.parallel.parallelize`."""
+"""Plans that divide a transformer among ranks, for `echelon.dist.parallel.parallelize`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.train.models.stage import make_stage
 
 
 def make_plan(config: ModelConfig) -> Plan:
-    """Return the plan of models with a config.
+    """Return the parallel plan for models with a given config.
 
     Each block is a unit. Tensor parallelism divides attention by heads, the feed-forward network by
     its hidden features, and the embedding and the head by the vocabulary.
@@ -24,7 +24,7 @@ def make_plan(config: ModelConfig) -> Plan:
     tensor |= {f"{attention}.{name}": "column" for name in ("query", "key", "value")}
     tensor |= {mlp: "region", f"{mlp}.down": "row"}
     tensor |= {f"{mlp}.{name}": "column" for name in gated}
-    make: Any = make_stage  # of a Transformer, not of any module
+    make: Any = make_stage  # applies to a Transformer, not to any module
     return Plan(
         blocks=("blocks.*",),
         tensor=tensor,

@@ -1,4 +1,4 @@
-"""Sizes that others published, so that ours can be laid beside them."""
+"""Published model sizes, for comparison with published results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GPT2: dict[str, dict[str, int]] = {
     "1.5b": {"layers": 48, "width": 1600, "heads": 25},
 }
 _LLAMA: dict[str, dict[str, Any]] = {
-    # 20M parameters: of no publication; for tests and first runs.
+    # 20M parameters: not a published size; for tests and first runs.
     "20m": {
         "layers": 6, "width": 384, "heads": 8, "kv_heads": 2, "hidden": 1024, "context": 512,
         "vocabulary": 16_384,
@@ -38,8 +38,8 @@ def gpt2(size: str = "124m", **changes: Any) -> ModelConfig:
     """Return a GPT-2: 124m, 355m, 774m or 1.5b parameters.
 
     Args:
-        size: which.
-        changes: fields that shall be others: `gpt2(context=512, vocabulary=50304)`.
+        size: one of these.
+        changes: fields to override: `gpt2(context=512, vocabulary=50304)`.
 
     Raises:
         ValueError: no such size, or a change that is refused.
@@ -61,8 +61,8 @@ def llama(size: str = "20m", **changes: Any) -> ModelConfig:
     """Return a Llama: 20m, 1b (Llama 3.2) or 8b (Llama 3.1) parameters.
 
     Args:
-        size: which.
-        changes: fields that shall be others: `llama("1b", context=8192)`.
+        size: one of these.
+        changes: fields to override: `llama("1b", context=8192)`.
 
     Raises:
         ValueError: no such size, or a change that is refused.

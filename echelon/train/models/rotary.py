@@ -1,4 +1,4 @@
-"""Rotary positions: each pair of a head's features turns by an angle that grows with the position.
+"""Rotary positions: each pair of a head's features is rotated by an angle proportional to position.
 
 Features d and d + D/2 make a pair, as in the published Llama weights for `transformers`.
 """
@@ -26,7 +26,7 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
-    """Divide the low frequencies; see Llama 3.1's model code."""
+    """Divide the low frequencies, as in Llama 3.1's model code."""
     wavelengths = 2 * math.pi / plain
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     turns = scaling.original_context / wavelengths
@@ -39,9 +39,9 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
 class RotaryTable(nn.Module):
     """Cosines and sines of every position's angles.
 
-    They are float32 whatever type the model is converted to, since bfloat16 cannot hold the angles
-    of neighbouring positions apart; and they are computed again when memory is given to a model
-    from the meta device.
+    They stay float32 whatever dtype the model is converted to, because bfloat16 cannot resolve the
+    angles of neighbouring positions. They are recomputed when a model on the meta device is given
+    memory.
 
     Attributes:
         table: float32 [2, context, D / 2]; not saved.
@@ -57,7 +57,7 @@ class RotaryTable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the table where it lies; nothing on the meta device."""
+        """Compute the table on its device; does nothing on the meta device."""
         if self.table.is_meta:
             return
         positions = torch.arange(self.config.context, dtype=torch.float32, device="cpu")
@@ -66,7 +66,7 @@ class RotaryTable(nn.Module):
             self.table.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the table; its type stays, and its content does not depend on its former content."""
+        """Move the table; its dtype stays, and it is recomputed rather than converted."""
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table.dtype != torch.float32:
             self.table = torch.empty_like(self.table, dtype=torch.float32)
@@ -79,7 +79,7 @@ class RotaryTable(nn.Module):
 
 
 def rotate(x: Tensor, table: Tensor, start: int = 0) -> Tensor:
-    """Turn each pair of features of `x` by its position's angle.
+    """Rotate each pair of features of `x` by its position's angle.
 
     Args:
         x: [B, H, T, D].

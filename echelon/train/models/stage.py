@@ -14,16 +14,16 @@ _EMBEDDING = "token.weight"
 
 
 class TransformerStage(nn.Module):
-    """Some consecutive blocks, with the embeddings before the first and the head after the last.
+    """Consecutive blocks, with the embeddings before the first and the head after the last.
 
-    Where the head is tied to the embedding, the last stage has both under the whole model's names,
-    so that an optimizer's state is saved as that of `token.weight` everywhere.
+    If the head is tied to the embedding, the last stage has both under the whole model's names, so
+    that an optimizer's state is always saved under `token.weight`.
 
     Args:
         model: the whole model, whose modules are used.
-        index: which stage.
+        index: index of the stage.
         num_stages: how many there are.
-        blocks: which of the model's blocks it has.
+        blocks: indices of the model's blocks that it has.
 
     Attributes:
         config: the whole model's.
@@ -51,11 +51,12 @@ class TransformerStage(nn.Module):
             self.head = model.head
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Any:
-        """Do this stage's part.
+        """Run this stage.
 
         Args:
-            x: tokens, int64 [B, T], at the first stage; else the stage before's features [B, T, C].
-            documents: as `Transformer.forward` takes them; each stage passes them on.
+            x: tokens, int64 [B, T], at the first stage; else the previous stage's features [B, T,
+                C].
+            documents: as in `Transformer.forward`; each stage passes them on.
 
         Returns:
             Logits [B, T, V] at the last stage; else features [B, T, C], with documents a tuple of
@@ -70,14 +71,14 @@ class TransformerStage(nn.Module):
         return x if documents is None else (x, documents)
 
     def hidden(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return this stage's features [B, T, C]; at the last stage those that the head reads."""
+        """Return this stage's features [B, T, C]; at the last stage, the input of the head."""
         if self.is_first:
             x = embed(self.config, self.token, self.position, x, documents)  # type: ignore[arg-type]
         x = run(self.blocks.values(), x, self.rotary, documents)  # type: ignore[arg-type]
         return self.final_norm(x) if self.is_last else x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights; those that were tied still are."""
+        """Move or convert the weights, and keep tied ones tied."""
         has_both = self.is_last and "token" in self._modules
         tied = has_both and self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -87,7 +88,7 @@ class TransformerStage(nn.Module):
 
 
 def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerStage:
-    """Return one stage of a model; blocks are divided evenly, the first stages have one more.
+    """Return one stage of a model; blocks are divided evenly, the first stages take the extra ones.
 
     Give the pipeline `stage_ties` as its `ties`.
 
@@ -110,7 +111,7 @@ def make_stage(model: Transformer, index: int, num_stages: int) -> TransformerSt
 
 
 def stage_ties(config: ModelConfig, num_stages: int) -> list[list[str]]:
-    """Return the weights that stages share, as `Pipeline` takes them: the tied embedding.
+    """Return the weights that stages share (the tied embedding) in the form of `Pipeline`.
 
     Example:
         >>> stage_ties(gpt2("124m"), num_stages=4)

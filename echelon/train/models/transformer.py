@@ -1,9 +1,9 @@
-"""A decoder-only transformer that computes what GPT-2's and Llama's published code computes.
+"""A decoder-only transformer that computes the same as GPT-2's and Llama's published code.
 
     token -> (+ position) -> blocks -> final_norm -> head
 
-The names of its parts are the names in checkpoints, whatever divides the model: a stage of a
-pipeline (`make_stage`), shards, tensor parallelism.
+The names of its modules are the names in checkpoints, however the model is divided: by pipeline
+stages (`make_stage`), shards, or tensor parallelism.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from echelon.train.models.rotary import RotaryTable
 
 
 class Transformer(nn.Module):
-    """Predict the next token at every position.
+    """Predicts the next token at every position.
 
     It can be made on the meta device: `fully_shard` then makes and initialises one unit at a time,
-    and `to_empty` followed by `reset_parameters` does the whole model.
+    and `to_empty` followed by `reset_parameters` initialises the whole model at once.
 
     Attributes:
-        config: what it is made of.
+        config: its configuration.
         token: the embedding of tokens.
-        position: the embedding of positions; only where positions are learned.
-        rotary: the table of rotary positions; only where they are rotary. Not saved.
+        position: the embedding of positions; only if positions are learned.
+        rotary: the table of rotary positions; only if they are rotary. Not saved.
         blocks: the layers.
         final_norm: the norm before the head.
-        head: from features to logits; its weight is `token.weight` where the config ties them.
+        head: from features to logits; its weight is `token.weight` if the config ties them.
 
     Example:
         >>> model = Transformer(llama("20m", layers=2, width=64, vocabulary=256))
@@ -72,9 +72,9 @@ class Transformer(nn.Module):
         return self.head(self.hidden(tokens, documents))  # type: ignore[no-any-return]
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return what the head multiplies, the final normed features: [B, T, C].
+        """Return the input of the head, the final normed features: [B, T, C].
 
-        For a loss that makes logits a part at a time. Under `fully_shard`, name it to
+        For a loss that computes the logits in parts. Under `fully_shard`, pass its name to
         `register_forward_method`. Arguments and errors are those of `forward`.
         """
         x = embed(self.config, self.token, self.position, tokens, documents)
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def reset_parameters(self) -> None:
-        """Give every weight a new first value; on shards, call it before they are made."""
+        """Initialise every weight again; for sharded models, call it before sharding."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
 
     def plan(self) -> Plan:
         """Return how the model is divided among ranks; see `echelon.dist.parallel`."""
-        from echelon.train.models.plan import make_plan  # its stages are made of this class
+        from echelon.train.models.plan import make_plan  # its stages are of this class
 
         return make_plan(self.config)
 
@@ -99,11 +99,11 @@ class Transformer(nn.Module):
         return self.config.num_parameters()
 
     def flops_per_token(self) -> int:
-        """Return what training on one token costs; see `ModelConfig.flops_per_token`."""
+        """Return the cost of training on one token; see `ModelConfig.flops_per_token`."""
         return self.config.flops_per_token()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or convert the weights; those that were tied still are."""
+        """Move or convert the weights, and keep tied ones tied."""
         tied = self.head.weight is self.token.weight
         result: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if tied:
@@ -154,13 +154,13 @@ def run(
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return which positions each may read: its document's, up to itself: bool [B, 1, T, T]."""
+    """Return the positions that each may read: its document's, up to itself: bool [B, 1, T, T]."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril()[:, None]
 
 
 def _first_places(documents: Tensor, places: Tensor) -> Tensor:
-    """Return for each token where its document starts in its row: int64 [B, T]."""
+    """Return the position in its row at which each token's document starts: int64 [B, T]."""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return torch.where(starts, places, 0).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""Which parameters of a model are hidden matrices, for optimizers that tell them from the rest."""
+"""Classification of a model's parameters, for optimizers that treat hidden matrices separately."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from echelon.dist.fsdp.parameters.flat import member_of
 from echelon.dist.fsdp.parameters.slices import slice_of
 
-# By name too, since the last stage of a pipeline has a head and no embedding of the same shape.
+# By name too, because the last stage of a pipeline has a head but no embedding of the same shape.
 NOT_HIDDEN = (
     "*head.weight",
     "output.weight",
@@ -29,14 +29,15 @@ def matrix_groups(
 ) -> list[dict[str, Any]]:
     """Divide a model's parameters into three groups for `Muon`.
 
-    Hidden matrices are trained by Muon; embeddings, the output head and what has other than two
-    dims by AdamW, of which vectors (biases, norms) without decay. Names and types decide, so every
-    layout of the model divides alike. A group may be empty: not every stage of a pipeline has all.
+    Hidden matrices are trained by Muon. Embeddings, the output head and parameters without exactly
+    two dims are trained by AdamW, vectors (biases, norms) among them without decay. Names and types
+    decide, so every layout of the model gives the same groups. A group may be empty, because not
+    every stage of a pipeline has all kinds.
 
     Args:
         model: a module, sharded or not, a pipeline, or what `parallelize` returned.
         not_hidden: patterns of names (`fnmatch`) of matrices that are left to AdamW; those of
-            `nn.Embedding` are in any case, and what is tied to one.
+            `nn.Embedding`, and matrices tied to one, always are.
 
     Returns:
         Parameter groups: matrices, other parameters, vectors.
@@ -83,7 +84,7 @@ def _module_of(model: nn.Module | Any) -> nn.Module:
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, or of the one that a shard or slice is a part of."""
+    """Return the whole shape of a parameter, which may be a shard or a slice."""
     part, member = slice_of(parameter), member_of(parameter)
     if part is not None:
         return part.shape

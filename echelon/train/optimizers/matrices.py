@@ -1,4 +1,4 @@
-"""Whole matrices out of shards, each on one rank, and their changes back into shards.
+"""Gather each whole matrix from its shards on one rank, and return its update to the shards.
 
 [Note: rounds]
 
@@ -8,12 +8,13 @@
                    rank 0 returns A's, rank 1 B's parts   one all_to_all: parts of the results
     round 1        C, D ...
 
-A rank has one whole matrix at a time, whatever the model's size. Per matrix a rank sends its shard
-and receives the shard's change; the owner receives the whole and sends it back. Parts follow each
-other in the order of the ranks, so what an owner receives is the matrix, in order.
+A rank has one whole matrix at a time, whatever the model's size. For each matrix, a rank sends its
+shard and receives the shard's update; the owner receives the whole and sends the parts of the
+update. Parts are in the order of the ranks, so the owner receives the matrix in order.
 
-Replicas (of a mesh) take turns: replica k does the rounds k, k + R, ... and broadcasts the results.
-So the work is divided among all ranks, and replicas cannot drift apart by different rounding.
+Replicas (of a mesh) take turns: replica k computes the rounds k, k + R, ... and broadcasts the
+results. The work is thus divided among all ranks, and replicas cannot drift apart through different
+rounding.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Matrix:
     """One matrix of which this rank has a shard.
 
     Attributes:
-        shape: of the whole that the group has.
+        shape: of the whole matrix.
         lengths: how many elements each rank of the group has.
-        momentum: called when it is the matrix's turn: returns this rank's part, of any shape.
-        compute: called on the owner with the whole, returns as much.
+        momentum: called when it is the matrix's turn; returns this rank's part, of any shape.
+        compute: called on the owner with the whole matrix; returns one of the same size.
         apply: called with this rank's part of the result, [length].
     """
 
@@ -53,10 +54,10 @@ class Matrix:
 
 @dataclass
 class Bucket:
-    """Matrices that the same ranks have in shards.
+    """Matrices whose shards are on the same ranks.
 
     Args:
-        group: the ranks that have the shards.
+        group: the ranks that hold the shards.
         replicas: the ranks that have copies of this rank's shards; None: there are none.
         device: where to compute.
     """
@@ -73,10 +74,10 @@ class Bucket:
         groups' timeouts.
 
         Args:
-            dtype: of the exchange and of what `compute` gets.
+            dtype: dtype of the exchange and of the argument of `compute`.
 
         Raises:
-            CollectiveError: a rank is lost or did not join, or has other matrices.
+            CollectiveError: a rank is lost, did not join, or has different matrices.
         """
         ordered = sorted(self.matrices, key=lambda one: -num_products(one.shape))
         rounds = [*_slices(ordered, self.group.size)]
@@ -103,7 +104,7 @@ class Bucket:
     def _one_round(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, *, is_mine: bool
     ) -> Tensor:
-        """Return this rank's parts of the results; of another replica's round, room for them."""
+        """Return this rank's parts of the results; in another replica's round, buffers for them."""
         # A replica's momentum moves in every round, whichever rank computes.
         parts = [matrix.momentum().reshape(-1).to(self.device, dtype) for matrix in matrices]
         sent = torch.cat(parts)
@@ -126,7 +127,7 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets by the ranks that have a matrix, in the order in which they were first used."""
+    """Buckets keyed by the ranks that hold a matrix, in the order in which they were first used."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], Bucket] = {}

@@ -1,14 +1,14 @@
-"""Muon beside AdamW, on whole parameters or on shards.
+"""Muon combined with AdamW, on whole parameters or on shards.
 
-Muon (Keller Jordan 2024) takes the orthogonal factor of a hidden matrix' momentum in place of the
-momentum. The update is scaled by 0.2 * sqrt(max(n, m)), which gives it the size of AdamW's, so that
-both share a rate and a decoupled decay (Liu et al. 2025, "Muon is Scalable for LLM Training").
-Everything else is trained by AdamW, by torch's own function.
+Muon (Keller Jordan 2024) replaces the momentum of a hidden matrix by its orthogonal factor. The
+update is scaled by 0.2 * sqrt(max(n, m)), which makes it as large as AdamW's, so that both share a
+learning rate and a decoupled decay (Liu et al. 2025, "Muon is Scalable for LLM Training"). All
+other parameters are trained by torch's own AdamW function.
 
-A shard is not a matrix. The momentum is kept in shards, as AdamW's state is; in a step each matrix
-is put together on one rank, which computes for all (`matrices.py`). A matrix that tensor
-parallelism divides is put together from its slices by that rank and its neighbours on axis "tp".
-Results are those of one process up to the rounding of the gradients.
+Muon needs whole matrices, not shards. The momentum is kept in shards, like AdamW's state. In a
+step, each matrix is assembled on one rank, which computes for all (`matrices.py`). A matrix that
+tensor parallelism divides is assembled from its slices by that rank and its neighbours on axis
+"tp". Results equal those of one process up to the rounding of the gradients.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ _ALGORITHMS = ("muon", "adamw")
 class Muon(Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
-    Under `fully_shard` a step is collective among the ranks of each unit, and all of them must take
-    it, as they do where `GradScaler` or `FiniteGuard` decide. Clip by `clip_grad_norm_` as usual;
-    the size of a matrix' gradient does not matter to its update.
+    Under `fully_shard`, a step is collective among the ranks of each unit, and all of them must
+    take it. With `GradScaler` or `FiniteGuard`, they do. Clip with `clip_grad_norm_` as usual; the
+    size of a matrix's gradient does not affect its update.
 
     Args:
-        params: a module, a pipeline or what `parallelize` returned, which `matrix_groups` divides;
+        params: a module, a pipeline or the result of `parallelize`, which `matrix_groups` divides;
             or parameter groups, each with "algorithm": "muon" or "adamw"; or matrices.
-        lr: of all groups that have none of their own.
+        lr: learning rate of all groups that do not set their own.
         weight_decay: decoupled, times `lr`.
-        momentum: of Muon.
-        nesterov: of Muon.
-        num_iterations: of Newton-Schulz.
+        momentum: Muon's momentum.
+        nesterov: whether Muon uses Nesterov momentum.
+        num_iterations: number of Newton-Schulz iterations.
         scale: of Muon's update: "rms", or "original": sqrt(max(1, n / m)).
-        betas: of AdamW.
-        eps: of AdamW.
-        compute_dtype: of Newton-Schulz and the exchange; None: bfloat16 on devices, as Keller
-            Jordan's; on the CPU float32 (float64 for float64), where bfloat16 is slow.
-        tensor_group: the ranks of axis "tp", where it divides matrices: `mesh.group("tp")`, which
-            is the default for what `parallelize` returned. Each of these ranks gathers a divided
-            matrix and computes its factor.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
+        compute_dtype: dtype of Newton-Schulz and the exchange. None: bfloat16 on devices, as in
+            Keller Jordan's code, and float32 (float64 for float64) on the CPU, where bfloat16 is
+            slow.
+        tensor_group: the ranks of axis "tp" if it divides matrices: `mesh.group("tp")`, the default
+            for the result of `parallelize`. Each of these ranks gathers a divided matrix and
+            computes its factor.
 
     Raises:
-        ValueError: a bad argument, or a parameter for Muon that is not a matrix, or a DTensor, or
-            one that axis "tp" divides without that axis' group.
+        ValueError: an invalid argument, or a parameter for Muon that is not a matrix, is a DTensor,
+            or is divided by axis "tp" without that axis's group.
 
     Example:
         >>> optimizer = Muon(model, lr=1e-3)
@@ -72,7 +73,7 @@ class Muon(Optimizer):
         >>> optimizer.step()
     """
 
-    handles_shards = True  # `fully_shard` refuses optimizers that are not elementwise without it
+    handles_shards = True  # without it, `fully_shard` refuses optimizers that are not elementwise
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Muon(Optimizer):
         if compute_dtype is not None and not compute_dtype.is_floating_point:
             raise ValueError(f"compute_dtype must be a floating dtype or None, got {compute_dtype}")
         self._compute_dtype = compute_dtype
-        mesh = getattr(params, "mesh", None)  # of what parallelize returned
+        mesh = getattr(params, "mesh", None)  # of the result of `parallelize`
         if tensor_group is None and isinstance(mesh, DeviceMesh) and "tp" in mesh.names:
             tensor_group = mesh.group("tp")
         self._tensor_group = tensor_group
@@ -114,7 +115,7 @@ class Muon(Optimizer):
         """Add a group; see the class.
 
         Raises:
-            ValueError: as the class.
+            ValueError: as for the class.
         """
         super().add_param_group(param_group)
         try:
@@ -125,13 +126,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. Collective where parameters are sharded; see the class.
+        """Take a step. Collective if parameters are sharded; see the class.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            ValueError: gradients were not reduced, or the parameters are unsharded.
+            ValueError: gradients were not reduced, or sharded parameters are gathered.
             CollectiveError: a rank is lost or did not join.
         """
         loss = None
@@ -162,7 +163,7 @@ class Muon(Optimizer):
                 bucket.run(dtype)
 
     def _momentum(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """Move the momentum of what is here of a matrix; return what is to be orthogonalized."""
+        """Update the momentum of this rank's part of a matrix; return the part to orthogonalise."""
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
@@ -173,7 +174,7 @@ class Muon(Optimizer):
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
     def _compute(self, group: dict[str, Any], parameter: Tensor, matrix: Tensor) -> Tensor:
-        """Return the orthogonal factor; of a slice, its part of the whole matrix's factor."""
+        """Return the orthogonal factor; for a slice, its part of the whole matrix's factor."""
         part, ranks = slice_of(parameter), self._tensor_group
         if part is None or ranks is None:
             return orthogonalize(matrix, group["num_iterations"])
@@ -219,7 +220,7 @@ class Muon(Optimizer):
 
 
 def _apply(group: dict[str, Any], parameter: Tensor, change: Tensor) -> None:
-    """Decay what is here of a matrix, and move it."""
+    """Apply the decay and the update to this rank's part of a matrix."""
     rate = group["lr"]
     parameter.mul_(1.0 - rate * group["weight_decay"])
     scale = _SCALES[group["scale"]](*whole_shape(parameter))

@@ -1,8 +1,8 @@
-"""The orthogonal factor of a matrix by Newton-Schulz iterations: products alone, no decomposition.
+"""The orthogonal factor of a matrix by Newton-Schulz iterations: only products, no decomposition.
 
 With M = U S V^T the result is U S' V^T, where S' lies between about 0.7 and 1.2: the quintic's
 coefficients are Keller Jordan's (https://kellerjordan.github.io/posts/muon, 2024), chosen for the
-steepest rise at 0 in place of convergence to 1.
+steepest slope at 0 instead of convergence to 1.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-_EPS = 1e-7  # least norm: a matrix of zeros stays one
+_EPS = 1e-7  # lower bound of the norm: a matrix of zeros stays zero
 
 
 def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
     """Return a matrix of the same size whose singular values are near 1.
 
     Args:
-        matrix: [n, m], any floating dtype; the products are made in it.
-        num_iterations: 5 are enough for an optimizer.
+        matrix: [n, m], any floating dtype, which is also that of the products.
+        num_iterations: 5 suffice for an optimizer.
 
     Raises:
-        ValueError: not a matrix of floats.
+        ValueError: `matrix` is not a floating-point matrix.
 
     Example:
         >>> singular = torch.linalg.svdvals(orthogonalize(torch.randn(32, 16)))
@@ -41,6 +41,6 @@ def orthogonalize(matrix: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def num_products(shape: tuple[int, ...]) -> int:
-    """Return how many scalar products an iteration takes, to compare matrices by."""
+    """Return how many scalar products an iteration takes, to compare the cost of matrices."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)

@@ -14,12 +14,12 @@ from echelon.dist.fsdp.states import Shard, is_part, shards
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Return the SHA-256 of a model's parameters and buffers, and of its optimizer's state.
 
-    Replicated or sharded, on any number of ranks, equal values give equal fingerprints. Of a
-    sharded model it is collective, and puts one parameter at a time together.
+    Equal values give equal fingerprints, replicated or sharded, on any number of ranks. For a
+    sharded model, the call is collective and assembles one parameter at a time.
 
     Args:
         model: plain, or sharded by `fully_shard`.
-        optimizer: of its parameters; None: the weights alone.
+        optimizer: the optimizer of its parameters; None: only the weights.
 
     Raises:
         CollectiveError: a rank is lost or did not join.
@@ -55,7 +55,7 @@ def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[st
 
 
 def _whole(part: torch.Tensor, shard: Shard, group: Any) -> torch.Tensor:
-    """Return the whole of what ranks have parts of, as bytes: zeros elsewhere add nothing."""
+    """Return a whole tensor, summed from the ranks' zero-padded parts, as bytes."""
     numel = torch.Size(shard.shape).numel()
     whole = torch.zeros(numel, dtype=part.dtype, device=part.device)
     whole[shard.start : shard.start + shard.length] = part.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""The record of a run's bits: a line for each micro-batch, which `fr-analyze --compare` reads.
+"""The record of a run's bits: one line per micro-batch, which `fr-analyze --compare` reads.
 
     FOLDER/rank_1.jsonl
     {"step": 3, "number": 5, "rank": 1, "loss": "0x1.a8p+1", "gradients": {"head.bias": "9f0c..."}}
@@ -21,8 +21,8 @@ class FingerprintLog:
     """Appends one rank's lines to its file. Each line is written out before the call returns.
 
     Args:
-        folder: made if it is missing.
-        rank: of this process; names the file.
+        folder: created if it does not exist.
+        rank: this process's rank; names the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -58,6 +58,6 @@ class FingerprintLog:
 
 
 def bits(value: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits, 16 hexadecimal digits."""
+    """Return a hash of a tensor's bits: 16 hexadecimal digits."""
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()

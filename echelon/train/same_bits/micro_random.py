@@ -1,4 +1,4 @@
-"""Random numbers that belong to a micro-batch, whichever rank computes it."""
+"""Random numbers that depend on the micro-batch and not on the rank that computes it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def micro_batch_random(
 ) -> Iterator[None]:
     """Seed torch's generators for one micro-batch, and restore them afterwards.
 
-    Dropout and other random operations inside draw numbers that depend on the arguments alone.
+    Dropout and other random operations inside the context draw numbers that depend only on the
+    arguments.
 
     Args:
-        seed: of the whole run.
-        step: of the optimizer.
-        number: of the micro-batch in the step.
+        seed: seed of the whole run.
+        step: the optimizer's step.
+        number: number of the micro-batch in the step.
         device: where the micro-batch is computed; the host's generator is seeded too.
     """
     device = torch.device(device)

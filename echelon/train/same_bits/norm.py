@@ -15,7 +15,7 @@ def grad_norm(module: nn.Module) -> float:
     """Return the 2-norm of all gradients. Collective over the groups of the sharded units.
 
     Args:
-        module: its gradients are reduced.
+        module: a module whose gradients have been reduced.
 
     Raises:
         CollectiveError: a rank is lost or did not join.

@@ -1,9 +1,9 @@
 """SameBits: training whose weights have the same bits on any number of ranks.
 
-Each micro-batch is computed at its own shape by one rank, with its own random numbers. Gradients,
-losses and the norm are added in the canonical tree over the numbers of the micro-batches. Sharded
-units are held whole while a step's micro-batches are computed, so that ranks may have different
-numbers of them.
+Each micro-batch is computed in its own shape by one rank, with its own random numbers. Gradients,
+losses and the norm are added in the canonical tree over the micro-batches' numbers. Sharded units
+stay gathered while a step's micro-batches are computed, so that ranks may have different numbers of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ Compute = Callable[[int], torch.Tensor]
 class SameBits:
     """Gradients, losses and norms that do not depend on the number of ranks.
 
-    Its making is collective: whole parameters and buffers are copied from the group's first rank.
+    Creating it is collective: whole parameters and buffers are copied from the group's first rank.
 
     Args:
         model: plain, or sharded by `fully_shard` among ranks of `group`.
-        optimizer: of its parameters.
-        micro_batches: of each step, over all ranks. It decides the bits; the number of ranks, which
-            need not divide it, does not.
+        optimizer: the optimizer of its parameters.
+        micro_batches: number per step, over all ranks. It determines the bits; the number of ranks,
+            which need not divide it, does not.
         group: the ranks that share the micro-batches; None: the world.
-        seed: of the run; random numbers depend on it, the step and the micro-batch's number.
-        run: this rank's micro-batches; the ranks' runs are neighbours. None: even runs.
-        probe: check at the first step whether one micro-batch gives the same bits twice and on all
-            ranks.
+        seed: seed of the run; random numbers depend on it, the step and the micro-batch's number.
+        run: this rank's micro-batches; the ranks' runs must be contiguous. None: even runs.
+        probe: whether to check, at the first step, that a micro-batch gives the same bits twice and
+            on all ranks.
         fingerprints: record a hash of the gradients of each micro-batch and parameter in this
-            folder, such as RUN/fingerprints, for `fr-analyze --compare`. It reads every gradient
+            folder, such as RUN/fingerprints, for `fr-analyze --compare`. This reads every gradient
             once. None: record nothing.
 
     Attributes:
         run: this rank's micro-batches.
 
     Raises:
-        ValueError: a bad argument, a fused optimizer or Muon, DistributedDataParallel, tensor
+        ValueError: an invalid argument, a fused optimizer or Muon, DistributedDataParallel, tensor
             parallelism, or a model that cannot be reproduced.
-        CollectiveMismatchError: the ranks' runs are not neighbours of one total.
+        CollectiveMismatchError: the ranks' runs are not contiguous parts of one total.
 
     Example:
         >>> same = SameBits(model, optimizer, micro_batches=24, seed=1)
@@ -108,17 +108,17 @@ class SameBits:
     def backward(self, step: int, compute: Compute) -> float:
         """Compute this rank's micro-batches of a step and put the average gradients into `.grad`.
 
-        Gradients from before are dropped. Collective; blocks until all ranks have computed theirs,
-        or for the group's timeout.
+        Earlier gradients are dropped. Collective; blocks until all ranks have computed theirs,
+        bounded by the group's timeout.
 
         Args:
-            step: of the optimizer; a part of the key of the random numbers.
-            compute: given a micro-batch's number in the step, returns its loss, without dims. It
-                must depend on the number alone, not on how often or on which rank it is called, and
-                always compute at the same shape.
+            step: the optimizer's step, which is part of the key of the random numbers.
+            compute: takes a micro-batch's number in the step and returns its loss, without dims. It
+                must depend only on the number, not on how often or on which rank it is called, and
+                must always compute in the same shape.
 
         Returns:
-            The mean of the micro-batches' losses, the same bits on every rank.
+            The mean of the micro-batches' losses, with the same bits on every rank.
 
         Raises:
             NotReproducibleError: at the first step, a micro-batch gave other bits when it was
@@ -152,7 +152,7 @@ class SameBits:
         Collective; the same bits on every rank.
 
         Args:
-            values: of this rank's micro-batches, by number.
+            values: values of this rank's micro-batches, by number.
 
         Raises:
             ValueError: not one value for each of this rank's micro-batches.
@@ -171,7 +171,7 @@ class SameBits:
             max_norm: upper bound; infinite: only measure.
 
         Returns:
-            The norm before scaling, the same bits on every rank.
+            The norm before scaling, with the same bits on every rank.
 
         Raises:
             ValueError: `max_norm` is negative or not a number.
@@ -191,7 +191,7 @@ class SameBits:
         return norm
 
     def _check_trained(self) -> None:
-        """Refuse a parameter that began to require gradients: it is in no vector."""
+        """Refuse a parameter that began to require gradients later: no vector contains it."""
         known = {id(owner) for vector in self._vectors for owner in vector.owners}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -220,7 +220,7 @@ class SameBits:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold sharded units whole, and drop whatever an exception left in gradients."""
+        """Keep sharded units gathered, and drop gradients left by an exception."""
         for vector in self._vectors:
             vector.drop()
         sharded = bool(units_of(self._model))
@@ -258,7 +258,7 @@ class SameBits:
     # ---- the probe ----
 
     def _probe(self, step: int, compute: Compute) -> None:
-        """Compute number 0 twice on every rank, with another one between; compare the bits."""
+        """Compute number 0 twice on every rank, with another one between, and compare the bits."""
         first = self._digest(step, 0, compute)
         if self.run.total > 1:
             self._digest(step, self.run.total - 1, compute)

@@ -1,7 +1,7 @@
 """The vectors in which gradients are added: of whole parameters, and of a sharded unit.
 
-A vector is filled by one micro-batch's backward and taken out at once, so that nothing but the
-canonical tree ever adds two micro-batches.
+One micro-batch's backward fills a vector, which is taken out at once, so that only the canonical
+tree ever adds two micro-batches.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echelon.dist.fsdp.parameters.flat import Flat, mark, member_of
 from echelon.dist.fsdp.parameters.unit import units_of
 from echelon.dist.group import ProcessGroup
 
-_NUMEL = 1 << 22  # of one vector of whole parameters: the collectives of few large ones cost least
+_NUMEL = 1 << 22  # of one vector of whole parameters: few large collectives cost least
 
 
 class Vector(Protocol):
-    """Gradients of some parameters, in one vector.
+    """Gradients of several parameters in one vector.
 
     Attributes:
         numel, dtype, device: of the vector.
@@ -34,22 +34,22 @@ class Vector(Protocol):
     owners: list[nn.Parameter]
 
     def take(self) -> tuple[torch.Tensor, list[bool]]:
-        """Return one micro-batch's gradients, and which parameters have one; then drop them."""
+        """Return one micro-batch's gradients and which parameters have one, then drop them."""
 
     def drop(self) -> None:
-        """Drop all gradients, of micro-batches and of the last step."""
+        """Drop all gradients: those of micro-batches and those of the last step."""
 
     def give(self, sums: TreeSums, present: Sequence[bool]) -> None:
         """Reduce the sums over the ranks and put the averages into `.grad`. Collective."""
 
 
 class WholeVector:
-    """Parameters that every rank has whole.
+    """Parameters that every rank holds whole.
 
     Args:
         parameters: of one dtype, on one device.
         group: the ranks that share the micro-batches.
-        runs: of those ranks.
+        runs: the runs of those ranks.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class WholeVector:
 
 
 class ShardedVector:
-    """A flat of a unit of `fully_shard`, held whole while micro-batches are computed.
+    """A unit's flat tensor of `fully_shard`, kept gathered while micro-batches are computed.
 
     Args:
-        flat: whose gradients.
-        run: of this rank.
+        flat: the flat tensor whose gradients these are.
+        run: this rank's run.
     """
 
     def __init__(self, flat: Flat, run: Run) -> None:
@@ -151,11 +151,11 @@ class ShardedVector:
 def vectors_of(
     module: nn.Module, group: ProcessGroup, runs: Sequence[Run]
 ) -> list[WholeVector | ShardedVector]:
-    """Return the vectors of all parameters that train. Collective.
+    """Return the vectors of all trainable parameters. Collective.
 
     Raises:
         ValueError: a unit is sharded among ranks that do not have all micro-batches.
-        CollectiveMismatchError: the ranks of a unit do not have neighbouring runs.
+        CollectiveMismatchError: the runs of a unit's ranks are not contiguous.
     """
     run = runs[group.rank]
     found: list[WholeVector | ShardedVector] = [

@@ -1,4 +1,4 @@
-"""Models in the folders of `transformers`: config.json and safetensors, in and out."""
+"""Import and export of models as `transformers` folders: config.json and safetensors."""
 
 from echelon.train.models.hugging_face.config_file import read_config
 from echelon.train.models.hugging_face.reading import load_pretrained, load_weights

@@ -1,8 +1,8 @@
-"""config.json: what `transformers` says about a model, and what of it we compute.
+"""config.json: how `transformers` describes a model, and which of these features exist here.
 
-A setting that this package does not implement is an error, and so is a key that it does not know:
-a model that computes something else than it was trained for gives numbers, not errors. The caller
-may name keys that do not matter (`ignore`).
+A setting that this package does not implement is an error, and so is an unknown key: a model that
+computes something other than what it was trained for would give wrong numbers without any error.
+The caller may name keys that do not matter (`ignore`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARCHITECTURES = {
     _MISTRAL: "MistralForCausalLM",
     _QWEN2: "Qwen2ForCausalLM",
 }
-# What has no part in the logits: how a model is stored, generates, or returns its results.
+# Settings that do not affect the logits: how a model is stored, generates, or returns its results.
 _WITHOUT_EFFECT = frozenset((
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype",
     "_name_or_path", "name_or_path", "initializer_range", "use_cache", "return_dict",
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = frozenset((
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OWN = frozenset(("architectures", "model_type", "torch_dtype", "dtype"))
 _DROPOUTS = frozenset(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"))
-# Features that are off in a model of these shapes: the values that say so.
+# Features that are off in a model of these shapes: the values that mean off.
 _MUST_BE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
@@ -67,7 +67,7 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class _Reader:
-    """The keys of a config.json; remembers which ones were looked at."""
+    """The keys of a config.json; remembers which ones were read."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         self.path = path
@@ -78,15 +78,15 @@ class _Reader:
         return key in self._content
 
     def get(self, key: str, default: Any) -> Any:
-        """Return a value, or what `transformers` takes where it is missing."""
+        """Return a value, or the default of `transformers` if it is missing."""
         self._seen.add(key)
         return self._content.get(key, default)
 
     def need(self, key: str) -> Any:
-        """Return a value that must be there.
+        """Return a required value.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: it is missing.
         """
         if key not in self._content:
             raise self.error(f"it has no {key}")
@@ -104,7 +104,7 @@ class _Reader:
         return value
 
     def finish(self, ignore: Collection[str]) -> None:
-        """Check all keys that nothing has looked at.
+        """Check all keys that have not been read.
 
         Raises:
             CheckpointError: a feature that is not implemented, or an unknown key.
@@ -121,7 +121,7 @@ class _Reader:
             )
 
     def notes(self) -> list[str]:
-        """Return what the caller should be told."""
+        """Return notes for the caller."""
         dropouts = [key for key in sorted(_DROPOUTS) if self._content.get(key, 0) != 0]
         if not dropouts:
             return []
@@ -133,7 +133,7 @@ class _Reader:
 
 
 def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ()) -> ModelConfig:
-    """Return what the config.json of a folder describes.
+    """Read the config of the model that a folder's config.json describes.
 
     Args:
         folder: with the config.json of a GPT2LMHeadModel, or of a LlamaForCausalLM,
@@ -144,7 +144,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
         CheckpointError: the file is missing or damaged, or describes a model that this package
             does not implement; names the setting.
 
-    Warns that dropout, which matters in training alone, is not implemented, where there is any.
+    Warns if the model has dropout, which only matters in training and is not implemented.
     """
     config, notes = read_with_notes(Path(folder), ignore)
     for note in notes:
@@ -153,7 +153,7 @@ def read_config(folder: str | os.PathLike[str], *, ignore: Collection[str] = ())
 
 
 def read_with_notes(folder: Path, ignore: Collection[str]) -> tuple[ModelConfig, list[str]]:
-    """Return what `read_config` does, and what it warns of."""
+    """Return the result of `read_config` and its warnings."""
     reader = _Reader(folder / NAME, _load(folder / NAME))
     family = _family(reader)
     try:
@@ -175,10 +175,10 @@ def token_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def family_of(config: ModelConfig) -> str:
-    """Return the model type of `transformers` that computes what a config describes.
+    """Return the `transformers` model type that computes what a config describes.
 
     Raises:
-        ValueError: none does.
+        ValueError: no model type does.
     """
     shape = (config.norm, config.mlp, config.positions)
     usual = config.kv_heads == config.heads and config.heads * config.head_width == config.width
@@ -197,7 +197,7 @@ def check_extra(extra: Mapping[str, Any]) -> None:
     """Refuse keys that would change what `transformers` computes.
 
     Raises:
-        ValueError: there are some, or keys that this package writes itself.
+        ValueError: there are such keys, or keys that this package writes itself.
     """
     refused = sorted(set(extra) - (_WITHOUT_EFFECT - _OWN))
     if refused:
@@ -208,12 +208,12 @@ def write_config(config: ModelConfig, dtype: str, extra: Mapping[str, Any]) -> b
     """Return the config.json of a model.
 
     Args:
-        config: of the model.
-        dtype: that its weights are stored in, such as "bfloat16".
-        extra: further keys that have no part in what the model computes, such as `eos_token_id`.
+        config: the model's config.
+        dtype: the dtype of the stored weights, such as "bfloat16".
+        extra: further keys that do not affect what the model computes, such as `eos_token_id`.
 
     Raises:
-        ValueError: `transformers` has no such model, or extra keys are refused.
+        ValueError: `transformers` has no such model, or an extra key is refused.
     """
     family = family_of(config)
     check_extra(extra)
@@ -308,7 +308,7 @@ def _llama(reader: _Reader) -> ModelConfig:
 
 
 def _mistral(reader: _Reader) -> ModelConfig:
-    reader.need("num_key_value_heads")  # transformers takes 8 where it is missing
+    reader.need("num_key_value_heads")  # the default of transformers is 8
     window = reader.get("sliding_window", 4096)
     context = reader.need("max_position_embeddings")
     if window is not None and not (isinstance(window, int) and window >= context):
@@ -317,7 +317,7 @@ def _mistral(reader: _Reader) -> ModelConfig:
 
 
 def _qwen2(reader: _Reader) -> ModelConfig:
-    reader.need("num_key_value_heads")  # transformers takes 32 where it is missing
+    reader.need("num_key_value_heads")  # the default of transformers is 32
     for key in ("sliding_window", "max_window_layers"):
         reader.get(key, None)  # without effect, as use_sliding_window must be false
     kinds = reader.get("layer_types", None)

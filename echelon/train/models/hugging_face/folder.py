@@ -1,7 +1,7 @@
-"""A folder of `transformers` as a source of a module's tensors, under the names that we have.
+"""A `transformers` folder as a source of a module's tensors, under echelon's names.
 
-Tensors are read where they are wanted, from `model.safetensors` or from the pieces that
-`model.safetensors.index.json` lists. What is transposed is read whole, one tensor at a time.
+Tensors are read on demand, from `model.safetensors` or from the files that
+`model.safetensors.index.json` lists. Transposed tensors are read whole, one at a time.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ _MAX_NAMED = 4
 
 
 class HuggingFaceFolder:
-    """The tensors of a folder, as what a checkpoint would hold of the model.
+    """The tensors of a folder, presented as a checkpoint of the model.
 
     Args:
-        folder: with safetensors.
-        config: of the model in it.
-        compare: compare a stored head with the embedding that it is tied to; one rank is enough.
+        folder: contains safetensors.
+        config: the config of the model in it.
+        compare: whether to compare a stored head with the embedding to which it is tied; one rank
+            suffices.
 
     Attributes:
         path: the folder.
-        manifest: our names, shapes and dtypes.
+        manifest: echelon's names, shapes and dtypes.
 
     Raises:
         CheckpointError: a file is missing or damaged, tensors are missing, unexpected or of another
-            shape than the config says, or a head differs from the embedding that it is tied to.
+            shape than the config says, or a head differs from the embedding to which it is tied.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, *, compare: bool = True) -> None:
@@ -107,7 +108,7 @@ class HuggingFaceFolder:
         return columns.t() if part.transposed else columns
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return one of their tensors; the last one is kept: several of echelon's may need it."""
+        """Return one of the folder's tensors; the last one is cached for several uses."""
         if self._last is None or self._last[0] != name:
             self._last = None
             stored = self._stored(name)
@@ -116,10 +117,10 @@ class HuggingFaceFolder:
             self._last = (name, content.reshape(stored.shape))
         return self._last[1]
 
-    # ---- what is there ----
+    # ---- contents ----
 
     def _open(self) -> dict[str, SafetensorsFile]:
-        """Open all files; return for each of their tensors the file that holds it."""
+        """Open all files; return the file that holds each of the folder's tensors."""
         listed = {} if (self.path / SINGLE).exists() else self._read_index()
         places: dict[str, SafetensorsFile] = {}
         for name in sorted(set(listed.values())) or [SINGLE]:
@@ -182,7 +183,7 @@ class HuggingFaceFolder:
             raise self._error("; ".join(problems))
 
     def _compare_head(self, expected: Iterable[Whole]) -> None:
-        """Check that a stored head is the embedding, where the config says so."""
+        """Check that a stored head equals the embedding if the config ties them."""
         head = "lm_head.weight"
         if head not in self._places:
             return

@@ -1,4 +1,4 @@
-"""The names of `transformers` for a model's tensors, and how they are made of echelon's.
+"""`transformers`' names for a model's tensors, and how its tensors are made of echelon's.
 
 Llama's tensors are echelon's under other names. GPT-2 stores its linear layers transposed, and
 queries, keys and values as one: theirs = cat([ours.T, ours.T, ours.T], dim=-1).
@@ -46,18 +46,19 @@ _GPT2 = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-# What older files hold besides weights: causal masks, and rotary frequencies.
+# Contents of older files besides weights: causal masks, and rotary frequencies.
 _DERIVED = re.compile(r"(h\.\d+\.attn\.(bias|masked_bias)|\.rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of our tensors, and where it lies in theirs.
+    """One of echelon's tensors, and its place in a tensor of `transformers`.
 
     Attributes:
         ours: its name here.
-        shape: of it.
-        transposed: it is a transposed slice of their last dim; else it lies there as it is.
+        shape: its shape here.
+        transposed: it is a transposed slice of the other tensor's last dim; otherwise it is the
+            whole tensor, unchanged.
         start: where the slice begins.
     """
 
@@ -68,13 +69,13 @@ class Part:
 
     @property
     def length(self) -> int:
-        """How much of their last dim it is."""
+        """The length of the slice in the last dim of the other tensor."""
         return self.shape[0] if self.transposed else self.shape[-1]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """One of their tensors, and echelon's that it is made of."""
+    """One tensor of `transformers`, and the echelon tensors that it is made of."""
 
     name: str
     parts: tuple[Part, ...]
@@ -88,7 +89,7 @@ class Whole:
 
 
 def wholes(config: ModelConfig) -> list[Whole]:
-    """Return the tensors of a model as `transformers` has them; a tied head is left out.
+    """Return the tensors of a model in the form of `transformers`, without a tied head.
 
     Raises:
         ValueError: `transformers` has no such model.

@@ -1,4 +1,4 @@
-"""From a folder of `transformers` to a model here: whole, sharded, or a stage of a pipeline."""
+"""Load a `transformers` folder into a model here: whole, sharded, or a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Return the model in a folder of `transformers`, whole. Collective in a world.
+    """Return the whole model from a `transformers` folder. Collective in a world.
 
-    A model that is too large to be whole is made on the meta device and sharded; `load_weights`
+    If the whole model is too large, make it on the meta device and shard it; `load_weights` then
     fills the shards.
 
     Args:
-        folder: with config.json and safetensors; see `read_config` for the models.
-        context: the most tokens that a sequence may have; None: the folder's. Only where positions
-            are rotary.
-        dtype: of the weights; None: torch's default, whatever type is stored.
-        device: where to make it.
-        ignore: keys of config.json that are unknown here and do not matter.
+        folder: contains config.json and safetensors; see `read_config` for the supported models.
+        context: the maximum number of tokens in a sequence; None: the folder's. Only for rotary
+            positions.
+        dtype: dtype of the weights; None: torch's default, whatever dtype is stored.
+        device: where to create the model.
+        ignore: keys of config.json that are unknown to echelon and do not matter.
 
     Raises:
         CheckpointError: the folder cannot be read, or holds a model that is not implemented.
@@ -66,23 +66,24 @@ def load_pretrained(
 def load_weights(
     folder: str | os.PathLike[str], model: nn.Module, *, ignore: Collection[str] = ()
 ) -> None:
-    """Fill a model in place from a folder of `transformers`. Collective in a world.
+    """Fill a model in place from a `transformers` folder. Collective in a world.
 
-    Every rank reads what it has: all of a model, its shards of one (`fully_shard`, DTensors), its
-    stage. What several ranks have is read once and passed on, in windows of at most 64 MiB; of
-    GPT-2, whose matrices are stored transposed, one at a time is read whole. Floating-point types
-    are converted. An error that is found while tensors are read leaves the model partly filled;
-    all others are found before. Ranks wait for each other as long as the world's timeout says.
+    Every rank reads the part that it holds: the whole model, its shards (`fully_shard`, DTensors),
+    or its stage. Data that several ranks need is read once and passed on, in windows of at most 64
+    MiB; GPT-2's matrices, which are stored transposed, are read whole, one at a time.
+    Floating-point types are converted. An error while tensors are read leaves the model partly
+    filled; all other errors are detected before. Ranks wait for each other, bounded by the world's
+    timeout.
 
     Args:
-        folder: with config.json and safetensors; see `read_config` for the models.
+        folder: contains config.json and safetensors; see `read_config` for the supported models.
         model: a `Transformer` or a stage of one, wrapped or not.
-        ignore: keys of config.json that are unknown here and do not matter.
+        ignore: keys of config.json that are unknown to echelon and do not matter.
 
     Raises:
         CheckpointError: the folder cannot be read, or holds a model that is not implemented; also
             if another rank failed.
-        ValueError: the model is another one.
+        ValueError: the model does not match the folder's config.
     """
     path = Path(folder)
     _load(path, model, lambda peers: _read_config(path, ignore, peers))
@@ -111,7 +112,7 @@ def _is_first(peers: Peers) -> bool:
 
 
 def config_of(model: nn.Module) -> ModelConfig:
-    """Return the config of a model, whatever wraps it, or of a rank's stages.
+    """Return the config of a model, wrapped or not, or of a rank's stages.
 
     Raises:
         ValueError: it is not one of echelon's models.
@@ -124,7 +125,7 @@ def config_of(model: nn.Module) -> ModelConfig:
 
 
 def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
-    """Check that a model computes what the stored one does: shapes alone would not show it.
+    """Check that a model computes the same as the stored one: shapes alone would not show it.
 
     Raises:
         ValueError: a setting differs.
@@ -134,4 +135,4 @@ def _require_same(path: Path, found: ModelConfig, wanted: ModelConfig) -> None:
     differ = [name for name in here if here[name] != there[name] and name not in free]
     if differ:
         settings = ", ".join(f"{name} {there[name]!r} (here {here[name]!r})" for name in differ)
-        raise ValueError(f"{path}: another model: {settings}")
+        raise ValueError(f"{path}: different model: {settings}")

@@ -1,6 +1,6 @@
-"""How config.json says which rotary frequencies a model has: in two forms, by its age.
+"""Rotary frequencies in config.json, which has one of two forms, depending on its age.
 
-`rope_theta` and `rope_scaling` until `transformers` 4, `rope_parameters` with both from 5 on.
+`rope_theta` and `rope_scaling` up to `transformers` 4; `rope_parameters`, with both, from 5 on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
     """Return the base of the frequencies, and how they are scaled.
 
     Raises:
-        CheckpointError: a kind of scaling that is not implemented, a setting of it that is unknown,
-            or the two forms at once with different content.
+        CheckpointError: the kind of scaling is not implemented, one of its settings is unknown, or
+            both forms are present with different content.
     """
     base = reader.get("rope_theta", None)
     scaling = reader.get("rope_scaling", None)
@@ -56,7 +56,7 @@ def read_rope(reader: Reader) -> tuple[float, RotaryScaling | None]:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Return what config.json says about a model's frequencies; all releases read this form."""
+    """Return the config.json keys for a model's frequencies; all releases read this form."""
     scaling = config.rotary_scaling
     if scaling is None:
         return {"rope_theta": config.rotary_base, "rope_scaling": None}

@@ -1,7 +1,7 @@
-"""From a model or a checkpoint to a folder that `transformers` loads, a tensor at a time.
+"""Write a model or a checkpoint to a folder that `transformers` loads, one tensor at a time.
 
-A folder that holds a model already loses its config.json first and gets the new one last: a job
-that is killed leaves the old model, the new one, or a folder that does not load.
+If a folder already holds a model, its config.json is removed first and the new one is written last:
+a job that is killed leaves the old model, the new one, or a folder that does not load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from echelon.train.models.hugging_face.folder import INDEX, SINGLE
 from echelon.train.models.hugging_face.names import TOKEN, Whole, wholes
 from echelon.train.models.hugging_face.reading import config_of
 
-MAX_PIECE_BYTES = 5_000_000_000  # transformers' own
+MAX_PIECE_BYTES = 5_000_000_000  # the default of transformers
 _STAGING = ".weights.tmp"
 _KEY = "model"
 _WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -41,10 +41,10 @@ _WEIGHT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class _How:
-    """What the caller asked for.
+    """Options of the caller.
 
     Raises:
-        ValueError: a type or a size that no file has, or keys that config.json may not have.
+        ValueError: a dtype or a size that no file can have, or keys that config.json may not have.
     """
 
     dtype: torch.dtype | None
@@ -67,19 +67,19 @@ def save_pretrained(
     max_piece_bytes: int = MAX_PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model as `transformers` stores it: config.json and safetensors. Collective.
+    """Write a model in the form of `transformers`: config.json and safetensors. Collective.
 
-    A model that is divided, by `fully_shard`, as DTensors or in stages, is first saved as a
-    checkpoint inside the folder, which needs the space twice for a while; rank 0 then writes one
-    tensor at a time, and the others wait, as long as the world's timeout says. Other files in the
+    A model that is divided (by `fully_shard`, as DTensors, or in stages) is first saved as a
+    checkpoint inside the folder, which temporarily needs twice the space. Rank 0 then writes one
+    tensor at a time, and the others wait, bounded by the world's timeout. Other files in the
     folder, such as a tokenizer's, stay.
 
     Args:
         model: a `Transformer` or this rank's stage of one, wrapped or not.
         folder: created if it does not exist, on a file system that all hosts share.
-        dtype: to store; None: as the weights are.
-        max_piece_bytes: of one file; a larger tensor gets a file of its own.
-        extra: further keys of config.json that have no part in what the model computes, such as
+        dtype: the stored dtype; None: that of the weights.
+        max_piece_bytes: size limit of one file; a larger tensor gets a separate file.
+        extra: further keys of config.json that do not affect what the model computes, such as
             `eos_token_id`.
 
     Raises:
@@ -119,21 +119,21 @@ def convert(
     max_piece_bytes: int = MAX_PIECE_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model in a checkpoint as `transformers` stores it; needs no other ranks.
+    """Write a checkpoint's model in the form of `transformers`; needs no other ranks.
 
     Args:
-        checkpoint: its folder, or one version in it; saved by any number of ranks.
+        checkpoint: the checkpoint's folder, or one version in it; saved by any number of ranks.
         folder: created if it does not exist.
-        config: of the model.
+        config: the model's config.
         key: the module's entry; None: the only module in the checkpoint.
-        dtype: to store; None: as it is saved.
-        max_piece_bytes: of one file; a larger tensor gets a file of its own.
-        extra: further keys of config.json that have no part in what the model computes, such as
+        dtype: the stored dtype; None: that of the checkpoint.
+        max_piece_bytes: size limit of one file; a larger tensor gets a separate file.
+        extra: further keys of config.json that do not affect what the model computes, such as
             `eos_token_id`.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ValueError: it has no such module, or a model of another config.
+        ValueError: it has no such module, or its model has a different config.
         OSError: the folder cannot be written.
     """
     _convert(Path(checkpoint), Path(folder), config, key, _How(dtype, max_piece_bytes, extra or {}))
@@ -174,7 +174,7 @@ def _module_key(source: Version, key: str | None) -> str:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the first of their names: a tied one has two."""
+    """Return tensors by the first of their names, because a tied one has two."""
     names: dict[int, str] = {}
     for name, one in tensors.items():
         names.setdefault(id(one), name)
@@ -186,7 +186,7 @@ def _stored(tensor: Tensor) -> StoredTensor:
 
 
 class _Writer:
-    """Makes their tensors of echelon's, one at a time."""
+    """Converts echelon's tensors to those of `transformers`, one at a time."""
 
     def __init__(
         self,
@@ -199,14 +199,14 @@ class _Writer:
         self._dtype = dtype
 
     def stored(self, whole: Whole) -> StoredTensor:
-        """Return what is written of one of their tensors."""
+        """Return the description of one of the tensors to be written."""
         dtype = self._stored[whole.parts[0].ours].dtype
         if self._dtype is not None:
             dtype = dtype_name(self._dtype)
         return StoredTensor(whole.shape, dtype, ())
 
     def make(self, whole: Whole) -> Tensor:
-        """Return one of their tensors."""
+        """Return one of the tensors to be written."""
         parts = []
         for part in whole.parts:
             one = self._read(part.ours)
@@ -247,7 +247,7 @@ def _check(
     """Check that all weights of a model are present, and no others.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a weight is missing, unexpected, or has another shape.
     """
     shapes = {part.ours: part.shape for one in expected for part in one.parts}
     there = set(stored)
@@ -269,7 +269,7 @@ def _check(
 
 
 def _pieces(expected: list[Whole], writer: _Writer, max_piece_bytes: int) -> dict[str, list[Whole]]:
-    """Divide tensors, in their order, among files: their members by name."""
+    """Distribute tensors, in their order, over files: members by file name."""
     groups: list[list[Whole]] = [[]]
     filled = 0
     for one in expected:
@@ -306,7 +306,7 @@ def _put_in_place(
     writer: _Writer,
     settings: bytes,
 ) -> None:
-    """Replace the model in a folder: its config disappears first and returns last."""
+    """Replace the model in a folder: remove its config first, and put the new one in place last."""
     for name in (config_file.NAME, INDEX, SINGLE):
         (folder / name).unlink(missing_ok=True)
         if name not in unfinished:
@@ -337,6 +337,6 @@ def _num_bytes(stored: StoredTensor) -> int:
 
 
 def _clear(staging: Path) -> None:
-    """Remove a checkpoint that was only on its way."""
+    """Remove a checkpoint that was only an intermediate step."""
     if staging.exists():
         shutil.rmtree(staging)
