@@ -18,10 +18,10 @@ _NODE_RANKS = 8
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command's options."""
+    """Return the command's argument parser."""
     parser = argparse.ArgumentParser(
         prog="echelon plan",
-        description="Say which layouts of a training fit the memory, and which should be fastest.",
+        description="List the layouts of a training that fit into memory, the fastest first.",
         epilog="Measure links and processors with: echelon run --nproc-per-node N "
         "-m echelon.planner.measure --out links.json",
     )

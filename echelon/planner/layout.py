@@ -1,4 +1,4 @@
-"""A layout: how ranks divide the work of a step. And all layouts that some ranks can have."""
+"""Layouts, which describe how ranks divide the work of a step, and their enumeration."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a step trains, and with what.
+    """What a step trains, and with which resources.
 
     Attributes:
-        ranks: of the whole job.
-        ranks_per_node: neighbours that share a machine, and its fast links.
-        batch: sequences of all ranks together.
-        context: tokens of a sequence.
-        compute_bytes: of a number that is computed with: 2 (bf16) or 4.
-        loss_chunks: parts in which logits are made and dropped; 1: all at once.
-        on_host: the ranks compute in host memory, whose heap takes more than its tensors.
+        ranks: number of ranks in the whole job.
+        ranks_per_node: neighbouring ranks that share a machine, and its fast links.
+        batch: number of sequences over all ranks together.
+        context: number of tokens in a sequence.
+        compute_bytes: bytes per number in computations: 2 (bf16) or 4.
+        loss_chunks: number of parts in which logits are computed and freed; 1: all at once.
+        on_host: whether the ranks compute in host memory, whose heap takes more than its tensors.
     """
 
     ranks: int
@@ -52,10 +52,10 @@ class Layout:
     """A mesh of `parallelize`, outermost axis first, and how its steps run.
 
     Attributes:
-        pp, replicate, shard, tp: ranks along each axis.
-        schedule, chunks: of the pipeline; "" and 1 without one.
-        microbatches: into which a data rank's share of the batch is divided.
-        recompute: blocks keep their inputs alone and are computed again for backward.
+        pp, replicate, shard, tp: number of ranks along each axis.
+        schedule, chunks: those of the pipeline; "" and 1 without one.
+        microbatches: number of parts into which a data rank's share of the batch is divided.
+        recompute: whether blocks keep only their inputs and recompute the rest for backward.
     """
 
     pp: int = 1
@@ -69,7 +69,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks among which the batch is divided."""
+        """Number of ranks among which the batch is divided."""
         return self.replicate * self.shard
 
     @property
@@ -95,7 +95,7 @@ class Layout:
         return ", ".join(parts)
 
     def spans(self, axis: str) -> int:
-        """Return over how many neighbouring ranks a group of an axis stretches."""
+        """Return the number of neighbouring ranks over which a group of an axis extends."""
         if axis == "tp":
             return self.tp
         if axis == "shard":

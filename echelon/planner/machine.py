@@ -1,7 +1,7 @@
-"""What the ranks' processors and links do: measured, read from a file, or assumed with wide bounds.
+"""The speed of ranks and links: measured, read from a file, or assumed with wide bounds.
 
 A link is described by two numbers (Hockney's model): a message of S bytes takes latency + S /
-bandwidth. Bandwidth here is what a rank sends per second while all groups of that kind are at work,
+bandwidth. Bandwidth here is what a rank sends per second while all groups of that kind are active,
 so that a ring's all_reduce of S bytes over n ranks takes 2 (n - 1) (latency + S / n / bandwidth).
 """
 
@@ -21,14 +21,14 @@ TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its bounds, of which nine in ten draws lie within."""
+    """A number with bounds that contain nine in ten draws."""
 
     likely: float
     low: float
     high: float
 
     def __post_init__(self) -> None:
-        """Check the order of the three.
+        """Check the order of the three numbers.
 
         Raises:
             ValueError: they are not finite and positive numbers in order.
@@ -41,11 +41,11 @@ class Figure:
 
     @classmethod
     def about(cls, likely: float, factor: float) -> Figure:
-        """Return a number that may be `factor` times less or more."""
+        """Return a number that may be up to `factor` times smaller or larger."""
         return cls(likely, likely / factor, likely * factor)
 
     def draw(self, random: random.Random) -> float:
-        """Return one value: likely ones more often, in proportion (a log-normal, cut)."""
+        """Draw one value from a truncated log-normal distribution."""
         if self.low <= 0:
             return random.triangular(self.low, self.high, self.likely)
         deviate = random.gauss(0.0, 1 / 1.645)  # 90 % within the bounds
@@ -56,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What groups of a size reach: inside a node, or across nodes."""
+    """The links that groups of a given size use: inside a node, or across nodes."""
 
     size: int
     is_across: bool
@@ -66,15 +66,15 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one rank computes and sends, with bounds.
+    """The speed of one rank's computation and communication, with bounds.
 
     Attributes:
-        flops_per_s: that training reaches between its communication.
-        bytes_per_s: of a rank's memory, for the optimizer.
+        flops_per_s: the rate that training reaches between its communication.
+        bytes_per_s: the rate of a rank's memory, for the optimizer.
         overlap: share of communication that computation can hide, 0 to 1.
-        block_s: what starting a block's operations and hooks costs, however small they are.
+        block_s: time to start a block's operations and hooks, however small they are.
         links: by group size.
-        origins: what of it was measured, stated, or assumed; for the report.
+        origins: which figures were measured, stated, or assumed; for the report.
     """
 
     flops_per_s: Figure
@@ -85,12 +85,12 @@ class Machine:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, size: int, *, is_across: bool) -> Link:
-        """Return the link of groups of a size: measured, or that of the nearest size."""
+        """Return the link of groups of a size: the measured one, or that of the nearest size."""
         known = [link for link in self.links if link.is_across == is_across] or list(self.links)
         return min(known, key=lambda link: abs(math.log(link.size / max(size, 1))))
 
     def drawn(self, random: random.Random) -> Machine:
-        """Return one machine that this one may be."""
+        """Draw one possible machine within the bounds."""
 
         def one(figure: Figure) -> Figure:
             value = figure.draw(random)
@@ -110,7 +110,7 @@ class Machine:
 
 
 def assumed(*, is_half: bool) -> Machine:
-    """Return an H100 with NVLink inside a node and 400 Gbit/s per rank across: from data sheets."""
+    """Return an H100 with NVLink inside a node and 400 Gbit/s per rank outside (data sheets)."""
     peak = 989e12 if is_half else 67e12
     return Machine(
         flops_per_s=Figure(0.45 * peak, 0.3 * peak, 0.6 * peak),
@@ -126,7 +126,7 @@ def assumed(*, is_half: bool) -> Machine:
 
 
 def with_peak(machine: Machine, tflops: float) -> Machine:
-    """Return the machine with a stated peak, of which training reaches a part.
+    """Return the machine with a stated peak, part of which training reaches.
 
     Raises:
         ValueError: the peak is not above 0.
@@ -142,7 +142,7 @@ def with_peak(machine: Machine, tflops: float) -> Machine:
 
 
 def read_machine(path: str | Path, base: Machine) -> Machine:
-    """Read what `python -m echelon.planner.measure` wrote; what it lacks is taken from `base`.
+    """Read a file of `python -m echelon.planner.measure`; missing values are taken from `base`.
 
     Raises:
         OSError: the file cannot be read.

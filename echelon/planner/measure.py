@@ -1,12 +1,12 @@
-"""Measure what ranks compute and send, for `echelon plan --links FILE`. A job of its own:
+"""Measure the speed of ranks and links, for `echelon plan --links FILE`. Run it as a separate job:
 
     echelon run --nproc-per-node 4 -m echelon.planner.measure --out links.json
 
-All groups of a size are at work at the same time, as they are in training: inside a node groups of
-neighbours, across nodes groups of ranks with one local rank. Ranks compute at the same time, too.
-Each figure is the median of repetitions, its bounds are the fastest and the slowest tenth.
+All groups of a size communicate at the same time, as they do in training: inside a node, groups of
+neighbours; across nodes, groups of ranks with one local rank. All ranks also compute at the same
+time. Each figure is the median of repetitions; its bounds are the fastest and the slowest tenth.
 
-Arrays lie in host memory and products are numpy's, in fp32: for accelerators state the rate
+Arrays are in host memory, and products are numpy's, in fp32. For accelerators, state the rate
 (`--peak-tflops`), and write the file of links by hand from the vendor's benchmark.
 """
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(world: ProcessGroup) -> dict[str, Any]:
-    """Return what the file holds, on every rank. Collective."""
+    """Measure and return the content of the file, on every rank. Collective."""
     product = _make_product()
     flops = _all(world, [2.0 * _WIDTH**3 / seconds for seconds in _timed(product, _PRODUCTS)])
     memory = _all(world, [_MEMORY_NUMBERS * 12 / s for s in _timed(_make_addition(), 10)])
@@ -60,7 +60,7 @@ def measure(world: ProcessGroup) -> dict[str, Any]:
     return {
         "echelon_links": FORMAT,
         "ranks": world.size,
-        # Between its products a training does slower work, too.
+        # Between its products, training does slower work too.
         "flops_per_s": _figure(flops, scale=0.8, widened=1.25),
         "bytes_per_s": _figure(memory),
         "overlap": _overlap(world, product),
@@ -122,7 +122,7 @@ def _calls(world: ProcessGroup, group: ProcessGroup, x: Any, number: int) -> lis
 
 
 def _overlap(world: ProcessGroup, product: Callable[[], object]) -> dict[str, float]:
-    """Return the share of a collective that computation hid, at several tries."""
+    """Return the share of a collective that computation hid, for several repetitions."""
     x = np.ones(_LARGE_NUMBERS, np.float32)
     shares = []
     for _ in range(9):
@@ -164,7 +164,7 @@ def _timed(call: Callable[[], object], number: int) -> list[float]:
 
 
 def _all(world: ProcessGroup, own: list[float]) -> list[float]:
-    """Return the figures of all ranks."""
+    """Return the figures of all ranks. Collective."""
     out = np.empty((world.size, len(own)))
     world.all_gather(out, np.array([own]))
     return [float(value) for value in out.ravel()]

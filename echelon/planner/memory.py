@@ -1,4 +1,4 @@
-"""The memory that a layout takes of a rank, part by part.
+"""The memory that a layout needs on a rank, part by part.
 
 Weights, gradients and AdamW's state are 4 + 4 + 8 bytes per parameter (ZeRO, Rajbhandari et al.
 2020, with fp32 weights kept), divided by the axis "shard". The buffers of `fully_shard` are those
@@ -6,11 +6,10 @@ of docs/sharding.md, "The budget". Activations are counted tensor by tensor as a
 for this repository's blocks, with attention that keeps no scores (Korthikanti et al. 2022, table 2,
 without dropout).
 
-[Note: the heap] In host memory a rank takes more than its tensors. `echelon.dist.heap` lets glibc
+[Note: the heap] In host memory, a rank takes more than its tensors. `echelon.dist.heap` lets glibc
 keep freed blocks, which saves page faults, and blocks of many sizes leave gaps between them. With
-every block mapped by itself (MALLOC_MMAP_THRESHOLD_=131072) the resident peak was what the other
-parts add up to and 10 to 20 MiB. What the heap adds was fitted to 13 measured jobs
-(docs/planner.md).
+every block mapped separately (MALLOC_MMAP_THRESHOLD_=131072), the resident peak was the sum of the
+other parts plus 10 to 20 MiB. The heap's addition was fitted to 13 measured jobs (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _STATE_BYTES = 4  # of weights, of gradients, of each of AdamW's two moments
 _UNITS_GATHERED = 4
 _BUFFERS_REDUCED = 3
 # [Note: the heap]
-_HEAP_SHARE = 0.3  # of what each step takes and frees
+_HEAP_SHARE = 0.3  # share of what each step allocates and frees
 _HEAP_BYTES = 25 << 20  # buffers of messages, code that the first step loads
-HEAP_ERROR = 0.1  # of the total: how far the fit was from what was measured, at most
+HEAP_ERROR = 0.1  # of the total: the largest deviation of the fit from the measurements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes of the rank that takes the most.
+    """Bytes on the rank that needs the most.
 
     Attributes:
-        weights, optimizer: the rank's own.
-        gradients: what the rank has of its own when its memory is at its peak. With one micro-batch
-            each takes the room of activations that backward has freed.
-        units: of `fully_shard`: parameters gathered, gradients whole before they are reduced.
-        activations: kept for backward, of all micro-batches under way.
-        logits: and what the loss makes of them.
+        weights, optimizer: the rank's own share.
+        gradients: the rank's own share at its memory peak. With one micro-batch, each gradient
+            takes the place of activations that backward has freed.
+        units: of `fully_shard`: gathered parameters, and whole gradients before they are reduced.
+        activations: kept for backward, over all micro-batches under way.
+        logits: the logits and the loss's intermediate tensors.
         heap: gaps between tensors, and small buffers, in host memory.
     """
 
@@ -61,7 +60,7 @@ class Memory:
 
 
 def memory(model: Model, layout: Layout, job: Job) -> Memory:
-    """Return the memory of the rank of axis "pp" that takes the most."""
+    """Return the memory of the rank on axis "pp" that needs the most."""
     stages = stages_of(layout, model)
     peaks: tuple[int, ...] = (1,)
     if layout.pp > 1:
@@ -97,7 +96,7 @@ def _of_rank(
     if layout.microbatches == 1:
         gradients = max(0.0, gradients + per_block - moving)  # backward frees the first block last
     else:
-        moving += _STATE_BYTES * parameters  # of all micro-batches, summed before they are reduced
+        moving += _STATE_BYTES * parameters  # of all micro-batches, summed before the reduction
     return Memory(
         weights=_STATE_BYTES * parameters / layout.shard,
         gradients=gradients,
@@ -120,26 +119,26 @@ def _ends(model: Model, layout: Layout, *, has_first: bool, has_last: bool) -> f
 
 
 def _units(layout: Layout, job: Job, unit: float, root: float, num_blocks: int) -> float:
-    """Return the bytes of parameters gathered and of gradients that are not reduced yet."""
+    """Return the bytes of gathered parameters and of gradients that are not reduced yet."""
     if layout.data == 1 and job.compute_bytes == _STATE_BYTES:
         return 0.0  # nothing is gathered, cast or reduced
     whole = num_blocks * unit + root
     gathered = (min(num_blocks, _UNITS_GATHERED) * unit + root) * job.compute_bytes
     reduced = (min(num_blocks, _BUFFERS_REDUCED) * unit + root) * _STATE_BYTES
-    if layout.pp > 1:  # a stage is kept while its micro-batches come and go
+    if layout.pp > 1:  # a stage is kept through its micro-batches
         gathered = whole * job.compute_bytes
-    if layout.microbatches > 1:  # summed whole, reduced with the last
+    if layout.microbatches > 1:  # summed whole, reduced with the last one
         reduced = whole * _STATE_BYTES + unit * _STATE_BYTES
     return gathered + reduced
 
 
 def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
-    """Return what a block of `echelon.train.models` keeps of one token.
+    """Return the bytes that a block of `echelon.train.models` keeps per token.
 
-    Inputs and outputs of the norms (RMSNorm computes in fp32), attention's operands and mixture
-    (once more behind rotary positions, which change its layout), and what lies inside the
-    feed-forward network. Tensor parallelism divides all but the norms' part. Kernels that fuse
-    these keep less.
+    These are the inputs and outputs of the norms (RMSNorm computes in fp32), attention's operands
+    and result (with another copy after rotary positions, which change the layout), and the tensors
+    inside the feed-forward network. Tensor parallelism divides all but the norms' part. Kernels
+    that fuse these keep less.
     """
     if model.is_gated:
         norms = 2 * (model.width * (4 + 2 * compute_bytes) + 4)
@@ -152,9 +151,9 @@ def activation_bytes(model: Model, tp: int, compute_bytes: int) -> float:
 
 
 def logits_bytes(model: Model, job: Job) -> float:
-    """Return what the loss of one token takes at its peak.
+    """Return the bytes that the loss of one token needs at its peak.
 
-    Logits as computed, and in fp32: their logarithmic softmax and its gradient.
+    These are the logits as computed, and in fp32 their logarithmic softmax and its gradient.
     """
     copies = job.compute_bytes + 8 + (4 if job.compute_bytes < _STATE_BYTES else 0)
     return model.vocabulary * copies / job.loss_chunks

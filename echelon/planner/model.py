@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only transformer, and what follows from them: weights and operations."""
+"""The sizes of a decoder-only transformer, and the weights and operations that follow from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PRESETS = tuple(_PRESETS)
-# Of Hugging Face's config.json: GPT-2's names and those of Llama-shaped models.
+# From Hugging Face's config.json: GPT-2's names and those of Llama-shaped models.
 _CONFIG_NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
@@ -46,11 +46,12 @@ class Model:
 
     Attributes:
         layers, width, heads, vocabulary, context: as in `echelon.train.models.ModelConfig`.
-        kv_heads, head_width, hidden: 0 for what is usual: heads, width / heads, and 4 x width (8/3
-            if gated).
-        is_gated: blocks are Llama's: a feed-forward network with a gate (SwiGLU), RMSNorm.
-        is_tied: the output head is the token embedding.
-        learns_positions: positions are a second embedding.
+        kv_heads, head_width, hidden: 0 for the usual value: heads, width / heads, and 4 x width
+            (8/3 if gated).
+        is_gated: whether blocks are like Llama's: a gated feed-forward network (SwiGLU) and
+            RMSNorm.
+        is_tied: whether the output head is the token embedding.
+        learns_positions: whether positions are a second embedding.
     """
 
     layers: int
@@ -66,7 +67,7 @@ class Model:
     learns_positions: bool = True
 
     def __post_init__(self) -> None:
-        """Replace zeros by what they stand for.
+        """Replace zeros by their defaults.
 
         Raises:
             ValueError: a size that no model can have.
@@ -98,33 +99,33 @@ class Model:
 
     @property
     def block_matrices(self) -> int:
-        """Weights of one block that multiply; biases and norms are below a thousandth."""
+        """Number of weights of one block that multiply; biases and norms are below a thousandth."""
         attention = 2 * self.width * (self.query_width + self.key_width)
         return attention + (3 if self.is_gated else 2) * self.width * self.hidden
 
     @property
     def block_parameters(self) -> int:
-        """Weights of one block."""
+        """Number of weights of one block."""
         return self.block_matrices + 2 * self.width
 
     @property
     def first_parameters(self) -> int:
-        """Weights before the blocks: the embeddings."""
+        """Number of weights before the blocks: the embeddings."""
         positions = self.context * self.width if self.learns_positions else 0
         return self.vocabulary * self.width + positions
 
     @property
     def last_parameters(self) -> int:
-        """Weights behind the blocks: the head, where it is not the embedding, and a norm."""
+        """Number of weights after the blocks: the head, unless it is the embedding, and a norm."""
         return self.width + (0 if self.is_tied else self.vocabulary * self.width)
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model; tied ones count once."""
+        """Number of weights of the model; tied ones count once."""
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     def block_flops(self, context: int) -> float:
-        """Operations of one block's forward pass on one token; attention over the full context."""
+        """Operations of one block's forward pass on one token, attending to the full context."""
         return 2.0 * self.block_matrices + 4.0 * self.query_width * context
 
     def head_flops(self) -> float:
@@ -140,7 +141,7 @@ def read_model(text: str) -> Model:
     """Read a preset's name, `layers=12,width=768,heads=12,...`, or a Hugging Face config.json.
 
     Raises:
-        ValueError: it is none of these, or its sizes are refused.
+        ValueError: the text is none of these, or its sizes are refused.
         OSError: the file cannot be read.
     """
     if text in _PRESETS:
@@ -190,7 +191,7 @@ def _as_bool(name: str, value: str) -> bool:
 
 
 def _from_config(config: Any, text: str) -> Model:
-    """Read what Hugging Face's `transformers` writes beside the weights."""
+    """Read the config.json that Hugging Face's `transformers` writes beside the weights."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{text} is not a model's config.json: it holds no object")
     sizes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a pipeline's schedule costs and keeps, from its simulation; remembered, since it recurs."""
+"""Cost and memory of a pipeline's schedule, from a cached simulation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from echelon.planner.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where the model's blocks lie.
+    """The distribution of the model's blocks over stages.
 
     Attributes:
-        rank_of_stage: which rank of axis "pp" holds each stage.
-        blocks: of each stage.
+        rank_of_stage: the rank of axis "pp" that holds each stage.
+        blocks: number of blocks of each stage.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -28,13 +28,13 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How a schedule runs.
+    """The result of simulating a schedule.
 
     Attributes:
         makespan: of a step, in the unit of the costs.
-        busiest: the time that the rank with the most work computes.
-        peaks: by rank, micro-batches whose activations it holds at its peak, of each of its stages
-            on average.
+        busiest: the compute time of the rank with the most work.
+        peaks: by rank, the micro-batches whose activations it holds at its peak, averaged over its
+            stages.
     """
 
     makespan: float
@@ -43,7 +43,7 @@ class Course:
 
 
 def stages_of(layout: Layout, model: Model) -> Stages:
-    """Return how `parallelize` cuts a model: evenly, the first stages have one block more."""
+    """Return how `parallelize` divides a model: evenly, the first stages have one block more."""
     number = layout.pp * layout.chunks
     least, more = divmod(model.layers, number)
     blocks = tuple(least + (stage < more) for stage in range(number))
@@ -65,9 +65,9 @@ def course(
     """Simulate a schedule.
 
     Args:
-        schedule, pp, microbatches, chunks: which.
+        schedule, pp, microbatches, chunks: the schedule and its sizes.
         forward: cost of one micro-batch in each stage.
-        backward: of it, as a multiple of the forward: 2, or 3 with recomputation.
+        backward: cost as a multiple of the forward: 2, or 3 with recomputation.
     """
     from echelon.dist.pipeline.plan.catalogue import schedule as make
     from echelon.dist.pipeline.simulate.costs import Costs

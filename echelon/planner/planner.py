@@ -1,9 +1,9 @@
 """`plan`: all layouts, which of them fit, and how sure the order of the fastest is.
 
-How sure: the machine's figures have bounds, so many machines that it may be are drawn, and every
-layout is timed on each of them. What all layouts have in common, such as slow processors, moves
-them together and changes no order. Beside that every layout gets an error of its own, of the size
-that the model was measured to have (docs/planner.md).
+The machine's figures have bounds, so many possible machines are drawn, and every layout is timed on
+each of them. Factors that all layouts share, such as slow processors, affect them equally and do
+not change the order. In addition, every layout gets an error of its own, as large as the measured
+error of the model (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from echelon.planner.model import Model
 from echelon.planner.step_time import StepTime, step_time
 
 NUM_DRAWS = 200
-_OWN_ERROR = 0.12  # of a layout's time, one standard deviation
-_TIE = 0.2  # a layout that is faster than the first in as many draws is a tie with it
-RESERVE = 0.1  # of the memory, for allocators
+_OWN_ERROR = 0.12  # relative to a layout's time, one standard deviation
+_TIE = 0.2  # a layout that is faster than the first in this share of draws ties with it
+RESERVE = 0.1  # share of the memory, for allocators
 _MAX_COMPARED = 40
 _SEED = 1
 
@@ -32,8 +32,8 @@ class Candidate:
 
     Attributes:
         step_s: low, likely and high: nine in ten draws lie between low and high.
-        wins: share of the draws in which it is the fastest.
-        is_tie: no difference from the first that the figures support.
+        wins: the share of draws in which it is the fastest.
+        is_tie: whether the figures show no difference from the first.
     """
 
     layout: Layout
@@ -46,13 +46,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
-        candidates: that fit, the fastest first; one per mesh and schedule.
-        num_layouts: that were looked at.
-        num_fitting: of them, that fit.
-        smallest: of those that do not, the one that takes the least memory; None if all fit.
+        candidates: the layouts that fit, the fastest first; one per mesh and schedule.
+        num_layouts: how many layouts were examined.
+        num_fitting: how many of them fit.
+        smallest: among those that do not fit, the one that needs the least memory; None if all fit.
     """
 
     candidates: tuple[Candidate, ...]
@@ -65,7 +65,7 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
     """Return the layouts of a job, the fastest first.
 
     Args:
-        memory_bytes: of one rank; a tenth of it is left free.
+        memory_bytes: memory of one rank; a tenth of it is left free.
 
     Raises:
         ValueError: the context is longer than the model's, or no layout divides ranks and batch.
@@ -93,12 +93,12 @@ def plan(model: Model, job: Job, machine: Machine, memory_bytes: float) -> Outco
 def _best_of_each_mesh(
     model: Model, job: Job, machine: Machine, fitting: Sequence[tuple[Layout, Memory]]
 ) -> list[tuple[Layout, Memory]]:
-    """Of layouts that differ in micro-batches and recomputation alone, keep the fastest."""
+    """Keep the fastest of the layouts that differ only in micro-batches and recomputation."""
     best: dict[object, tuple[float, Layout, Memory]] = {}
     for layout, needed in fitting:
         key = (layout.pp, layout.replicate, layout.shard, layout.tp, layout.schedule)
         took = step_time(model, layout, job, machine).total
-        # Of equals the one with less memory.
+        # Of equally fast ones, the one with less memory.
         if key not in best or (took, needed.total) < (best[key][0], best[key][2].total):
             best[key] = (took, layout, needed)
     return [(layout, needed) for _, layout, needed in sorted(best.values(), key=lambda b: b[0])]
@@ -107,7 +107,7 @@ def _best_of_each_mesh(
 def _compared(
     model: Model, job: Job, machine: Machine, best: Sequence[tuple[Layout, Memory]]
 ) -> tuple[Candidate, ...]:
-    """Time the layouts on many machines that this one may be, and order them."""
+    """Time the layouts on many possible machines, and order them."""
     if not best:
         return ()
     chance = random.Random(_SEED)

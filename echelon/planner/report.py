@@ -1,4 +1,4 @@
-"""An outcome as text for people, and as JSON."""
+"""Renderers of an outcome: text for readers, and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 1 << 30
 def as_text(
     model: Model, job: Job, machine: Machine, outcome: Outcome, memory_bytes: float, num_shown: int
 ) -> str:
-    """Return the report: a table, the first layout's parts, and how sure the order is."""
+    """Return the report: a table, the parts of the first layout, and how sure the order is."""
     return "\n".join(_lines(model, job, machine, outcome, memory_bytes, num_shown))
 
 
@@ -86,7 +86,7 @@ def _how_sure(candidates: tuple[Candidate, ...]) -> str:
         return f"how sure: {first.layout.name} is the fastest in {share}"
     return (
         f"how sure: not. {first.layout.name} is the fastest in {share};\n"
-        f"{len(ties)} more, marked =, cannot be told from it: measure them"
+        f"{len(ties)} more, marked =, cannot be distinguished from it: measure them"
     )
 
 
@@ -99,7 +99,7 @@ def _how_sure_of_memory(job: Job) -> str:
 
 
 def as_json(job: Job, machine: Machine, outcome: Outcome) -> dict[str, Any]:
-    """Return the outcome as plain values: bytes and seconds."""
+    """Return the outcome as plain values, in bytes and seconds."""
 
     def described(memory: Memory) -> dict[str, float]:
         parts = {field.name: getattr(memory, field.name) for field in fields(memory)}

@@ -1,9 +1,9 @@
-"""The time of a layout's step, part by part, on a machine as it is described.
+"""The time of a layout's step, part by part, on a given machine.
 
 Computation is operations over the rate that training reaches. A collective over a ring takes as
-many latencies as it has steps, and its bytes over the bandwidth. What `fully_shard` and replicas
-exchange is hidden behind computation as far as the machine can; what tensor parallelism exchanges
-is not. A pipeline's idle time is that of its simulated schedule.
+many latencies as it has steps, and its bytes over the bandwidth. Communication of `fully_shard` and
+of replicas is hidden behind computation as far as the machine can; that of tensor parallelism is
+not. A pipeline's idle time comes from the simulation of its schedule.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class StepTime:
     """Seconds of a step.
 
     Attributes:
-        compute: of the rank that has the most to compute.
+        compute: computation of the rank that has the most.
         tensor: collectives of tensor parallelism.
-        exposed: of gathers and reductions, what computation does not hide.
-        bubble: in which that rank waits for other stages, and for messages between them.
+        exposed: the part of gathers and reductions that computation does not hide.
+        bubble: time in which that rank waits for other stages and for messages between them.
         optimizer: reading and writing the optimizer's state.
     """
 
@@ -79,7 +79,7 @@ def _course(layout: Layout, shares: tuple[float, ...], backward: float) -> Cours
 def _ring_s(
     machine: Machine, layout: Layout, job: Job, axis: str, num_bytes: float, num_calls: float
 ) -> float:
-    """Return how long gathering (or reducing and scattering) takes, in so many calls, by a ring."""
+    """Return the time of gathering (or reducing and scattering) over a ring, in that many calls."""
     size = int(getattr(layout, axis))
     if size == 1:
         return 0.0
@@ -95,14 +95,14 @@ def _ring_s(
 def _tensor_s(
     model: Model, layout: Layout, job: Job, machine: Machine, tokens: int, num_blocks: int
 ) -> float:
-    """Two all_reduces per block forward and two backward (Megatron-LM, Shoeybi et al. 2019)."""
+    """Return the time of two all_reduces per block and direction (Megatron-LM, Shoeybi 2019)."""
     num_calls = 2 * (3 if layout.recompute else 2) * num_blocks * layout.microbatches
     num_bytes = num_calls * tokens * model.width * job.compute_bytes
     return 2 * _ring_s(machine, layout, job, "tp", num_bytes, num_calls)
 
 
 def _most_parameters(model: Model, layout: Layout) -> float:
-    """Return the parameters of the rank that has the most, before sharding."""
+    """Return the number of parameters of the rank that has the most, before sharding."""
     stages = stages_of(layout, model)
     held = [0.0] * layout.pp
     for stage, owner in enumerate(stages.rank_of_stage):
@@ -114,12 +114,13 @@ def _most_parameters(model: Model, layout: Layout) -> float:
 
 
 def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute_s: float) -> float:
-    """Gathers for forward and backward, and reductions of gradients, less what is hidden."""
+    """Return the exposed part of gathers for forward and backward and of gradient reductions."""
     if layout.data == 1:
         return 0.0
     parameters = _most_parameters(model, layout)
     num_units = -(-model.layers // layout.pp) + 1
-    # A pipeline keeps a stage's parameters through its step; else each micro-batch gathers twice.
+    # A pipeline keeps a stage's parameters throughout its step; otherwise each micro-batch gathers
+    # twice.
     num_gathers = 1 if layout.pp > 1 else 2 * layout.microbatches
     gather = num_gathers * _ring_s(
         machine, layout, job, "shard", parameters * job.compute_bytes, num_units
@@ -131,13 +132,13 @@ def _exposed_s(model: Model, layout: Layout, job: Job, machine: Machine, compute
     forward_s = compute_s / (4 if layout.recompute else 3)
     behind_forward = min(gather / 2, forward_s) * overlap
     behind_backward = min(gather / 2 + reduce, compute_s - forward_s) * overlap
-    # The first gather and the last reduction have nothing to hide behind.
+    # The first gather and the last reduction cannot be hidden behind anything.
     least = (gather / num_gathers + reduce) / num_units
     return max(gather + reduce - behind_forward - behind_backward, least)
 
 
 def _messages_s(model: Model, layout: Layout, job: Job, machine: Machine, tokens: int) -> float:
-    """What messages between stages delay: the first way down and the last way up."""
+    """Return the delay by messages between stages: the first way down and the last way up."""
     if layout.pp == 1:
         return 0.0
     link = machine.link(2, is_across=layout.spans("pp") > job.ranks_per_node)

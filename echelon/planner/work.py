@@ -8,7 +8,7 @@ from echelon.planner.pipeline import stages_of
 
 
 def forward_costs(model: Model, layout: Layout, context: int) -> tuple[float, ...]:
-    """Return what each stage's forward pass costs, as a share of the whole model's."""
+    """Return the cost of each stage's forward pass, as a share of the whole model's."""
     stages = stages_of(layout, model)
     block, head = model.block_flops(context), model.head_flops()
     whole = model.layers * block + head
