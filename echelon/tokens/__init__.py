@@ -1,4 +1,4 @@
-"""Token shards: text prepared once, read by any number of ranks, with an exact position."""
+"""Token shards: text prepared once and read by any number of ranks, with an exact position."""
 
 from echelon.tokens.loader import Batch, TokenLoader
 from echelon.tokens.mixture import Source

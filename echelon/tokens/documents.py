@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 Document = Iterator[str]  # a document's text, in pieces that fit into memory
 
-_PIECE_CHARACTERS = 1 << 20  # a text is tokenized in pieces of about this size, cut at a line's end
+_PIECE_CHARACTERS = 1 << 20  # a text is tokenized in pieces of about this size, cut after a line
 
 
 def documents_of(path: Path, *, field: str) -> Iterator[Document]:
@@ -21,11 +21,12 @@ def documents_of(path: Path, *, field: str) -> Iterator[Document]:
 
     Args:
         path: the file.
-        field: where the text stands in each line of JSON.
+        field: the name of the text in each JSON line.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not UTF-8, or a line is not JSON with that field; names file and line.
+        ValueError: the file is not UTF-8, or a line is not JSON with that field; the message names
+            file and line.
     """
     is_lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
     with _open(path) as file:
@@ -41,7 +42,7 @@ def dataset_documents(name: str, *, split: str, field: str) -> Iterator[Document
 
     Args:
         name: a name on the hub, or a folder that `datasets` can load.
-        split: as "train".
+        split: such as "train".
         field: the column with the text.
 
     Raises:
@@ -68,7 +69,7 @@ def _open(path: Path) -> TextIO:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the file in what decoding and unpacking raise."""
+    """Add the file's name to errors of decoding and unpacking."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -99,5 +100,5 @@ def _text_of(row: Any, field: str, where: str) -> str:
     if not isinstance(text, str):
         known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f'{where} has no text in "{field}" (it has: {known})')
-    # JSON may hold half a surrogate pair, which no tokenizer takes.
+    # JSON may hold half a surrogate pair, which no tokenizer accepts.
     return text.encode("utf-8", "replace").decode()

@@ -1,12 +1,12 @@
-"""The index of a folder of token shards: what the files hold, and whether they still do.
+"""The index of a folder of token shards: the expected contents of its files.
 
     FOLDER/index.json           this index; a folder without it is not a folder of token shards
     FOLDER/tokens_00000.bin     tokens, little-endian, of the index's dtype
-    FOLDER/documents_00000.bin  int64, little-endian: where each document of the shard ends, counted
+    FOLDER/documents_00000.bin  int64, little-endian: the end of each document of the shard, counted
                                 in tokens from the start of the whole folder
 
-A document may continue in the next shard; its end is listed where it lies. `docs/tokens.md`
-describes the format for other writers.
+A document may continue in the next shard; its end is listed in the shard that contains it.
+`docs/tokens.md` describes the format for other writers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ END_BYTES = 8  # of one entry in a file of documents
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One shard: two files and what they hold.
+    """One shard: two files and their contents.
 
     Attributes:
-        tokens_crc32: of the file of tokens, as `zlib.crc32` computes it.
-        documents_crc32: of the file of documents.
+        tokens_crc32: checksum of the file of tokens, by `zlib.crc32`.
+        documents_crc32: checksum of the file of documents.
     """
 
     tokens_name: str
@@ -45,12 +45,12 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """All that is known of a folder without reading a token.
+    """What is known about a folder without reading a token.
 
     Attributes:
         dtype: "uint8", "uint16" or "uint32".
         vocabulary_size: every token is below it.
-        tokenizer: the name that `echelon prepare` was given.
+        tokenizer: the name given to `echelon prepare`.
         end_of_document: the token after each document; None: there is none.
     """
 
@@ -62,30 +62,30 @@ class Index:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all shards."""
+        """Number of tokens in all shards."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property
     def num_documents(self) -> int:
-        """Documents that end in one of the shards."""
+        """Number of documents that end in one of the shards."""
         return sum(shard.num_documents for shard in self.shards)
 
     @property
     def fingerprint(self) -> int:
-        """A number that differs where the tokens or the documents differ."""
+        """A number that changes if the tokens or the documents do."""
         sums = [
             (s.num_tokens, s.num_documents, s.tokens_crc32, s.documents_crc32) for s in self.shards
         ]
         return zlib.crc32(json.dumps([self.dtype, sums]).encode())
 
     def to_json(self) -> str:
-        """Return the text of the file."""
+        """Return the JSON text of the index."""
         head = {"format": FORMAT, "version": VERSION, "num_tokens": self.num_tokens}
         return json.dumps({**head, **asdict(self)}, indent=1) + "\n"
 
 
 def read_index(folder: Path) -> Index:
-    """Read and check a folder's index, and that each file has the size that it states.
+    """Read a folder's index, and check it and the sizes of the files that it lists.
 
     Raises:
         TokenShardsError: there is no index, it cannot be read, or a file is missing or has another
@@ -149,7 +149,7 @@ def _count(fields: dict[str, Any], name: str) -> int:
 
 
 def _file_name(fields: dict[str, Any], name: str) -> str:
-    """Return a file's name; an index never leads out of its folder."""
+    """Return a file's name; refuse one that leads out of the folder."""
     value = fields[name]
     if not isinstance(value, str) or Path(value).name != value:
         raise ValueError(f'"{name}" is {value!r}, not the name of a file in the same folder')

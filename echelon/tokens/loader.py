@@ -1,11 +1,10 @@
 """Batches of a mixture of token shards, prefetched, with a position that is exact to the sample.
 
-[Note: the position in the data]
-Samples are numbered over all ranks: a step takes the next `batch` numbers, and a rank reads its
-part of them. The source of a number follows from the weights alone, and the place in the source
-from (seed, source, epoch, number). So the position is how many samples were taken of each source;
-it is the same on all ranks and does not depend on how many there are. Prefetched batches that the
-caller has not received are not part of it.
+[Note: the position in the data] Samples are numbered over all ranks: a step takes the next `batch`
+numbers, and a rank reads its part of them. The source of a number follows from the weights alone,
+and the place in the source from (seed, source, epoch, number). So the position is the number of
+samples taken from each source. It is the same on all ranks and does not depend on the number of
+ranks. Prefetched batches that the caller has not received are not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Batch:
     """This rank's part of one step's samples; B of them, T tokens each.
 
     Attributes:
-        tokens: what the model sees: int64 [B, T].
+        tokens: the model's input: int64 [B, T].
         targets: the token after each: int64 [B, T]; with `mask_documents` or `pack_documents`, -100
             where that token belongs to another document, and for padding.
         documents: the document of each token, numbered from 0 within its row: int64 [B, T]. Tokens
@@ -62,7 +61,7 @@ class Batch:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """The place of each token in its document, as far as it is in this row: int64 [B, T]."""
+        """The position of each token in its document, counted within this row: int64 [B, T]."""
         places = np.broadcast_to(np.arange(self.documents.shape[1]), self.documents.shape)
         starts = np.zeros_like(self.documents)
         begins = self.documents[:, 1:] != self.documents[:, :-1]
@@ -73,7 +72,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a loader stands after a batch."""
+    """A loader's position after a batch."""
 
     num_samples: int
     taken: tuple[int, ...]
@@ -89,30 +88,30 @@ class _Pending:
 
 
 class TokenLoader:
-    """Iterates over batches without end; each source starts its next epoch in another order.
+    """Iterates over batches indefinitely; each source starts its next epoch in another order.
 
     Every source is cut into windows of `context` tokens (and the one after), or its documents are
     packed into as many. Within an epoch each sample is drawn once. Threads read ahead; the time
     that the caller waits for them is recorded as a `data_wait` span. Used by one thread at a time.
 
     Args:
-        sources: where samples come from; their names differ.
+        sources: the sources of samples; their names must differ.
         context: T, the tokens of a sample.
-        batch: samples of a step, over all ranks.
+        batch: samples per step, over all ranks.
         rank: this rank's place in the world.
         world_size: ranks that share a batch, as evenly as possible; a rank's part may be empty if
             `batch` is below `world_size`.
-        seed: of the order of samples.
+        seed: determines the order of samples.
         mask_documents: leave the first token of each document out of the targets.
-        pack_documents: samples hold whole documents (`packing.py`), not what lies between two cuts;
-            a document is divided only if it is longer than a sample. Their first tokens are no
-            targets in any case. Each rank reads where all documents end.
-        num_workers: threads that read.
-        prefetch: batches that are read ahead.
+        pack_documents: fill samples with whole documents (`packing.py`) instead of cutting at fixed
+            intervals; a document is divided only if it is longer than a sample. The first tokens of
+            documents are never targets. Each rank reads the ends of all documents.
+        num_workers: number of reading threads.
+        prefetch: number of batches read ahead.
 
     Raises:
-        ValueError: an argument is out of range, names are used twice, or a source has fewer than
-            `context` + 1 tokens, or to be packed no document of two.
+        ValueError: an argument is out of range, a name is used twice, a source has fewer than
+            `context` + 1 tokens, or with `pack_documents`, a source has no document of two tokens.
 
     Example:
         >>> web = Source("web", TokenShards("web"), weight=0.8)
@@ -162,12 +161,12 @@ class TokenLoader:
 
     @property
     def num_samples(self) -> int:
-        """Samples that all ranks together have received."""
+        """Number of samples that all ranks together have received."""
         return self._position.num_samples
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often each source was read, by name."""
+        """Number of complete passes over each source, by name."""
         return {
             source.name: taken / len(self._samples[i])
             for i, (source, taken) in enumerate(
@@ -197,7 +196,7 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: plain values, equal on all ranks."""
+        """Return the position as plain values, equal on all ranks."""
         saved = zip(self.sources, self._position.taken, self._position.credits, strict=True)
         return {
             "version": _VERSION,
@@ -216,14 +215,14 @@ class TokenLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the sample where the state was taken, on any number of ranks.
+        """Continue after the position of the state, on any number of ranks.
 
         The batch's size and the weights may differ, and sources may be new. Every source in
         the state must be passed, with weight 0 if no more samples are to be drawn from it.
 
         Raises:
             ValueError: the state belongs to another context or seed, to other tokens, or to a
-                source that is missing here. Nothing has changed then.
+                source that is missing here. The loader is unchanged in that case.
         """
         self._require_same(state)
         saved = state["sources"]
@@ -236,7 +235,7 @@ class TokenLoader:
         )
 
     def close(self) -> None:
-        """Stop reading; waits for reads that have begun. May be called again."""
+        """Stop reading; wait for reads that have begun. May be called again."""
         self._is_closed = True
         self._drop_pending()
         self._readers.shutdown(wait=True, cancel_futures=True)
@@ -255,7 +254,7 @@ class TokenLoader:
         self.close()
 
     def _plan(self) -> None:
-        """Draw the next batch's samples and have this rank's part read."""
+        """Draw the next batch's samples, and start reading this rank's part."""
         before = self._planned
         self._mixture.taken, self._mixture.credits = list(before.taken), list(before.credits)
         drawn = self._mixture.draw(self._batch)
@@ -284,7 +283,7 @@ class TokenLoader:
         )
 
     def _windows(self, drawn: Drawn) -> NDArray[np.int64]:
-        """Return which window of its source each sample is: int64 [num]."""
+        """Return the window of its source that each sample is: int64 [num]."""
         windows = np.empty(len(drawn.source), np.int64)
         sizes = np.array([len(samples) for samples in self._samples], np.int64)
         epochs, places = np.divmod(drawn.number, sizes[drawn.source])

@@ -1,9 +1,9 @@
-"""Which source each sample comes from: exact weights, without randomness and without memory.
+"""Choose each sample's source: exact weights, without randomness or stored history.
 
-Smooth weighted round robin: each draw adds every source's weight to its credit, takes the source
-with the largest one, and takes the sum of weights from that. After any number of draws a source is
-less than one sample away from its share per other source. Credits are integers, so every rank
-computes the same sequence.
+Smooth weighted round robin: each draw adds every source's weight to its credit, selects the source
+with the largest credit, and subtracts the sum of weights from it. After any number of draws a
+source is less than one sample away from its share per other source. Credits are integers, so every
+rank computes the same sequence.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _UNIT = 1 << 32  # weights are integers in steps of 2**-32 of the sum
 
 @dataclass(frozen=True)
 class Source:
-    """Token shards that samples are drawn from.
+    """Token shards from which samples are drawn.
 
     Attributes:
         name: its name in the loader's state.
         shards: its tokens.
-        weight: its share of the samples, relative to the other sources'; 0: it is not drawn from.
+        weight: its share of the samples, relative to the other sources'; 0: nothing is drawn from
+            it.
 
     Raises:
         ValueError: the weight is negative or not finite.
@@ -51,7 +52,7 @@ class Drawn:
 
     Attributes:
         source: the number of each sample's source: int64 [num].
-        number: which sample of that source it is, over all epochs: int64 [num].
+        number: index of the sample in that source, over all epochs: int64 [num].
     """
 
     source: NDArray[np.int64]
@@ -72,7 +73,7 @@ class Mixture:
         self._weights = [round(weight / total * _UNIT) for weight in weights]
         self._total = sum(self._weights)
         self.credits = [0] * len(weights)
-        self.taken = [0] * len(weights)  # samples of each source, over all epochs
+        self.taken = [0] * len(weights)  # number of samples of each source, over all epochs
 
     def draw(self, num: int) -> Drawn:
         """Draw the sources of the next `num` samples."""
@@ -87,6 +88,6 @@ class Mixture:
         return Drawn(source, number)
 
     def _richest(self) -> int:
-        """Return the source with the largest credit, the first one of several; never weight 0."""
+        """Return the source with the largest credit, the first of equals; never one of weight 0."""
         drawn = [i for i, weight in enumerate(self._weights) if weight]
         return max(drawn, key=lambda i: (self.credits[i], -i))

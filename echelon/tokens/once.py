@@ -1,7 +1,7 @@
-"""Makes a folder once, however many processes ask for it at the same moment.
+"""Create a folder once, however many processes request it at the same time.
 
-A lock of the kernel decides which process makes it; it is released however that process ends. The
-folder is made under a hidden name and renamed, so a folder under its own name is complete.
+A kernel lock decides which process creates it; the lock is released however that process ends. The
+folder is created under a hidden name and renamed, so a folder under its own name is complete.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from uuid import uuid4
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
-    """Make `folder` with `make`, unless it exists; blocks while another process makes it.
+    """Create `folder` with `make`, unless it exists; block while another process creates it.
 
     Args:
-        folder: what to make; its parents are created.
-        make: fills the empty folder that it is given. It has no time limit.
+        folder: the folder to create; its parents are created too.
+        make: fills the empty folder that is passed to it. It has no time limit.
 
     Returns:
-        True if this call made the folder.
+        True if this call created the folder.
 
     Raises:
-        OSError: the folder cannot be created. Whatever `make` raises passes through; nothing is
-            left under the folder's name then, and the next process that waits tries again.
+        OSError: the folder cannot be created. Exceptions from `make` propagate; the folder does not
+            exist then, and the next waiting process tries again.
     """
     if folder.exists():
         return False
@@ -36,7 +36,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> bool:
     with _locked(folder.with_name(f".{folder.name}.lock")) as is_locked:
         if folder.exists():
             return False
-        if is_locked:  # else they may belong to a process that is still writing
+        if is_locked:  # otherwise they may belong to a process that is still writing
             _remove_leftovers(folder)
         return _make(folder, make)
 
@@ -48,7 +48,7 @@ def _make(folder: Path, make: Callable[[Path], None]) -> bool:
         make(hidden)
         hidden.rename(folder)
     except OSError:
-        if folder.exists():  # made by another process, where the file system has no locks
+        if folder.exists():  # created by another process, where the file system has no locks
             return False
         raise
     finally:
@@ -63,7 +63,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock; yields False where there are no locks."""
+    """Hold an exclusive lock; yield False if the file system has no locks."""
     if sys.platform == "win32":
         yield False
         return
@@ -74,7 +74,7 @@ def _locked(path: Path) -> Iterator[bool]:
         try:
             try:
                 fcntl.flock(number, fcntl.LOCK_EX)
-            except OSError:  # a network file system without them
+            except OSError:  # a network file system without locks
                 yield False
                 return
             if not _is_open_at(number, path):

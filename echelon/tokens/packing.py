@@ -1,11 +1,11 @@
-"""Packs: whole documents laid into rows of `context` tokens by first fit.
+"""Packs: whole documents placed into rows of `context` tokens by first fit.
 
-A document of n tokens has n - 1 pairs of a token and the one that follows. One that is too long for
-a row is cut into pieces; no pair is lost or stands twice, and none joins two documents. What a row
-has left is padding: a document of its own, without targets.
+A document of n tokens has n - 1 pairs of a token and its successor. A document that is too long for
+a row is cut into pieces. No pair is lost or duplicated, and none joins two documents. The rest of a
+row is padding: a separate document without targets.
 
-Rejected: first fit among all open rows, which takes longer with every document. Rows beyond the
-last `_NUM_OPEN` are closed, so a row's documents also lie near each other in the files.
+Rejected: first fit among all open rows, which becomes slower with every document. Here, only the
+last `_NUM_OPEN` rows stay open, so a row's documents are also close to each other in the files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUM_OPEN = 512
 
 
 class Packs:
-    """Samples of whole documents. Takes about 4 s and 20 MB per million documents to make.
+    """Samples of whole documents. Creating it takes about 4 s and 20 MB per million documents.
 
     Args:
         shards: the tokens.
@@ -72,14 +72,14 @@ class Packs:
 
 
 def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """Return the row of each piece: the first of the open rows that has room for it.
+    """Return the row of each piece: the first open row that has room for it.
 
     Args:
-        sizes: of the pieces, each 1 to `room`: int64 [num_pieces].
-        room: of a row.
+        sizes: sizes of the pieces, each 1 to `room`: int64 [num_pieces].
+        room: size of a row.
 
     Returns:
-        int64 [num_pieces]: rows from 0 on; each has a piece.
+        int64 [num_pieces]: row numbers from 0; each row has at least one piece.
     """
     rows = np.empty(len(sizes), np.int64)
     left = np.full(_NUM_OPEN, room, np.int64)  # the last of them is always empty
@@ -95,7 +95,7 @@ def first_fit(sizes: NDArray[np.int64], room: int) -> NDArray[np.int64]:
             left[:-1] = left[1:].copy()
             left[-1] = room
             first_open += 1
-    # Behind the others: among them they would close rows that have room.
+    # After the others: among them, they would close rows that have room.
     rows[is_full] = num_rows + np.arange(int(is_full.sum()))
     return rows
 

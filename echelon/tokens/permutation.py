@@ -1,4 +1,4 @@
-"""A random order of n things that needs no memory: thing number i, for any i, in constant time.
+"""A random order of n items without stored state: the i-th item, for any i, in constant time.
 
 A Feistel network over the next power of four, applied again until the result is below n
 ("cycle walking"): Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002. The
@@ -11,17 +11,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 8  # four make a permutation that looks random; small domains need more
+_ROUNDS = 8  # four rounds give a permutation that looks random; small domains need more
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permute(indices: NDArray[np.int64], size: int, key: tuple[int, int, int]) -> NDArray[np.int64]:
-    """Return the place of each index in a random order of `size` things: int64, as `indices`.
+    """Return the place of each index in a random order of `size` items: int64, like `indices`.
 
     Args:
         indices: each in 0 to size - 1.
         size: at least 1, at most 2**62.
-        key: three numbers; each combination gives another order.
+        key: three numbers; each combination gives a different order.
     """
     assert size >= 1
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))

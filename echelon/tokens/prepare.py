@@ -1,4 +1,4 @@
-"""`echelon prepare`: from text to folders of token shards."""
+"""`echelon prepare`: convert text into folders of token shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DRAWS = 1 << 32
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was written: one folder, or one for training and one for validation."""
+    """The written folders: one, or one for training and one for validation."""
 
     folder: Path
     num_documents: int
@@ -43,15 +43,15 @@ def prepare(
     """Tokenize documents and write them into `out`, or into `out/train` and `out/validation`.
 
     Args:
-        out: the folder to make.
-        documents: read one after the other; none is kept.
-        validation: the share of documents to hold out, drawn by their numbers; 0: none.
+        out: the folder to create.
+        documents: read one after another; none is kept in memory.
+        validation: the share of documents to hold out, selected by their numbers; 0: none.
         shard_tokens: tokens per shard.
 
     Raises:
-        ValueError: `out` exists, the share is not in [0, 1), or a part would be without documents.
+        ValueError: `out` exists, the share is not in [0, 1), or a part would have no documents.
         TokenShardsError: there is no document.
-        OSError: reading or writing failed; nothing is left in `out` then.
+        OSError: reading or writing failed; `out` is not created then.
     """
     if not 0 <= validation < 1:
         raise ValueError(f"the share held out is from 0 to below 1, not {validation}")
@@ -118,7 +118,7 @@ def _write_all(
         num_documents = sum(writer.num_documents for writer in writers)
         part = "training" if empty[0] is writers[0] else "validation"
         raise ValueError(
-            f"none of {num_documents} documents fell to {part}: give more documents, or prepare "
+            f"none of {num_documents} documents went to {part}: give more documents, or prepare "
             "the validation text as a folder of its own"
         )
 

@@ -1,4 +1,4 @@
-"""A folder of token shards, read through memory maps: nothing is loaded before it is used."""
+"""A folder of token shards, memory-mapped: nothing is loaded until it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from echelon.errors import TokenShardsError
 from echelon.tokens.index import Index, read_index
 
-_PIECE_BYTES = 1 << 24  # read at once while verifying
+_PIECE_BYTES = 1 << 24  # read at once during verification
 
 
 class TokenShards:
@@ -23,10 +23,11 @@ class TokenShards:
     may read at once.
 
     Args:
-        folder: made by `echelon prepare` or a `ShardWriter`.
+        folder: created by `echelon prepare` or a `ShardWriter`.
 
     Raises:
-        TokenShardsError: the folder is not one, or a file is missing or has another size.
+        TokenShardsError: it is not a folder of token shards, or a file is missing or has another
+            size.
 
     Example:
         >>> shards = TokenShards("web")
@@ -48,10 +49,10 @@ class TokenShards:
         return f"TokenShards({str(self.folder)!r}: {len(self):,} tokens)"
 
     def read(self, first: int, num_tokens: int) -> NDArray[np.int64]:
-        """Return tokens number `first` and after, across shards: int64 [num_tokens].
+        """Return `num_tokens` tokens from number `first` on, across shards: int64 [num_tokens].
 
         Raises:
-            ValueError: there are not that many.
+            ValueError: the folder does not have that many.
             TokenShardsError: a token is not in the vocabulary: the file is damaged.
         """
         if first < 0 or num_tokens < 0 or first + num_tokens > len(self):
@@ -111,7 +112,7 @@ class TokenShards:
                     raise TokenShardsError(f"{path} differs from what was written", path=path)
 
     def _ends_between(self, first: int, end: int) -> NDArray[np.int64]:
-        """Return the positions after `first` and before `end` where another document begins."""
+        """Return the positions after `first` and before `end` at which another document begins."""
         found = [np.empty(0, np.int64)]
         number = int(np.searchsorted(self._firsts, first, side="right")) - 1
         while number < len(self.index.shards) and self._firsts[number] < end:

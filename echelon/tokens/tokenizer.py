@@ -1,4 +1,4 @@
-"""Tokenizers by name: bytes, and those of `tiktoken` and `tokenizers` where they are installed."""
+"""Tokenizers by name: bytes, and those of `tiktoken` and `tokenizers` if they are installed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NUM_BYTES = 256
-_NAMES = "bytes, tiktoken:ENCODING (as tiktoken:gpt2) or tokenizers:FILE (a tokenizer.json)"
+_NAMES = "bytes, tiktoken:ENCODING (such as tiktoken:gpt2) or tokenizers:FILE (a tokenizer.json)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """A way from text to tokens.
+    """Converts text to tokens and back.
 
     Attributes:
-        name: what `make_tokenizer` was given.
+        name: the name passed to `make_tokenizer`.
         vocabulary_size: every token is below it.
         end_of_document: the token after each document.
-        encode: returns a text's tokens. Text that spells a special token is text.
+        encode: returns a text's tokens. Text that spells a special token is treated as text.
         decode: returns the text of tokens; ends of documents are left out, and bytes that are not
             UTF-8 are replaced.
     """
@@ -67,7 +67,7 @@ def _tiktoken(name: str, encoding_name: str) -> Tokenizer:
     tiktoken = _package("tiktoken")
     try:
         encoding = tiktoken.get_encoding(encoding_name)
-    except Exception as error:  # it fetches its tables: whatever the network raises
+    except Exception as error:  # fetching its tables may raise any network error
         raise ValueError(f"tiktoken cannot make {encoding_name!r}: {_first_line(error)}") from error
     return Tokenizer(
         name=name,

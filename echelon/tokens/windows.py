@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from echelon.tokens.shards import TokenShards
 
-NOT_COUNTED = -100  # the target that torch's cross_entropy leaves out
+NOT_COUNTED = -100  # the target that torch's cross_entropy ignores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Row:
 
 
 class Windows:
-    """Samples of `context` tokens and the one after, one behind the other; the rest is left out.
+    """Consecutive samples of `context` tokens and one more; the rest of the shards is left out.
 
     Args:
         shards: the tokens.

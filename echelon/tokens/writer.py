@@ -1,4 +1,4 @@
-"""Writes a folder of token shards, which appears under its name only when it is complete."""
+"""Writer of token shards, whose folder appears under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _OpenFile:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close without keeping what is written; the folder is about to be removed."""
+        """Close the file without keeping its content; the folder is about to be removed."""
         try:
             self._file.close()
         except OSError:  # a full disk refuses the last buffer once more
@@ -54,14 +54,14 @@ class _OpenFile:
 
 
 class ShardWriter:
-    """Writes documents one after the other.
+    """Writes documents one after another.
 
-    Used in a `with` block: the folder is complete and has its name after the block, and does not
-    exist if the block raised. Not thread-safe.
+    Use it in a `with` block: after the block, the folder is complete under its name; if the block
+    raised, it does not exist. Not thread-safe.
 
     Args:
-        folder: the folder to make; its parent exists, and it does not.
-        vocabulary_size: every token is below it; it decides between uint8, uint16 and uint32.
+        folder: the folder to create; its parent must exist, and the folder must not.
+        vocabulary_size: every token is below it; it selects uint8, uint16 or uint32.
         tokenizer: the tokenizer's name, for readers.
         end_of_document: the token to put after each document; None: none.
         shard_tokens: tokens per shard; the last one has fewer.
@@ -108,19 +108,19 @@ class ShardWriter:
         self._dtype = next(d for d, size in DTYPES.items() if vocabulary_size <= 1 << 8 * size)
         self._shards: list[ShardEntry] = []
         self._num_tokens = 0
-        self._document_tokens = 0  # of the document that is being added
+        self._document_tokens = 0  # of the document being added
         self._open: tuple[_OpenFile, _OpenFile] | None = None
         self._hidden = folder.with_name(f".{folder.name}-{uuid4().hex[:16]}.tmp")
         self._hidden.mkdir()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far, ends of documents included."""
+        """Number of tokens written so far, including ends of documents."""
         return self._num_tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents that have ended."""
+        """Number of documents that have ended."""
         open_ones = self._open[1].num_items if self._open else 0
         return sum(shard.num_documents for shard in self._shards) + open_ones
 
@@ -129,7 +129,7 @@ class ShardWriter:
 
         Raises:
             ValueError: a token is negative or not below the vocabulary's size.
-            OSError: the disk is full, or broken.
+            OSError: writing failed, for example because the disk is full.
         """
         wide = np.asarray(tokens)
         if not wide.size:
@@ -144,10 +144,10 @@ class ShardWriter:
         self._append(wide.astype(np.dtype(self._dtype).newbyteorder("<")))
 
     def end_document(self) -> None:
-        """End the current document; one without a token leaves no trace.
+        """End the current document; an empty one is dropped.
 
         Raises:
-            OSError: the disk is full, or broken.
+            OSError: writing failed, for example because the disk is full.
         """
         if not self._document_tokens:
             return
@@ -167,11 +167,12 @@ class ShardWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Complete the folder, or remove what there is of it.
+        """Complete the folder, or remove the incomplete one.
 
         Raises:
-            TokenShardsError: there was no token, or the folder was made by another in between.
-            OSError: the disk is full, or broken.
+            TokenShardsError: there was no token, or another process created the folder in the
+                meantime.
+            OSError: writing failed, for example because the disk is full.
         """
         try:
             if error is None:
@@ -242,7 +243,8 @@ class ShardWriter:
             if not self._folder.exists():
                 raise
             raise TokenShardsError(
-                f"{self._folder} was made by another while this one was written", path=self._folder
+                f"{self._folder} was created by another process while this one wrote it",
+                path=self._folder,
             ) from error
         _flush_folder(self._folder.parent)
 
