@@ -3,9 +3,9 @@
     echelon run --nproc-per-node 4 --stall-timeout 5 --on-stall stop \
         examples/break_it.py --fault slow-data --rank 2
 
-A minute later you have a verdict to read: which rank, why, and at which line. Each fault is one
-short class that overrides one method of the training loop (`gpt/training/loop.py`), and the line
-that goes wrong is a line of its own, so that the verdict can name it. Without --fault it succeeds.
+A minute later, there is a verdict to read: which rank, why, and at which line. Each fault is one
+short class that overrides one method of the training loop (`gpt/training/loop.py`), and the faulty
+call is on a line of its own, so that the verdict can name it. Without --fault, the run succeeds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch import Tensor
 import echelon.dist as dist
 
 TINY = GPTConfig(layers=2, width=64, heads=2, context=64)
-BATCH = 16  # sequences over all ranks
-BUCKET_BYTES = 128 * 1024  # makes five buckets, neighbours of different sizes
+BATCH = 16  # number of sequences over all ranks
+BUCKET_BYTES = 128 * 1024  # gives five buckets, with neighbours of different sizes
 TEXT_BYTES = 2 << 20  # enough to break things
 
 
 class FaultyTrainer(Trainer):
-    """A trainer that does one thing wrong, once, when `at_step` steps are finished."""
+    """A trainer that does one thing wrong, once, after `at_step` steps."""
 
     at_step = 0
 
@@ -46,10 +46,10 @@ class FaultyTrainer(Trainer):
 
 
 class Kill(FaultyTrainer):
-    """Die between forward and backward, as if the kernel had chosen this process."""
+    """Dies between forward and backward, as if the kernel had killed this process."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Compute the loss, unless it is time to die."""
+        """Compute the loss, or die at the chosen step."""
         loss = super().compute_loss(batch)
         if self.is_due():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -57,28 +57,28 @@ class Kill(FaultyTrainer):
 
 
 class Raise(FaultyTrainer):
-    """Meet a corrupt batch, and raise an exception that is not caught."""
+    """Raises an uncaught exception for a corrupt batch."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Compute the loss of targets that have been checked."""
+        """Compute the loss after checking the targets."""
         if self.is_due():
-            # a reader took the wrong byte of each pair
+            # a reader that took the wrong byte of each pair
             batch = batch._replace(targets=batch.targets + 256)
         self.check(batch.targets)
         return super().compute_loss(batch)
 
     def check(self, targets: Tensor) -> None:
-        """Refuse what is not a byte."""
+        """Refuse a target that is not a byte."""
         largest = int(targets.max())
         if largest > 255:
             raise ValueError(f"step {self.step}: target {largest} is outside the vocabulary of 256")
 
 
 class Hang(FaultyTrainer):
-    """Wait in ordinary code for something that never comes."""
+    """Waits in ordinary code for something that never happens."""
 
     def compute_loss(self, batch: Batch) -> Tensor:
-        """Compute the loss, once the tokenizer is ready."""
+        """Compute the loss once the tokenizer is ready."""
         if self.is_due():
             wait_for_tokenizer()
         return super().compute_loss(batch)
@@ -92,7 +92,7 @@ def wait_for_tokenizer() -> None:
 
 
 class StarveOfData(FaultyTrainer):
-    """Wait for a batch from a loader thread that got stuck; the loop's `data_wait` span is open."""
+    """Waits for a batch from a stuck loader thread, with the loop's `data_wait` span open."""
 
     def fetch_batch(self) -> Batch:
         """Get the batch from the source, or from the loader that never delivers."""
@@ -103,24 +103,24 @@ class StarveOfData(FaultyTrainer):
     def next_from_loader(self) -> Batch:
         """Start a loader thread and take its first batch."""
         batches: queue.Queue[Batch] = queue.Queue()
-        mount_is_back = threading.Event()  # never: think of a network file system that hangs
+        mount_is_back = threading.Event()  # never set: imagine a network file system that hangs
         loader = threading.Thread(target=mount_is_back.wait, name="loader", daemon=True)
         loader.start()
         return batches.get()
 
 
 class SkipBucket(FaultyTrainer):
-    """Leave out one all_reduce, because this rank has nothing to contribute to it."""
+    """Leaves out one all_reduce, as if this rank had nothing to contribute to it."""
 
     def average_bucket(self, flat: Tensor) -> None:
-        """Average the bucket, but not one that "had no gradient" here."""
+        """Average the bucket, unless it "had no gradient" on this rank."""
         if self.is_due() and flat is self.buckets.flats[-1]:
             return
         super().average_bucket(flat)
 
 
 class WrongShape(FaultyTrainer):
-    """Average a bucket without its last element, as an off-by-one in a slice would."""
+    """Averages a bucket without its last element, like an off-by-one error in a slice."""
 
     def average_bucket(self, flat: Tensor) -> None:
         """Average the bucket, or most of it."""
@@ -131,10 +131,10 @@ class WrongShape(FaultyTrainer):
 
 
 class WrongType(FaultyTrainer):
-    """Average a bucket in float64, where the others send float32."""
+    """Averages a bucket in float64 while the others send float32."""
 
     def average_bucket(self, flat: Tensor) -> None:
-        """Average the bucket, or a copy of another type."""
+        """Average the bucket, or a copy with another dtype."""
         if self.is_due():
             self.world.all_reduce(flat.to(torch.float64), op="avg")
         else:
@@ -142,7 +142,7 @@ class WrongType(FaultyTrainer):
 
 
 class WrongOperation(FaultyTrainer):
-    """Call another collective than the others do."""
+    """Calls a different collective from the others."""
 
     def average_bucket(self, flat: Tensor) -> None:
         """Average the bucket, or take rank 0's."""
@@ -165,23 +165,23 @@ FAULTS: dict[str, type[FaultyTrainer]] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the argument parser."""
     parser = OneLineParser(
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--fault", choices=("none", *FAULTS), default="none")
     parser.add_argument("--rank", type=whole_number(0), default=1, help="the rank that fails")
-    parser.add_argument("--at-step", type=whole_number(0), default=10, help="steps that go well")
+    parser.add_argument("--at-step", type=whole_number(0), default=10, help="steps before it")
     parser.add_argument("--steps", type=whole_number(1), default=200)
     return parser
 
 
 def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Trainer:
-    """Join the other ranks; the chosen one gets the trainer with the fault.
+    """Join the other ranks; the chosen rank gets the trainer with the fault.
 
     Raises:
-        ValueError: there is no such rank, or the step never comes.
+        ValueError: there is no such rank, or the step is never reached.
     """
     world = dist.init()
     breaks = options.fault != "none"
@@ -198,7 +198,7 @@ def build_trainer(options: argparse.Namespace, settings: TrainingSettings) -> Tr
 
 
 def build_report(trainer: Trainer) -> Report:
-    """Let rank 0 report."""
+    """Create the report, for which rank 0 prints."""
     settings = trainer.settings
     scale = Scale(
         num_steps=settings.steps,
@@ -209,7 +209,7 @@ def build_report(trainer: Trainer) -> Report:
 
 
 def main() -> None:
-    """Train to the end, or to the fault."""
+    """Train to the end, or until the fault."""
     parser = build_parser()
     options = parser.parse_args()
     settings = TrainingSettings(

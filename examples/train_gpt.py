@@ -7,13 +7,13 @@
     echelon run --nproc-per-node 4 --max-restarts 9 examples/train_gpt.py \
         --config run.toml --checkpoint gpt --checkpoint-every 100 --resume auto
 
-By default it reads the source text of the Python that runs it: on every machine, tens of megabytes,
-nothing to download. It ends with the validation loss, the loss of a bigram model of the same split
-(which a model that does not attend cannot beat), and a sample of what it has learnt to write.
-A checkpoint of any number of ranks is resumed by any other, sharded or not.
+By default, it reads the source code of the Python that runs it, which every machine has: tens of
+megabytes, and nothing to download. It ends with the validation loss, the loss of a bigram model on
+the same split (which a model without attention cannot beat), and a sample of what it has learned to
+write. A checkpoint from any number of ranks can be resumed by any other number, sharded or not.
 
-The parts are in `gpt/`, one noun per file; start with `gpt/training/loop.py`, and `gpt/settings.py`
-for all that can be set.
+The parts are in `gpt/`, one noun per file; start with `gpt/training/loop.py`, and see
+`gpt/settings.py` for all settings.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 PROMPT = b"def "
 SAMPLE_TOKENS = {"byte": 400, "character": 400, "word": 100, "token": 100}
-BIGRAM_TOKENS = 8 << 20  # enough of the text to count pairs in
+BIGRAM_TOKENS = 8 << 20  # enough text to count pairs in
 STOPPED = 143  # the exit code of a run that SIGTERM ended: 128 + 15
 
 
 def build_report(job: Job, trainer: Trainer) -> Report:
-    """Let rank 0 report. Collective."""
+    """Create the report, for which rank 0 prints. Collective."""
     dtype = job.training.half or torch.float32
     machine, world = job.settings.machine, trainer.world
     peak = find_peak(machine.peak_tflops, world, trainer.device, dtype)
@@ -66,13 +66,13 @@ def build_report(job: Job, trainer: Trainer) -> Report:
     )
     log = job.settings.report.log
     if world.rank == 0 and log:
-        with contextlib.suppress(OSError):  # a full disk does not end a run: the log says so
+        with contextlib.suppress(OSError):  # a full disk does not end a run, but the log reports it
             Path(log + ".toml").write_text(to_toml(job.settings), encoding="utf-8")
     return Report(scale, first_step=trainer.step, log=log, world=world, device=trainer.device)
 
 
 def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] | None) -> None:
-    """Report what is trained on what, and what else was set in a run that continues."""
+    """Report what is trained on what, and which settings changed in a run that continues."""
     config, corpus, unit = job.config, job.corpus, job.corpus.vocabulary.unit
     half = {torch.float16: "fp16 over fp32", torch.bfloat16: "bf16 over fp32"}
     report.say(
@@ -102,10 +102,10 @@ def introduce(job: Job, trainer: Trainer, report: Report, saved: dict[str, Any] 
 
 
 def train(job: Job, trainer: Trainer, report: Report) -> float | None:
-    """Train to the last step and return the validation loss; None if SIGTERM ended it before.
+    """Train to the last step and return the validation loss; None if SIGTERM ended training early.
 
     Raises:
-        CheckpointError: the last checkpoint could not be saved, or another job has the folder.
+        CheckpointError: the last checkpoint could not be saved, or another job uses the folder.
     """
     settings, num_steps = job.settings, job.settings.training.steps
     windows = validation_windows(
@@ -119,7 +119,7 @@ def train(job: Job, trainer: Trainer, report: Report) -> float | None:
         is_last, loss = trainer.step == num_steps, None
         if not is_last and trainer.step % settings.report.eval_every == 0:
             loss = validate(trainer, windows, report)
-        # without a folder for checkpoints SIGTERM ends the ranks at once
+        # without a checkpoint folder, SIGTERM ends the ranks at once
         is_stopped = saves is not None and not is_last and dist.should_stop()
         if saves is not None and not is_last:
             saves.save(loss, is_last=is_stopped)
@@ -133,7 +133,7 @@ def train(job: Job, trainer: Trainer, report: Report) -> float | None:
 
 
 class Saves:
-    """Saves a run's checkpoints when they are due, all but the last one during training."""
+    """Saves a run's checkpoints when they are due, during training all but the last one."""
 
     def __init__(self, job: Job, trainer: Trainer, report: Report) -> None:
         settings = job.settings.checkpoint
@@ -152,7 +152,7 @@ class Saves:
         """Save a checkpoint if one is due, with its validation loss. Collective.
 
         Raises:
-            CheckpointError: the last one is not saved, or another job has the folder.
+            CheckpointError: the last one was not saved, or another job uses the folder.
         """
         step = self.trainer.step
         is_due = self.schedule is not None and self.schedule.due(step)
@@ -176,7 +176,7 @@ def validate(trainer: Trainer, windows: object, report: Report, *, is_told: bool
 
 
 def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: float) -> None:
-    """Print what the run came to. Nothing here needs the other ranks."""
+    """Print the results of the run. Needs no other ranks."""
     corpus, seed = job.corpus, job.training.seed
     unit, size = corpus.vocabulary.unit, corpus.vocabulary.size
     if report.progress.num_steps_seen:
@@ -186,18 +186,17 @@ def conclude(job: Job, model: torch.nn.Module, report: Report, validation_loss: 
         tokens_in_pieces(part, at_most=BIGRAM_TOKENS) for part in (corpus.train, corpus.validation)
     )
     bigram = bigram_loss(train, validation, size)
-    report.say(f"bigram loss     {bigram:.4f} nats a {unit}, same split: what needs no attention")
+    report.say(f"bigram loss     {bigram:.4f} nats a {unit}, same split: needs no attention")
     sample = generate(model, corpus.vocabulary, PROMPT, num_tokens=SAMPLE_TOKENS[unit], seed=seed)
     report.say(f"sample:\n{sample}")
 
 
 def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
-    """Continue from the checkpoint that was passed to the run, if there is one; return it.
-    Collective.
+    """Continue from the checkpoint passed to the run, if there is one; return it. Collective.
 
     Raises:
-        CheckpointError: it is damaged, or of another run.
-        ValueError: it is one of other data, or does not fit.
+        CheckpointError: it is damaged, or belongs to another run.
+        ValueError: it belongs to other data, or does not fit.
     """
     checkpoint = job.settings.checkpoint
     path = checkpoint.path if checkpoint.resume == AUTO else checkpoint.resume
@@ -216,16 +215,16 @@ def resume(job: Job, trainer: Trainer) -> dict[str, Any] | None:
         raise CheckpointError(problem, path=path)
     if not is_found:
         return None
-    state = trainer.resume(path)  # the folder, so that an older one is taken if the newest is torn
+    state = trainer.resume(path)  # the folder, so that an older one is used if the newest is torn
     job.require_same_run(path, state)
     return state
 
 
 def is_any(path: str) -> bool:
-    """Return whether there is a checkpoint, be it damaged: then a run does not begin again."""
+    """Return whether there is a checkpoint, even a damaged one: then a run does not start over."""
     try:
         peek(path)
-    except (DamagedError, OSError):  # what cannot be read may be there
+    except (DamagedError, OSError):  # an unreadable checkpoint may exist
         return True
     except CheckpointError:
         return False
@@ -233,10 +232,10 @@ def is_any(path: str) -> bool:
 
 
 def begin(job: Job, world: ProcessGroup) -> tuple[Trainer, dict[str, Any] | None]:
-    """Make this rank's trainer; return it and the checkpoint that it continues from. Collective.
+    """Create this rank's trainer; return it and the checkpoint that it continues from. Collective.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or is of another run.
+        CheckpointError: the checkpoint cannot be read, or belongs to another run.
         ValueError: the settings, the ranks, the data and the checkpoint do not fit each other.
     """
     reason = unfit(job.training, world.size)
@@ -251,7 +250,7 @@ def run(job: Job, trainer: Trainer, saved: dict[str, Any] | None) -> int:
     """Train on this rank, report if this is rank 0, and return the exit code.
 
     Raises:
-        CheckpointError: the last checkpoint cannot be saved, or another job has the folder.
+        CheckpointError: the last checkpoint cannot be saved, or another job uses the folder.
     """
     report = build_report(job, trainer)
     introduce(job, trainer, report, saved)
@@ -278,7 +277,7 @@ def run(job: Job, trainer: Trainer, saved: dict[str, Any] | None) -> int:
 
 def main() -> None:
     """Read the command line, join the other ranks and train."""
-    sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
+    sys.stdout.reconfigure(errors="replace")  # a sample may contain what a terminal cannot show
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     parser = build_parser(__doc__.partition("\n")[0])
     try:
@@ -292,7 +291,7 @@ def main() -> None:
         trainer, saved = begin(job, dist.init(job.settings.machine.backend))
     except (ValueError, CheckpointError) as error:
         parser.error(str(error))
-    except OSError as error:  # a file system or a store that may be back later
+    except OSError as error:  # a file system or a store that may be available again later
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     try:
         code = run(job, trainer, saved)

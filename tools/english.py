@@ -4,9 +4,9 @@
     python tools/english.py --sample 7    # draws 100 docstrings and 60 messages with that seed
 
 Searched are the comments, docstrings and messages of Python files, C files as a whole, and Markdown
-outside code blocks. A pattern is here only if it is nearly always wrong: the list finds habits, and
-a reader finds the rest. Where a hit is right, put `english: ok` on its line (in Markdown within
-`<!-- -->`), or the phrase into `ALLOWED`.
+outside code blocks. A pattern is listed only if it is nearly always wrong; a reader has to find the
+rest. If a hit is correct, put `english: ok` on its line (in Markdown within `<!-- -->`), or the
+phrase into `ALLOWED`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SEARCHED = ("echelon", "examples", "tools", "docs", "*.md", "setup.py")
 # Tables that scripts write, and pages of results that keep the words of their day.
 RESULTS = ("docs/benchmarks/",)
-# Not rewritten yet: a path leaves this list once its texts are.
+# Not rewritten yet: a path leaves this list once its texts are rewritten.
 NOT_YET = (
     "CHANGELOG.md",
     "docs/attach.md",
@@ -83,7 +83,7 @@ _COMPILED = {re.compile(pattern): instead for pattern, instead in HABITS.items()
 
 
 def hits(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the habits of one file: line number, what was found, what to write instead."""
+    """Yield the habits found in a file: line number, what was found, what to write instead."""
     if not any(pattern.search(line) for pattern in _COMPILED for line in text.splitlines()):
         return  # most files: the tokens are not needed
     for number, line in prose(path, text):
@@ -95,7 +95,7 @@ def hits(path: Path, text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def prose(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a file that people read."""
+    """Yield the numbered lines of a file that contain prose."""
     if path.suffix == ".py":
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT or tokenize.tok_name[token.type].endswith(
@@ -134,7 +134,7 @@ def check() -> int:
 
 
 def sample(seed: int, num_docstrings: int = 100, num_messages: int = 60) -> Iterator[str]:
-    """Draw docstrings and messages of the package, to be judged by a reader."""
+    """Draw docstrings and messages of the package for a reader to judge."""
     docstrings, messages = [], []
     for path in (one for one in searched() if one.parts[0] == "echelon" and one.suffix == ".py"):
         tree = ast.parse((ROOT / path).read_text())

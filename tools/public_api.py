@@ -3,8 +3,8 @@
     python tools/public_api.py             # prints it
     python tools/public_api.py --write     # writes tests/data/public_api.txt, which a test compares
 
-A module's public names are its `__all__`; a module that has none lists what it defines without an
-underscore. Of a class the list has what echelon defines: its constructor, methods and properties,
+A module's public names are its `__all__`, or without one, the names that it defines without an
+underscore. For a class, the list has what echelon defines: its constructor, methods and properties,
 the members of an enum and the fields of a data class.
 """
 
@@ -79,7 +79,7 @@ def _described(path: str, value: Any) -> Iterator[str]:
 
 
 def _members(kind: type) -> dict[str, Any]:
-    """Return the public attributes that echelon's own classes of the hierarchy define."""
+    """Return the public attributes defined by echelon's own classes of the hierarchy."""
     own = [base for base in reversed(kind.__mro__) if base.__module__.startswith("echelon")]
     found: dict[str, Any] = {}
     for base in own:
@@ -104,7 +104,7 @@ def _member(path: str, member: Any) -> Iterator[str]:
 
 
 class _Unquoted(str):
-    """An annotation as it is written: the texts that postponed annotations are, without quotes."""
+    """An annotation without quotes, as postponed evaluation leaves it."""
 
     __slots__ = ()
 
@@ -133,7 +133,7 @@ def _home(value: Any) -> str | None:
 
 
 def main() -> None:
-    """Print the surface, or write it where the test reads it."""
+    """Print the surface, or write it to the file that the test reads."""
     parser = argparse.ArgumentParser(description="List every public name with its signature.")
     parser.add_argument("--write", action="store_true", help=f"write {LISTED.name}")
     if parser.parse_args().write:

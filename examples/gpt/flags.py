@@ -1,4 +1,4 @@
-"""The command line: a flag for what is changed often, `--set` for everything else.
+"""The command line: a flag for frequently changed settings, `--set` for everything else.
 
 A flag's destination is the dotted name of a setting, so a new setting needs no flag.
 """
@@ -18,7 +18,7 @@ NOT_SETTINGS = ("preset", "config", "set")
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the argument parser."""
     parser = OneLineParser(description=description, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="small", help="defaults (default: small)")
@@ -56,7 +56,7 @@ def add_model(group: argparse._ArgumentGroup) -> None:
         dest="model.vocabulary",
         type=at_least_1,
         metavar="N",
-        help="of a text: 256: bytes; fewer: characters; more: words",
+        help="vocabulary of a text: 256: bytes; fewer: characters; more: words",
     )
     group.add_argument(
         "--init-from",
@@ -108,7 +108,7 @@ def add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def add_machine(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of where and how the ranks compute."""
+    """Add the flags for where and how the ranks compute."""
     at_least_1 = whole_number(1)
     add = group.add_argument
     add("--shard", dest="machine.shard", action="store_true", help="divide the model among ranks")
@@ -124,7 +124,7 @@ def add_machine(group: argparse._ArgumentGroup) -> None:
         dest="machine.pipeline",
         type=at_least_1,
         metavar="STAGES",
-        help="divide the model into stages, one after the other; the number of ranks divides by it",
+        help="divide the model into consecutive stages; the number of ranks divides by it",
     )
     add(
         "--microbatches",
@@ -163,7 +163,7 @@ def add_machine(group: argparse._ArgumentGroup) -> None:
 
 
 def add_files(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of what is read and written."""
+    """Add the flags for input and output files."""
     at_least_1 = whole_number(1)
     add = group.add_argument
     add(
@@ -226,10 +226,10 @@ def add_files(group: argparse._ArgumentGroup) -> None:
 def read_settings(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> Settings:
-    """Read the command line and the file that it names.
+    """Read the command line and the config file that it names.
 
     Raises:
-        ValueError: there is no such setting, or a value is not one of it.
+        ValueError: a setting does not exist, or a value is invalid.
         OSError: the file cannot be read.
     """
     options = vars(parser.parse_args(arguments))

@@ -1,4 +1,4 @@
-"""A run as it was asked for: all that can be known, read and checked before the ranks meet."""
+"""A run as requested: everything that can be read and checked before the ranks meet."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gpt.training.settings import TrainingSettings
 if TYPE_CHECKING:
     from echelon.dist.group import ProcessGroup
 
-ROUNDED_FROM = 1024  # a vocabulary that large is rounded up: matrix products like multiples of 64
+ROUNDED_FROM = 1024  # larger vocabularies are rounded up: multiples of 64 are faster
 MULTIPLE = 64
 AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained on what, and how."""
+    """What is trained, on which data, and how."""
 
     settings: Settings
     config: GPTConfig | ModelConfig
@@ -39,31 +39,31 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint and the run that resumes it must have in common.
+        """Properties that a checkpoint and the run that resumes it must share.
 
-        It fixes the weights' shapes and the order of the data. Neither the number of ranks nor the
-        size of the batch is in it; the position in the data knows its tokens by itself.
+        They determine the weights' shapes and the order of the data. The number of ranks and the
+        batch size are not among them; the position in the data identifies its tokens by itself.
         """
         return {**asdict(self.config), "seed": self.training.seed}
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What a checkpoint holds beside what changes in training."""
+        """The parts of a checkpoint that training does not change."""
         extras = {"identity": self.identity, "settings": to_dict(self.settings)}
-        if isinstance(self.config, ModelConfig):  # what `echelon.train.models export` asks for
+        if isinstance(self.config, ModelConfig):  # required by `echelon.train.models export`
             extras["model_config"] = self.config.to_dict()
         return extras
 
     def require_same_run(self, path: str, saved: dict[str, Any]) -> None:
-        """Check that a checkpoint comes from a run that this one can continue with.
+        """Check that this run can continue from a checkpoint.
 
         Args:
             path: of the checkpoint, for the message.
             saved: its plain values.
 
         Raises:
-            CheckpointError: it does not; the message lists every difference.
-            ValueError: its position is one in other data.
+            CheckpointError: it cannot; the message lists every difference.
+            ValueError: the checkpoint's position belongs to other data.
         """
         before = saved.get("identity", {})
         different = [
@@ -96,29 +96,29 @@ class Job:
         """Check that all hosts read the same tokens. Collective.
 
         Raises:
-            ValueError: they do not; names the ranks that differ from rank 0.
+            ValueError: they do not; the message names the ranks that differ from rank 0.
         """
         found = world.all_gather_object(self.corpus.fingerprint)
         different = [rank for rank, numbers in enumerate(found) if numbers != found[0]]
         if different:
             ranks = ", ".join(map(str, different))
             raise ValueError(
-                f"{self.corpus.name}: ranks {ranks} read other tokens than rank 0: "
+                f"{self.corpus.name}: ranks {ranks} read different tokens from rank 0: "
                 "give all hosts the same files"
             )
 
 
 def prepare(settings: Settings) -> Job:
-    """Read and check all that the settings name, so that mistakes end the job before it starts.
+    """Read and check everything that the settings name, so that mistakes surface before the start.
 
     Raises:
         ValueError: the settings contradict each other or the text.
         OSError: a file cannot be read.
-        CheckpointError: the checkpoint is not one of this run.
-        TokenShardsError: a folder is not one of token shards.
+        CheckpointError: the checkpoint belongs to a different run.
+        TokenShardsError: a folder does not contain token shards.
     """
     require_consistent(settings)
-    make_config(settings)  # what is wrong with the sizes is found before a text is prepared
+    make_config(settings)  # detects wrong sizes before a text is prepared
     corpus = load_corpus(settings.data.sources, vocabulary=settings.model.vocabulary)
     config = make_config(settings, corpus.vocabulary.size)
     training = training_settings(settings)
@@ -134,7 +134,7 @@ def prepare(settings: Settings) -> Job:
 
 
 def require_consistent(settings: Settings) -> None:
-    """Check what needs no file.
+    """Check the settings that need no file.
 
     Raises:
         ValueError: settings contradict each other, or a folder to write into does not exist.
@@ -148,7 +148,7 @@ def require_consistent(settings: Settings) -> None:
         if value and not checkpoint.path:
             raise ValueError(f"{flag} needs --checkpoint FOLDER")
     for path in filter(None, (checkpoint.path, checkpoint.export_hf, settings.report.log)):
-        if "://" not in path:  # an object store makes its folders
+        if "://" not in path:  # an object store creates its folders itself
             require_folder_of(Path(path))
     if machine.microbatches and machine.microbatches > 1 and machine.pipeline == 1:
         raise ValueError("--microbatches needs --pipeline")
@@ -167,10 +167,10 @@ def require_consistent(settings: Settings) -> None:
 
 
 def require_composed(settings: Settings) -> None:
-    """Check that ways to divide the work go together.
+    """Check that the ways of dividing the work can be combined.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they cannot.
     """
     training, machine = settings.training, settings.machine
     for one, other, is_asked in (
@@ -193,10 +193,10 @@ def require_composed(settings: Settings) -> None:
 
 
 def require_folder_of(path: Path) -> None:
-    """Check that something can be made at `path`, rather than find out after hours of training.
+    """Check that `path` can be created, rather than find out after hours of training.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: its folder does not exist.
     """
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: no such folder")
@@ -206,10 +206,10 @@ def make_config(settings: Settings, known: int = 1) -> GPTConfig | ModelConfig:
     """Return the model's sizes.
 
     Args:
-        known: the tokens that the data has.
+        known: number of tokens in the data's vocabulary.
 
     Raises:
-        ValueError: no model can have them.
+        ValueError: no model can have these sizes.
     """
     model = settings.model
     if model.init_from is not None:
@@ -235,11 +235,11 @@ def make_config(settings: Settings, known: int = 1) -> GPTConfig | ModelConfig:
 
 
 def read_sizes(folder: str, context: int, known: int) -> ModelConfig:
-    """Return the sizes of a Hugging Face model; a shorter context, where its weights allow one.
+    """Return the sizes of a Hugging Face model, with a shorter context if its weights allow one.
 
     Raises:
-        ValueError: the data has other tokens than the model.
-        CheckpointError: there is no model that can be read.
+        ValueError: the data has a different vocabulary from the model.
+        CheckpointError: there is no readable model.
     """
     config = read_config(folder)
     if config.vocabulary < known:
@@ -250,10 +250,10 @@ def read_sizes(folder: str, context: int, known: int) -> ModelConfig:
 
 
 def training_settings(settings: Settings) -> TrainingSettings:
-    """Return what a trainer is told.
+    """Return the trainer's settings.
 
     Raises:
-        ValueError: there is no such way to checkpoint activations.
+        ValueError: the mode of activation checkpointing is unknown.
     """
     training, machine = settings.training, settings.machine
     mode, every = read_activations(machine.checkpoint_activations)
@@ -289,7 +289,7 @@ def training_settings(settings: Settings) -> TrainingSettings:
 
 
 def read_activations(text: str) -> tuple[str, int]:
-    """Return the mode and the interval of `full`, `every=N`, `selective` or `none`.
+    """Parse `full`, `every=N`, `selective` or `none` into a mode and an interval.
 
     Raises:
         ValueError: it is none of them.
@@ -303,7 +303,7 @@ def read_activations(text: str) -> tuple[str, int]:
 
 
 def unfit(training: TrainingSettings, world_size: int) -> str | None:
-    """Return why these settings are not for so many ranks, None if they are."""
+    """Return why these settings do not suit so many ranks, or None if they do."""
     parts = training.num_parts
     for flag, size in (("--pipeline", training.pipeline), ("--tp", training.tp)):
         if world_size % size:

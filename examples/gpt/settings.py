@@ -1,7 +1,7 @@
-"""Everything that a run can be told, in one typed configuration: defaults < preset < file < flags.
+"""All settings of a run in one typed configuration: defaults < preset < file < flags.
 
-`--config run.toml` reads it, `--set training.lr=3e-4` overrides one value, and the configuration
-that results is written beside the log and into each checkpoint.
+`--config run.toml` reads a file, `--set training.lr=3e-4` overrides one value, and the resulting
+configuration is written beside the log and into each checkpoint.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 
 def whole(default: int, least: int = 1) -> Any:
-    """Return a field for whole numbers from `least` up."""
+    """Return a field for integers from `least` up."""
     return field(default=default, metadata={"least": least})
 
 
 def maybe(least: int = 1) -> Any:
-    """Return a field for whole numbers from `least` up, which may be left out."""
+    """Return an optional field for integers from `least` up."""
     return field(default=None, metadata={"least": least})
 
 
@@ -27,7 +27,7 @@ def positive(default: float | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained."""
+    """The model to train."""
 
     kind: Literal["gpt", "gpt2", "llama"] = "gpt"  # the example's own, or of echelon.train.models
     layers: int = whole(4)
@@ -41,7 +41,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What it is trained on."""
+    """The data to train on."""
 
     sources: tuple[str, ...] = ()  # PATH or PATH:WEIGHT
     workers: int = whole(1)  # threads that read ahead
@@ -51,7 +51,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How it is trained."""
+    """The training itself."""
 
     steps: int = whole(1200)
     batch: int = whole(16)
@@ -69,7 +69,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where it is trained, and how the ranks divide the work."""
+    """The machine, and how the ranks divide the work."""
 
     shard: bool = False
     tp: int = whole(1)
@@ -85,21 +85,21 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When it is saved, which are kept, and from where it continues."""
+    """When to save checkpoints, which to keep, and from which to continue."""
 
     path: str | None = None  # a folder that gets one for each step
     every: int | None = maybe()  # steps
     every_s: float | None = positive(None)
     keep: int = whole(2)
-    keep_every: int | None = maybe()  # also those whose step is a multiple of it
-    best: bool = False  # also the one with the lowest validation loss
+    keep_every: int | None = maybe()  # also keeps those whose step is a multiple of it
+    best: bool = False  # also keeps the one with the lowest validation loss
     resume: str | None = None  # a checkpoint, or "auto"
     export_hf: str | None = None  # a folder for the trained model, as transformers reads it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is reported."""
+    """What to report."""
 
     log: str | None = None
     eval_every: int = whole(400)

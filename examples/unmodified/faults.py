@@ -1,8 +1,8 @@
-"""Faults to switch on in the examples beside this file: `--fault NAME --rank R --step S`.
+"""Faults for the examples in this folder: `--fault NAME --rank R --step S`.
 
-Each is what it is called, done by plain code: nothing here or in the examples knows of echelon.
+Each fault does what its name says, in plain code: nothing here or in the examples uses echelon.
 `evaluation`, `compile_pause`, `saves` and `uneven_work` are healthy: every rank does something that
-takes long, and continues.
+takes long, and then continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def is_due(*names: str) -> bool:
-    """Return whether one of these faults was asked for on this rank, and print that it is."""
+    """Return whether one of these faults was requested for this rank, and print it if so."""
     due = arguments.fault in names and rank == arguments.rank
     if due:
         print(f"fault {arguments.fault} on rank {rank}", flush=True)
@@ -70,7 +70,7 @@ def wait_for_the_disk() -> None:
 
 
 def work(step: int) -> None:
-    """Do what a training loop does between its steps; on one rank something may go wrong."""
+    """Do the work of a training loop between its steps; on one rank, something may go wrong."""
     if arguments.fault == "uneven_work":
         _compute(0.1 * rank)
     if step != arguments.step:
@@ -85,12 +85,12 @@ def work(step: int) -> None:
 
 
 def has_had_enough(step: int) -> bool:
-    """Return whether this rank leaves its loop early, as a guard against NaN would have it."""
+    """Return whether this rank leaves its loop early, as a guard against NaN would."""
     return step == arguments.step and is_due("leave")
 
 
 def batches(loader: Iterator) -> Iterator:
-    """Iterate over a loader, which holds fewer batches on one rank."""
+    """Iterate over a loader that holds fewer batches on one rank."""
     for step, batch in enumerate(loader):
         if step == arguments.step and is_due("uneven"):
             return
@@ -98,7 +98,7 @@ def batches(loader: Iterator) -> Iterator:
 
 
 def checkpoint_path() -> Path:
-    """Return where to write a checkpoint: for one rank, a pipe that no process reads."""
+    """Return where to write a checkpoint; for one rank, a pipe that no process reads."""
     path = Path(arguments.folder) / f"checkpoint_{rank}_{os.getpid()}.pt"
     if is_due("checkpoint"):
         os.mkfifo(path)

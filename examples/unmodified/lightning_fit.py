@@ -31,7 +31,7 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_train_batch_end(self, outputs: object, batch: object, index: int) -> None:
-        """Do what a user's hook does."""
+        """Run between steps, like a user's hook."""
         faults.work(index)
         if index == faults.arguments.step:
             torch.save(self.state_dict(), faults.checkpoint_path())

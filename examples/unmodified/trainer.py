@@ -7,7 +7,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Model(nn.Module):
-    """A small regression; its forward returns the loss, as Trainer wants it."""
+    """A small regression; its forward returns the loss, as Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Works(TrainerCallback):
     """A user's callback."""
 
     def on_step_end(self, args: object, state: object, control: object, **_: object) -> object:
-        """Do what users do between steps."""
+        """Run between steps, like a user's callback."""
         step = state.global_step - 1
         faults.work(step)
         if step == faults.arguments.step:

@@ -53,7 +53,7 @@ class TwoRanks:
 def test_hosts_with_different_texts_are_refused(corpus, tmp_path):
     job = prepare(settings_of("--data", str(corpus.name), "--context", "8"))
     job.require_same_data(TwoRanks(job.corpus.fingerprint))
-    with pytest.raises(ValueError, match="ranks 1 read other tokens than rank 0"):
+    with pytest.raises(ValueError, match="ranks 1 read different tokens from rank 0"):
         job.require_same_data(TwoRanks([1, 2]))
 
 

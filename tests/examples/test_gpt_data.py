@@ -167,7 +167,7 @@ def test_a_path_with_a_colon_is_a_path(write):
 
 @pytest.mark.parametrize("text", [b"", b"too short"])
 def test_a_text_too_short_to_split_is_refused(text, write):
-    with pytest.raises(ValueError, match="splitting takes 16"):
+    with pytest.raises(ValueError, match="splitting needs 16"):
         load_corpus([write(text)])
 
 

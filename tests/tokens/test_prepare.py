@@ -69,7 +69,7 @@ def test_validation_holds_whole_documents_out(tmp_path):
         ("x.jsonl", b'{"body": "a"}', [], 'x.jsonl:1 has no text in "text" (it has: body)'),
         ("x.jsonl", b"[1]", [], 'x.jsonl:1 has no text in "text" (it has: list)'),
         ("x.txt", b"", [], "no token to write"),
-        ("x.txt", b"a", ["--validation", "0.5"], "none of 1 documents fell to"),
+        ("x.txt", b"a", ["--validation", "0.5"], "none of 1 documents went to"),
         ("x.txt", b"a", ["--validation", "1"], "from 0 to below 1"),
         ("x.txt", b"a", ["--shard-tokens", "0"], "shard_tokens is at least 1"),
         ("x.txt", b"a", ["--tokenizer", "wrods"], "no tokenizer 'wrods'"),

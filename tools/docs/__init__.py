@@ -1,1 +1,1 @@
-"""Builds and checks the documentation."""
+"""Build and check the documentation."""

@@ -1,10 +1,10 @@
-"""Check that what the documentation cites exists: links, paths, names, options, variables, notes.
+"""Check that everything the documentation cites exists: links, paths, names, options, notes.
 
     python -m tools.docs.check        # prints one line per fault, and exits with 1 if there is one
 
-It starts nothing and needs no network, so `make check` runs it. What a page may cite and how it is
-recognized is in `citations.py`; links are those of every Markdown file that git tracks. Pages with
-parts that a script writes must show what it would write today.
+It starts nothing and needs no network, so `make check` runs it. `citations.py` defines what a page
+may cite and how that is recognized. Links are checked in every Markdown file that git tracks. Pages
+with generated parts must match the output of their script.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     for page in sorted(f for f in files if f.endswith(".md") and not f.startswith(_UNCHECKED)):
         text = (ROOT / page).read_text()
         faults += [f"{page}: {fault}" for fault in broken_links(ROOT, page, text, files)]
-        if page != "CHANGELOG.md":  # it speaks of earlier versions
+        if page != "CHANGELOG.md":  # describes earlier versions
             faults += [f"{page}: {fault}" for fault in citations.missing(text, facts)]
     faults += stale_pages()
     print("\n".join(faults) if faults else f"docs: {len(files)} files, nothing cited is missing")
@@ -57,7 +57,7 @@ def tracked_files(root: Path) -> frozenset[str]:
 
 
 def broken_links(root: Path, page: str, text: str, files: frozenset[str]) -> list[str]:
-    """Return the relative links of a page that lead nowhere."""
+    """Return the relative links of a page whose target does not exist."""
     faults = [
         f"no heading #{match['anchor']}"
         for match in ANCHOR_LINK.finditer(prose(text))
@@ -89,7 +89,7 @@ def normal(path: PurePosixPath) -> str:
 
 @functools.cache
 def generated() -> frozenset[str]:
-    """Return the pages of docs/ that only the site has."""
+    """Return the pages of docs/ that exist only on the site."""
     return frozenset(f"docs/{page}" for page in reference.generated_pages(ROOT))
 
 

@@ -1,8 +1,8 @@
-"""What a page cites in code type, and whether it exists.
+"""Citations in code type on a page, and whether they exist.
 
 Recognized are paths from the repository's root, paths of source files below a package, dotted names
 below `echelon`, `make` targets, `ECHELON_` variables, options, and commands with their options.
-Anything else in code type is left alone: it may be the user's own.
+Anything else in code type is ignored, because it may belong to the user.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCRIPT = re.compile(r"\s(?:-m\s|\S+\.(?:py|sh)\b|SCRIPT|--(?:\s|$)).*")
 # a table of options by name: examples/gpt/flags.py, the launcher's options without effect
 _FIELD = re.compile(r"^\s+\"([a-z][a-z_-]+)\": [(\"]", re.MULTILINE)
 _NOTE = re.compile(r"\[Note: ([^\]]+)\]")
-# A note opens a line with its title; what cites it stands within a sentence.
+# A note opens a line with its title; a citation of it is within a sentence.
 _NOTE_TITLE = re.compile(r"^[ \t\"#*/]*\[Note: ([^\]]+)\](?=[ \t]*$| [\w`])", re.MULTILINE)
 _SCHEDULERS = ("--kill-on-bad-exit", "--ntasks")  # of srun
 _SOURCES = (".py", ".c", ".h", ".sh", ".yaml", ".sbatch")
@@ -39,7 +39,7 @@ _SOURCES = (".py", ".c", ".h", ".sh", ".yaml", ".sbatch")
 
 @dataclass(frozen=True)
 class Facts:
-    """What exists and may be cited."""
+    """Everything that exists and may be cited."""
 
     root: Path
     files: frozenset[str]
@@ -79,7 +79,7 @@ def _options() -> dict[str, frozenset[str]]:
 
 
 def missing(text: str, facts: Facts) -> list[str]:
-    """Return what a page cites and does not exist, one line each."""
+    """Return the citations on a page that do not exist, one line each."""
     faults = []
     for part, is_code in split_fences(text):
         if not is_code:
@@ -91,7 +91,7 @@ def missing(text: str, facts: Facts) -> list[str]:
 
 
 def missing_notes(root: Path, files: frozenset[str]) -> list[str]:
-    """Return citations of titled notes that no source file has."""
+    """Return citations of titled notes that no source file contains."""
     texts = {f: (root / f).read_text() for f in files if f.endswith((".py", ".c", ".h", ".md"))}
     titles = {_one_line(title) for text in texts.values() for title in _NOTE_TITLE.findall(text)}
     return [
@@ -147,7 +147,7 @@ def _missing_in_command(line: str, facts: Facts) -> Iterator[str]:
 
 
 def _lines(part: str, is_code: bool) -> Iterator[str]:
-    """Yield code: the lines of a block, with continuations joined, and what is in code type."""
+    """Yield the code on a page: lines of blocks, with continuations joined, and inline code."""
     for line in part.replace("\\\n", " ").splitlines():
         if is_code or line.startswith("    "):
             yield re.split(r"\s{2,}#|\s#\s", line.strip())[0]
@@ -156,7 +156,7 @@ def _lines(part: str, is_code: bool) -> Iterator[str]:
 
 @functools.cache
 def exists(name: str, root: Path) -> bool:
-    """Return whether a dotted name is defined below `echelon`, from the source alone."""
+    """Return whether a dotted name is defined below `echelon`, judging by the source alone."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         base = root.joinpath(*parts[:end])

@@ -1,9 +1,9 @@
-"""Follow a tutorial to the letter: `python -m tools.docs.follow PAGE FOLDER`.
+"""Run a tutorial exactly as written: `python -m tools.docs.follow PAGE FOLDER`.
 
-The commands of a page are those after `$ ` in its `console` blocks. They run in FOLDER, a
-checkout, in one shell per block title, and the blocks of different shells run beside each other. Of
-the output that a page shows, verdicts and exit codes (the output of `echo $?`) must be what the
-commands print; the rest is an illustration, since it holds times and numbers of processes.
+The commands of a page are the lines after `$ ` in its `console` blocks. They run in FOLDER, a
+checkout, in one shell per block title; different shells run concurrently. Verdicts and exit codes
+(the output of `echo $?`) on the page must match what the commands print. The rest of the output is
+an illustration, because it contains times and process ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARK = "-- end of command --"
 
 @dataclass
 class Step:
-    """One command of a page, and the lines of its output that must be as shown."""
+    """One command of a page, and the lines of its output that must match."""
 
     command: str
     expected: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ def script(shell: list[Step]) -> str:
 
 
 def faults(shell: list[Step], output: str) -> list[str]:
-    """Return what the output of a shell lacks, one line per command."""
+    """Return the mismatches in a shell's output, one line per command."""
     parts = output.split(f"\n{_MARK}\n")
     if len(parts) != len(shell) + 1:
         return [f"{len(parts) - 1} of {len(shell)} commands ended:\n{output}"]
@@ -67,7 +67,7 @@ def faults(shell: list[Step], output: str) -> list[str]:
 
 
 def follow(page: Path, folder: Path, timeout_s: float) -> list[str]:
-    """Run a page's commands in a folder; return what was not as the page shows.
+    """Run a page's commands in a folder; return the differences from the page.
 
     Raises:
         TimeoutExpired: a shell did not end within `timeout_s`; all shells have been killed.

@@ -1,4 +1,4 @@
-"""What `mkdocs build` asks of this repository: generated pages, and links that leave docs/.
+"""Hooks of `mkdocs build`: generated pages, and links that leave docs/.
 
 Generated pages are never checked in, so they cannot go stale: the API's, one per package with an
 `__all__`, the commands' from their own `--help`, the top-level documents (ARCHITECTURE.md and
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, Files
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs loads this file alone
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mkdocs loads only this file
 
 from tools.docs import reference
 from tools.docs.links import LINK, split_fences
@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
-    """Turn links that leave docs/ to source pages, and cited `docs/` pages into links."""
+    """Convert links to sources outside docs/, and cited `docs/` pages, into links of the site."""
     folder = PurePosixPath(page.file.src_uri).parent
 
     def link(match: re.Match[str]) -> str:
@@ -77,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> st
 
 
 def _with_links_from_docs(markdown: str, source: str) -> str:
-    """Rewrite a top-level document's links as a page of docs/ of the same name would write them."""
+    """Rewrite a top-level document's links for a page of the same name in docs/."""
     depth = "../" * (len(PurePosixPath(TOP_LEVEL[source]).parts) - 1)
 
     def link(match: re.Match[str]) -> str:

@@ -1,11 +1,11 @@
-"""Links in Markdown: where they are, what they point to, and the anchors of a page."""
+"""Links in Markdown: their positions and targets, and the anchors of a page."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-# [text](target#anchor) with a relative target; pictures too.
+# [text](target#anchor) with a relative target; also pictures.
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>(?![a-z]+:)[^)#\s]+)(?P<anchor>#[^)\s]+)?\)")
 ANCHOR_LINK = re.compile(r"\[[^\]]*\]\(#(?P<anchor>[^)\s]+)\)")
 _FENCE = re.compile(r"^\s*(```+|~~~+)")
@@ -13,7 +13,7 @@ _HEADING = re.compile(r"^#{1,6}\s+(?P<title>.*?)\s*#*$", re.MULTILINE)
 
 
 def split_fences(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Split a page into its parts; the second value says whether a part is a fenced code block."""
+    """Split a page into its parts; the second value is whether a part is a fenced code block."""
     part: list[str] = []
     fence = ""
     for line in markdown.splitlines(keepends=True):
@@ -37,7 +37,7 @@ def prose(markdown: str) -> str:
 
 
 def anchors(markdown: str) -> set[str]:
-    """Return the anchors that the site and GitHub give to a page's headings."""
+    """Return the anchors that the site and GitHub generate for a page's headings."""
     found: set[str] = set()
     for match in _HEADING.finditer(prose(markdown)):
         title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match["title"])

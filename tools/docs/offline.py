@@ -1,4 +1,4 @@
-"""Check that a built site loads nothing from elsewhere: `offline.py build/site`."""
+"""Check that a built site loads nothing from other hosts: `offline.py build/site`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-# What a browser fetches by itself, unlike the target of an <a>.
+# Resources that a browser fetches by itself, unlike the target of an <a>.
 _LOADED = re.compile(
     r"""<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
     r"""|@import\s+(?:url\()?["']?((?:https?:)?//[^"')]+)|url\(["']?((?:https?:)?//[^"')]+)"""
@@ -14,7 +14,7 @@ _LOADED = re.compile(
 
 
 def loaded_from_elsewhere(site: Path) -> list[str]:
-    """Return one line for each resource of another host that a page or style sheet loads."""
+    """Return one line for each resource that a page or style sheet loads from another host."""
     return [
         f"{path.relative_to(site)} loads {next(filter(None, match.groups()))}"
         for path in sorted(site.rglob("*"))
@@ -24,7 +24,7 @@ def loaded_from_elsewhere(site: Path) -> list[str]:
 
 
 def main() -> int:
-    """Check the site that the command line names; return the exit code."""
+    """Check the site given on the command line; return the exit code."""
     faults = loaded_from_elsewhere(Path(sys.argv[1]))
     print("\n".join(faults) or "site: nothing is loaded from elsewhere")
     return 1 if faults else 0

@@ -1,4 +1,4 @@
-"""The reference pages that come out of the code: the API's and the commands'."""
+"""The reference pages generated from the code: those of the API and of the commands."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Package:
         return f"reference/api/{self.module.removeprefix('echelon.')}.md"
 
     def markdown(self) -> str:
-        """Return the page: what the package is, and its public names in their own order."""
+        """Return the page: the package's description, and its public names in their own order."""
         lines = [f"# {self.module}", "", self.purpose, ""]
         for name, home in self.names:
             lines += [f"::: {home}", "    options:", f"      heading: {self.module}.{name}"]
@@ -81,18 +81,18 @@ class Package:
 
 
 def documented_packages(root: Path) -> list[Package]:
-    """Return the packages that have a page, from their source alone."""
+    """Return the packages that have a page, judging by their source alone."""
     return [_package(root, module) for module in PACKAGES]
 
 
 def generated_pages(root: Path) -> list[str]:
-    """Return the paths below docs/ of the pages that only the site has."""
+    """Return the paths below docs/ of the pages that exist only on the site."""
     api = [package.page for package in documented_packages(root)]
     return [*api, "reference/commands.md", *TOP_LEVEL.values()]
 
 
 def commands() -> list[tuple[str, ...]]:
-    """Return every command that has a `--help` of its own."""
+    """Return every command with a `--help` of its own."""
     return list(_INVOCATIONS)
 
 
@@ -100,7 +100,7 @@ def help_of(command: tuple[str, ...]) -> str:
     """Return what a command prints for `--help`, 96 columns wide.
 
     Raises:
-        AssertionError: the command ended otherwise than with 0.
+        AssertionError: the command's exit code was not 0.
     """
     entry = cli.analyze if command[0] == "fr-analyze" else cli.main
     printed, code = io.StringIO(), None
@@ -121,7 +121,7 @@ def help_of(command: tuple[str, ...]) -> str:
 
 
 def commands_page() -> str:
-    """Return the page of commands: each one's own `--help`."""
+    """Return the page of commands, made of each one's `--help`."""
     lines = ["# Commands", "", "What each command prints for `--help`.", ""]
     for command in commands():
         lines += [f"## {' '.join(command)}", "", "```text", help_of(command).rstrip(), "```", ""]
@@ -142,7 +142,7 @@ def _package(root: Path, module: str) -> Package:
 
 
 def _as_markdown(docstring: str) -> str:
-    """Indent-only code in a docstring stays code in Markdown; trees drawn by hand become code."""
+    """Keep indented code in a docstring as code in Markdown, and make hand-drawn trees code."""
     return re.sub(r"(?m)^(?=[ ]{2,3}\S)", "    ", docstring)
 
 
@@ -160,7 +160,7 @@ def _public_names(tree: ast.Module) -> list[str]:
 
 
 def _homes(tree: ast.Module, module: str) -> dict[str, str]:
-    """Map each imported name to where it is imported from, the lazily imported ones too."""
+    """Map each imported name to its origin, including lazily imported names."""
     homes = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -1,1 +1,1 @@
-"""The model, its sizes, and what it writes."""
+"""The model, its sizes, and text generation."""

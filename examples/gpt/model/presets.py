@@ -1,6 +1,6 @@
-"""Sizes that others have published figures for, so that ours can be laid beside them.
+"""Sizes with published results, for comparison.
 
-The defaults of `settings.py` make a model of less than a million parameters, which learns to write
+The defaults of `settings.py` give a model of less than a million parameters, which learns to write
 code in minutes.
 """
 

@@ -1,4 +1,4 @@
-"""Let the model write: the one result of training that needs no explanation."""
+"""Generate text: the one result of training that needs no explanation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from gpt.model.transformer import GPT
 from gpt.text.vocabulary import TokenizerVocabulary, Vocabulary
 
-TEMPERATURE = 0.7  # below 1: fewer surprises, more words
+TEMPERATURE = 0.7  # below 1: more probable, more common words
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def generate(
     num_tokens: int,
     seed: int,
 ) -> str:
-    """Continue `prompt` by `num_tokens`, drawn one at a time; returns printable text."""
+    """Continue `prompt` by `num_tokens`, drawn one at a time; return printable text."""
     device = model.token.weight.device
     random = torch.Generator(device).manual_seed(seed)
     text = torch.tensor([vocabulary.encode(prompt).tolist()], device=device)
@@ -32,6 +32,6 @@ def generate(
 
 
 def printable(text: bytes) -> str:
-    """Decode text for a terminal: all but letters, spaces and newlines become question marks."""
+    """Decode text for a terminal; all but letters, spaces and newlines become question marks."""
     decoded = text.decode("utf-8", errors="replace")
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in decoded)

@@ -1,4 +1,4 @@
-"""A stage of the example's own model, for pipelines; those of other models have theirs."""
+"""A pipeline stage of the example's own model; other models have their own stages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gpt.text.data import share
 
 
 class GPTStage(nn.Module):
-    """Some consecutive blocks, with the embedding before the first and the head after the last.
+    """Consecutive blocks, with the embedding before the first and the head after the last.
 
-    It keeps the whole model's names, so that a checkpoint is the same whatever the layout was. The
-    embedding is the head, too: the first stage and the last share it.
+    It keeps the whole model's names, so that a checkpoint does not depend on the layout. The
+    embedding is also the head, so the first stage and the last share it.
     """
 
     def __init__(self, model: GPT, index: int, num_stages: int) -> None:
@@ -31,7 +31,7 @@ class GPTStage(nn.Module):
         self.register_buffer("rotary", model.rotary, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Do this stage's part: int64 [B, T] in at the first, logits [B, T, V] out at the last."""
+        """Run this stage: int64 [B, T] into the first, logits [B, T, V] out of the last."""
         rotary = self.rotary[:, : x.shape[1]]
         if self.is_first:
             x = self.token(x)

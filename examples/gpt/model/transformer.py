@@ -1,8 +1,8 @@
 """A decoder-only transformer over tokens, small enough to read in one sitting.
 
 Pre-norm blocks, rotary positions, causal attention through `F.scaled_dot_product_attention`, and an
-output head that shares its weights with the token embedding. There is no dropout and no option
-that the example does not use.
+output head that shares its weights with the token embedding. It has no dropout, and no option that
+the example does not use.
 
 Shapes in the comments: B sequences, T tokens, C width, H heads, D = C / H.
 """
@@ -33,7 +33,7 @@ class GPTConfig:
     vocabulary: int = 256  # tokens; bytes by default
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have.
+        """Refuse impossible sizes.
 
         Raises:
             ValueError: a size below one, or heads that do not divide the width evenly.
@@ -52,11 +52,11 @@ class GPTConfig:
         return self.vocabulary * self.width + self.layers * block + 2 * self.width
 
     def flops_per_token(self) -> int:
-        """Return what training on one token costs: 6 N + 12 L C T floating-point operations.
+        """Return the cost of training on one token: 6 N + 12 L C T floating-point operations.
 
-        Two operations per weight forward and four backward make 6 N; N counts the embedding once,
-        as the head that it is. Scores and weighted sum of attention make 12 L C T. This is the
-        convention of the PaLM paper (appendix B): nothing is taken off for the causal half.
+        Two operations per weight in forward and four in backward make 6 N; N counts the embedding
+        once, as the head. The scores and the weighted sum of attention make 12 L C T. This is the
+        convention of the PaLM paper (appendix B), which subtracts nothing for the causal half.
         """
         attention = 12 * self.layers * self.width * self.context
         return 6 * self.num_parameters() + attention
@@ -70,7 +70,7 @@ def rotary_table(context: int, head_width: int) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair of features of `x` [B, H, T, D] by its position's angle."""
+    """Rotate each pair of features of `x` [B, H, T, D] by its position's angle."""
     cos, sin = table.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Mix each position with those before it: [B, T, C] -> [B, T, C]."""
+        """Mix each position with the positions before it: [B, T, C] -> [B, T, C]."""
         num_sequences, num_tokens, width = x.shape
         heads = self.qkv(x).view(num_sequences, num_tokens, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
@@ -108,13 +108,13 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """Add what attention and the feed-forward network have to say: [B, T, C] -> [B, T, C]."""
+        """Add the outputs of attention and the feed-forward network: [B, T, C] -> [B, T, C]."""
         x = x + self.attention(self.attention_norm(x), rotary)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
-    """Predict the next token at every position."""
+    """Predicts the next token at every position."""
 
     rotary: Tensor  # cosines and sines: [2, T, D / 2]
 
@@ -142,7 +142,7 @@ class GPT(nn.Module):
         return F.linear(self.hidden(tokens), self.token.weight)  # tied: the embedding is the head
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Return what the head multiplies: [B, T, C]."""
+        """Return the input of the head: [B, T, C]."""
         rotary = self.rotary[:, : tokens.shape[1]]
         x = self.token(tokens)
         for block in self.blocks:
@@ -150,8 +150,8 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def plan(self) -> Plan:
-        """Return how `parallelize` divides it: into shards of blocks, and into stages."""
-        from gpt.model.stage import GPTStage  # which is made of this class
+        """Return how `parallelize` divides the model: into shards of blocks, and into stages."""
+        from gpt.model.stage import GPTStage  # its stages are of this class
 
         return Plan(blocks=("blocks.*",), stages=GPTStage)
 
@@ -160,5 +160,5 @@ class GPT(nn.Module):
         return self.config.num_parameters()
 
     def flops_per_token(self) -> int:
-        """Return what training on one token costs."""
+        """Return the cost of training on one token."""
         return self.config.flops_per_token()

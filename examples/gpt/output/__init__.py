@@ -1,1 +1,1 @@
-"""What a run prints and logs: progress, losses, and the share of the machine's peak."""
+"""The output of a run: progress, losses, and the share of the machine's peak."""

@@ -1,8 +1,8 @@
-"""The peak that utilisation (MFU) is a share of: stated by the user, or measured here. Not guessed.
+"""The peak on which utilisation (MFU) is based: stated by the user or measured here, never guessed.
 
-Measured means: what large matrix products reach on all ranks at the same time, in the dtype of the
-training. On shared cores, or a processor that slows down under load, that is less than a data
-sheet says, and closer to what training could reach.
+Measured means the rate that large matrix products reach on all ranks at the same time, in the dtype
+of the training. On shared cores, or on a processor that slows down under load, this is less than a
+data sheet promises, and closer to what training can reach.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MEASURED_S = 0.5
 
 @dataclass(frozen=True)
 class Peak:
-    """Floating-point operations a second of all ranks together, and where the number is from."""
+    """Floating-point operations per second of all ranks together, and the origin of the number."""
 
     flops_per_s: float
     origin: str  # "stated" or "measured"
@@ -32,17 +32,17 @@ class Peak:
 def find_peak(
     stated_tflops: float | None, world: ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> Peak:
-    """Return the peak: of every rank as stated, or of all ranks as measured. Collective."""
+    """Return the peak, as stated per rank or as measured on all ranks. Collective."""
     if stated_tflops is not None:
         return Peak(stated_tflops * TERA * world.size, "stated")
-    world.barrier()  # all measure at the same time, as they will train
+    world.barrier()  # all ranks measure at the same time, as they will train
     mine = torch.tensor([measure(device, dtype)], dtype=torch.float64, device=device)
     world.all_reduce(mine, op="sum")
     return Peak(mine.item(), "measured")
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the best rate of matrix products within half a second, in operations a second."""
+    """Return the best rate of matrix products within half a second, in operations per second."""
     size = GPU_SIZE if device.type == "cuda" else CPU_SIZE
     left, right = torch.ones(2, size, size, dtype=dtype, device=device)
     best_s = float("inf")

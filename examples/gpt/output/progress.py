@@ -1,9 +1,9 @@
-"""Report how training goes: a live line where someone is watching, a few plain lines where not.
+"""Progress of training: a live line on a terminal, a few plain lines elsewhere.
 
-A live line is one line ended by a carriage return, so that the next one takes its place. It is
-used where standard output is a terminal, and under `echelon run` on a terminal: the launcher reads
-our pipe, keeps such a line at the bottom of its screen, and passes the width in
-ECHELON_TERMINAL_COLUMNS. Rich's own live display cannot do that: it needs the terminal itself.
+A live line ends with a carriage return, so that the next one overwrites it. It is used if standard
+output is a terminal, and under `echelon run` on a terminal: the launcher reads this process's pipe,
+keeps such a line at the bottom of its screen, and passes the width in ECHELON_TERMINAL_COLUMNS.
+Rich's own live display cannot be used there, because it needs the terminal itself.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rich.table import Table
 
 from gpt.output.peak import Peak
 
-REDRAW_S = 0.2  # five times a second reads as live
+REDRAW_S = 0.2  # five updates per second look live
 SMOOTHING = 0.1  # weight of the newest step in the speed that is shown
 NUM_PLAIN_LINES = 20  # a line every 5 % of the steps
-NUM_KEPT_LINES = 5  # beside a live line, what stays on the screen
+NUM_KEPT_LINES = 5  # how many lines stay on the screen beside a live line
 ERASE_LINE = "\x1b[2K"
 RANK_COLUMNS = 4  # the launcher writes "0| " before each line
 BAR_COLUMNS = 24
@@ -35,15 +35,15 @@ MIN_BAR_COLUMNS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What one step is worth, for the rates."""
+    """The work of one step, for the rates."""
 
     num_steps: int
     tokens_per_step: int
     flops_per_token: int
-    peak: Peak | None = None  # what utilisation is a share of; None: it is not shown
+    peak: Peak | None = None  # base of utilisation; None: not shown
 
     def tokens_per_s(self, step_s: float) -> float:
-        """Return the rate at which steps of this length go through the text."""
+        """Return the number of tokens per second for steps of this length."""
         return self.tokens_per_step / max(step_s, 1e-9)
 
     def flops_per_s(self, step_s: float) -> float:
@@ -52,7 +52,7 @@ class Scale:
 
 
 def live_columns(stream: TextIO) -> int | None:
-    """Return the width of the terminal that shows `stream`, or None where none does."""
+    """Return the width of the terminal that shows `stream`, or None if there is none."""
     if stream.isatty():
         return shutil.get_terminal_size().columns
     told = os.environ.get("ECHELON_TERMINAL_COLUMNS", "")
@@ -60,7 +60,7 @@ def live_columns(stream: TextIO) -> int | None:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """Write a number with three digits and a prefix: 23.4 k, 1.02 G."""
+    """Format a number with three digits and a prefix: 23.4 k, 1.02 G."""
     prefixes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
     prefix = next((prefix for prefix, size in prefixes.items() if value >= size), "")
     scaled = value / prefixes.get(prefix, 1.0)
@@ -69,21 +69,21 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def as_milliseconds(seconds: float) -> str:
-    """Write a duration as 82.4 ms."""
+    """Format a duration as 82.4 ms."""
     return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def as_minutes(seconds: float) -> str:
-    """Write a duration as 1:05."""
+    """Format a duration as 1:05."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class Progress:
-    """Show step, loss, speed and remaining time of one run, from one rank.
+    """Shows step, loss, speed and remaining time of a run, on one rank.
 
     Args:
         scale: the work in a step, and the number of steps.
-        first_step: steps that were finished before (a resumed run).
+        first_step: number of steps finished before (in a resumed run).
         columns: width of the live line; None for plain lines only.
         now: the clock, in seconds.
     """
@@ -103,14 +103,14 @@ class Progress:
         self.now = now
         self.step = first_step
         self.num_steps_seen = 0
-        self.training_s = 0.0  # pauses left out
+        self.training_s = 0.0  # without pauses
         self.step_s = 0.0  # a step's length, smoothed
         self.changed_at = now()
         self.drawn_at = -REDRAW_S
-        self.erase = ERASE_LINE if stream.isatty() else ""  # else the launcher sees to it
+        self.erase = ERASE_LINE if stream.isatty() else ""  # otherwise the launcher does it
 
     def update(self, step: int, loss: float) -> None:
-        """Take note of a finished step, and show it if it is time to."""
+        """Record a finished step, and show it if due."""
         self._measure(step)
         if self._line_is_due(step):
             self.print(self.plain_line(loss))
@@ -118,10 +118,10 @@ class Progress:
             self.drawn_at = self.now()
             self._write(f"{self.erase}{self.live_line(loss, self.columns)}\r")
         if self.columns and step == self.scale.num_steps:
-            self._write(f"{ERASE_LINE}\r")  # nothing is live any more
+            self._write(f"{ERASE_LINE}\r")  # no longer live
 
     def print(self, text: str) -> None:
-        """Write lines that stay."""
+        """Print permanent lines."""
         self._write(f"{self.erase}{text}\n")
 
     def _write(self, text: str) -> None:
@@ -129,7 +129,7 @@ class Progress:
         self.stream.flush()
 
     def forget_pause(self) -> None:
-        """Leave the time since the last step out of the speed: it was not spent training."""
+        """Exclude the time since the last step from the speed: it was not spent training."""
         self.changed_at = self.now()
 
     def _measure(self, step: int) -> None:
@@ -143,14 +143,14 @@ class Progress:
         self.changed_at = now
 
     def _line_is_due(self, step: int) -> bool:
-        """Space the lines that stay evenly over the run; the last step always has one."""
+        """Space the permanent lines evenly over the run; the last step always has one."""
         num_lines = NUM_KEPT_LINES if self.columns else NUM_PLAIN_LINES
         return step * num_lines // self.scale.num_steps > (step - 1) * num_lines // (
             self.scale.num_steps
         )
 
     def _figures(self, loss: float) -> tuple[str, ...]:
-        """Return what is said about this step, most important first."""
+        """Return the figures of this step, most important first."""
         scale, step_s = self.scale, self.step_s
         num_steps = scale.num_steps
         speed = with_unit(scale.flops_per_s(step_s), "FLOP/s")
@@ -165,7 +165,7 @@ class Progress:
         )
 
     def summary(self) -> str:
-        """Return the mean speed of the whole run, and what a FLOP is here."""
+        """Return the mean speed of the whole run, and how FLOPs are counted."""
         scale = self.scale
         step_s = self.training_s / max(self.num_steps_seen, 1)
         flops_per_s = scale.flops_per_s(step_s)
@@ -183,14 +183,14 @@ class Progress:
         return f"{speed}\nMFU {share:.1%} of {peak}, all ranks' peak together ({scale.peak.origin})"
 
     def plain_line(self, loss: float) -> str:
-        """Return the line for a log; it has room for the time of an iteration too."""
+        """Return the line for a log, which also has room for the time of an iteration."""
         step, loss_text, *rates = self._figures(loss)
         return "  ".join((step, loss_text, as_milliseconds(self.step_s), *rates))
 
     def live_line(self, loss: float, columns: int) -> str:
         """Return the line for a terminal: one row of at most `columns - 1`, with a bar if it fits.
 
-        The last column stays free: a terminal that wraps there would make two rows of it.
+        The last column stays free, because a terminal that wraps there would use two rows.
         """
         step, *figures = self._figures(loss)
         text = "  ".join(figures)

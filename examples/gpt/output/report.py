@@ -1,4 +1,4 @@
-"""What a run says and logs while it trains: rank 0 speaks and writes, all ranks take part."""
+"""The output of a run during training: rank 0 prints and writes, and all ranks take part."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Report:
 
     Args:
         scale: the work in a step, and the number of steps.
-        first_step: steps that were finished before (a resumed run); the log continues there.
+        first_step: number of steps finished before (in a resumed run); the log continues there.
         log: a file for one JSON line per step.
         world: the ranks, all of which make the same calls; rank 0 reports.
-        device: where they compute.
+        device: the device on which they compute.
 
     Raises:
-        ValueError: the log exists, and is something else.
+        ValueError: the file exists and is not a log.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Report:
             )
 
     def step(self, trainer: Trainer, loss: float) -> None:
-        """Take note of a finished step. Collective if there is a log."""
+        """Record a finished step. Collective if there is a log."""
         if self.speaks:
             self.progress.update(trainer.step, loss)
         if self.figures:
@@ -73,18 +73,18 @@ class Report:
             )
 
     def note(self, step: int, **figures: Any) -> None:
-        """Log what not every step has."""
+        """Log figures that not every step has."""
         if self.figures:
             self.figures.note(step, **figures)
 
     def say(self, text: str) -> None:
-        """Print lines that stay."""
+        """Print permanent lines."""
         if self.speaks:
             self.progress.print(text)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what the block does out of the speed: it is not training."""
+        """Exclude the block from the speed, because it is not training."""
         try:
             with self.figures.pause() if self.figures else nullcontext():
                 yield

@@ -1,1 +1,1 @@
-"""The text that the model learns: where it comes from, its tokens, and the bar that it sets."""
+"""The training text: its origin, its tokens, and the baseline that it gives."""

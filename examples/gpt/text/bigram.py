@@ -1,6 +1,6 @@
-"""The bar to clear: the loss of the best model that looks at one token only.
+"""The baseline: the loss of the best model that looks at only one token.
 
-A transformer whose attention is broken can learn bigrams and nothing better, so a validation loss
+A transformer with broken attention can learn bigrams and nothing better, so a validation loss
 clearly below this one shows that attention works. Counting is exact: no training, no randomness.
 """
 
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = Iterable[NDArray[Any]]  # in pieces, each of consecutive tokens
+Tokens = Iterable[NDArray[Any]]  # in pieces of consecutive tokens
 
-MAX_DENSE = 1 << 17  # pairs of bytes are counted in a table, pairs of words are sorted
+MAX_DENSE = 1 << 17  # pairs of bytes are counted in a table, pairs of words by sorting
 
 
 def count_pairs(blocks: Tokens, vocabulary: int) -> NDArray[np.int64]:
     """Count how often each token follows each other one within a piece: [vocabulary squared]."""
     counts = np.zeros(vocabulary * vocabulary, np.int64)
-    for block in blocks:  # by piece, so that the indices of a long text never exist at once
+    for block in blocks:  # by piece, so that the indices of a long text never exist all at once
         counts += np.bincount(pairs_of(block, vocabulary), minlength=counts.size)
     return counts
 
@@ -31,7 +31,7 @@ def pairs_of(block: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
 
 
 def bigram_loss(train: Tokens, validation: Tokens, vocabulary: int = 256) -> float:
-    """Return the validation loss, in nats a token, of add-one-smoothed pairs counted in `train`."""
+    """Return the validation loss, in nats per token, of smoothed (+1) pairs counted in `train`."""
     if vocabulary**2 <= MAX_DENSE:
         smoothed = count_pairs(train, vocabulary).reshape(vocabulary, -1) + 1
         log_probability = np.log(smoothed / smoothed.sum(axis=1, keepdims=True)).ravel()
@@ -41,7 +41,7 @@ def bigram_loss(train: Tokens, validation: Tokens, vocabulary: int = 256) -> flo
 
 
 def sparse_bigram_loss(train: Tokens, validation: Tokens, vocabulary: int) -> float:
-    """Do the same where a table of all pairs would not fit into memory."""
+    """Do the same if a table of all pairs would not fit into memory."""
     pairs = np.concatenate([pairs_of(block, vocabulary) for block in train])
     known, counts = np.unique(pairs, return_counts=True)
     firsts = np.bincount(pairs // vocabulary, minlength=vocabulary)

@@ -1,7 +1,8 @@
-"""A text's tokens, prepared on its first use and kept: in `$XDG_CACHE_HOME/echelon/texts`.
+"""A text's tokens, prepared on first use and cached in `$XDG_CACHE_HOME/echelon/texts`.
 
-All ranks of a host may ask at the same moment: one prepares, the others wait. A text is read piece
-by piece, so its size costs no memory. Tokens of texts that were changed or removed are deleted.
+All ranks of a host may request them at the same time: one prepares them, and the others wait. A
+text is read piece by piece, so memory use does not depend on its size. Tokens of texts that were
+changed or removed are deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from echelon.tokens.once import make_once
 from gpt.text.texts import VALIDATION_EVERY, Text, is_held_out
 from gpt.text.vocabulary import BYTES, Vocabulary, make_vocabulary
 
-VERSION = 1  # of what is kept; part of each name
+VERSION = 1  # version of the cached files, part of each name
 SLOW_BYTES = 1 << 28  # a text that takes long enough to be announced
 
 
@@ -29,14 +30,14 @@ def cache_folder() -> Path:
 
 
 def prepared(text: Text, vocabulary_size: int = BYTES.size) -> Path:
-    """Return the folder of a text's tokens, `train` and `validation`, and its vocabulary.
+    """Return the folder of a text's tokens, with `train` and `validation`, and its vocabulary.
 
     Raises:
         OSError: the text cannot be read, or its tokens cannot be written.
-        ValueError: there are too few bytes to split, or no vocabulary has that size.
+        ValueError: there are too few bytes to split, or no vocabulary can have that size.
     """
     if text.num_bytes < VALIDATION_EVERY:
-        raise ValueError(f"the text has {text.num_bytes} bytes; splitting takes {VALIDATION_EVERY}")
+        raise ValueError(f"the text has {text.num_bytes} bytes; splitting needs {VALIDATION_EVERY}")
     name = f"v{VERSION}-{text.stamp:08x}-{text.num_bytes}-{vocabulary_size}"
     folder = cache_folder() / name
 
@@ -51,7 +52,7 @@ def prepared(text: Text, vocabulary_size: int = BYTES.size) -> Path:
 
 
 def write(text: Text, vocabulary: Vocabulary, folder: Path) -> None:
-    """Write the two parts of a text, its vocabulary, and the files that it is made of."""
+    """Write the two parts of a text, its vocabulary, and the list of its files."""
     (folder / "vocabulary.json").write_text(vocabulary.to_json(), encoding="utf-8")
     files = [(str(path), *rest) for path, *rest in text.files]
     (folder / "files.json").write_text(json.dumps(files), encoding="utf-8")
@@ -69,7 +70,7 @@ def write(text: Text, vocabulary: Vocabulary, folder: Path) -> None:
         last = parts[0]
         for block, piece, begins in text.pieces():
             part = parts[is_held_out(block)]
-            if begins or part is not last:  # what follows does not continue what was before
+            if begins or part is not last:  # the next piece does not continue the one before
                 last.end_document()
             part.add(vocabulary.encode(piece))
             last = part
@@ -82,13 +83,13 @@ def remove_outdated(folder: Path) -> None:
             files = json.loads((kept / "files.json").read_text(encoding="utf-8"))
             is_current = all(is_unchanged(*file) for file in files)
         except (OSError, ValueError, TypeError):
-            continue  # not ours, or being deleted by another
+            continue  # another program's, or being deleted by another process
         if not is_current:
             shutil.rmtree(kept, ignore_errors=True)
 
 
 def is_unchanged(path: str, size: int, changed_ns: int) -> bool:
-    """Return whether a file is as it was when its tokens were made."""
+    """Return whether a file has not changed since its tokens were made."""
     try:
         status = Path(path).stat()
     except OSError:

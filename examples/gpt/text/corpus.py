@@ -1,4 +1,4 @@
-"""What is learned: weighted sources of tokens, their held-out parts, and one vocabulary of all."""
+"""The training data: weighted sources of tokens, their held-out parts, and one vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Corpus:
     """Tokens to train on and tokens to validate with; no document is in both.
 
     Attributes:
-        name: what to call it.
+        name: name for messages.
     """
 
     name: str
@@ -29,17 +29,17 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to train on."""
+        """Number of tokens to train on."""
         return sum(len(source.shards) for source in self.train)
 
     @property
     def num_held_out(self) -> int:
-        """Tokens to validate with."""
+        """Number of tokens to validate with."""
         return sum(len(source.shards) for source in self.validation)
 
     @property
     def fingerprint(self) -> list[int]:
-        """Numbers that differ where the tokens differ."""
+        """Numbers that change if the tokens do."""
         return [source.shards.index.fingerprint for source in (*self.train, *self.validation)]
 
     def require_windows_of(self, num_tokens: int) -> None:
@@ -60,18 +60,18 @@ class Corpus:
 def load_corpus(
     places: Sequence[str] = (), *, vocabulary: int | None = None, limit_bytes: int | None = None
 ) -> Corpus:
-    """Open the sources; prepare the texts among them on their first use.
+    """Open the sources; prepare text sources on first use.
 
     Args:
-        places: folders of token shards or text files, each with `:WEIGHT` after it or without;
-            none: the standard library's source.
+        places: folders of token shards or text files, each optionally followed by `:WEIGHT`; none:
+            the source of the standard library.
         vocabulary: the size of a text's vocabulary, 256 by default. Token shards have their own.
         limit_bytes: how much of the standard library is read.
 
     Raises:
-        ValueError: a text is too short to split, sources have different tokenizers, a folder has
-            no held-out part, or a weight is not a number.
-        TokenShardsError: a folder is not one of token shards, or is damaged.
+        ValueError: a text is too short to split, sources have different tokenizers, a folder has no
+            held-out part, or a weight is not a number.
+        TokenShardsError: a folder does not contain token shards, or is damaged.
         OSError: a file cannot be read.
     """
     size = vocabulary or BYTES.size
@@ -107,7 +107,7 @@ def _split(place: str) -> tuple[Path, float]:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Name sources by their last parts: a checkpoint knows them by name when they have moved."""
+    """Name sources by their last path components, so that a checkpoint finds them after a move."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 

@@ -1,8 +1,8 @@
-"""What a rank gets of the data: its part of each batch, and of the held-out windows.
+"""A rank's share of the data: its part of each batch, and of the held-out windows.
 
-The position in the data is how many samples all ranks together have received of each source
-(`echelon.tokens.TokenLoader`), so a checkpoint that holds it fits every number of ranks and every
-size of batch.
+The position in the data is the number of samples that all ranks together have received from each
+source (`echelon.tokens.TokenLoader`), so a checkpoint of it fits any number of ranks and any batch
+size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from echelon.tokens import Source, TokenLoader
 from gpt.text.corpus import Corpus
 
-NOT_COUNTED = -100  # as a target: cross_entropy leaves it out
-PIECE_TOKENS = 1 << 16  # what is read at once to count pairs
+NOT_COUNTED = -100  # as a target: cross_entropy ignores it
+PIECE_TOKENS = 1 << 16  # read at once to count pairs
 
 
 class Batch(NamedTuple):
-    """Some sequences; each int64 [B, T]."""
+    """A batch of sequences; each tensor is int64 [B, T]."""
 
     tokens: Tensor
     targets: Tensor
@@ -37,8 +37,8 @@ class BatchSource:
     """This rank's part of each batch, read ahead by threads.
 
     Attributes:
-        rank, world_size: the place among the ranks that divide a batch.
-        num_sequences: of a batch, over all ranks.
+        rank, world_size: this rank's place among the ranks that divide a batch.
+        num_sequences: number of sequences in a batch, over all ranks.
     """
 
     loader: TokenLoader
@@ -60,7 +60,7 @@ class BatchSource:
         pack_documents: bool = False,
         num_workers: int = 1,
     ) -> BatchSource:
-        """Begin to read a corpus at its first sample."""
+        """Start reading a corpus at its first sample."""
         loader = TokenLoader(
             corpus.train,
             context=context,
@@ -76,7 +76,7 @@ class BatchSource:
 
     @property
     def num_samples(self) -> int:
-        """Samples that all ranks together have received: the number of the next one."""
+        """Number of samples that all ranks together have received: the number of the next one."""
         return self.loader.num_samples
 
     def next_batch(self) -> Batch:
@@ -109,7 +109,7 @@ def share(num_items: int, rank: int, world_size: int) -> slice:
 
 @dataclass(frozen=True)
 class Windows:
-    """Sequences to validate with, and one token more: both int64 [N, T + 1]."""
+    """Sequences to validate with, and one more token each: both int64 [N, T + 1]."""
 
     tokens: NDArray[np.int64]
     documents: NDArray[np.int64]
@@ -118,16 +118,16 @@ class Windows:
         return len(self.tokens)
 
     def num_targets(self, mask_documents: bool) -> int:
-        """Return how many tokens are predicted, at least 1: with masks no document's first."""
+        """Return how many tokens are predicted, at least 1; with masks, without first tokens."""
         firsts = self.documents[:, 1:] != self.documents[:, :-1]
         return max(1, firsts.size - (int(firsts.sum()) if mask_documents else 0))
 
 
 def validation_windows(sources: Sequence[Source], *, num_windows: int, context: int) -> Windows:
-    """Pick the same evenly spread windows every time, of each source by its weight.
+    """Return the same evenly spaced windows every time, from each source by its weight.
 
     Returns:
-        At most `num_windows`, but one of each source at least.
+        At most `num_windows`, but at least one of each source.
     """
     total = sum(source.weight for source in sources)
     tokens, documents = [], []
@@ -152,8 +152,8 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Divide windows among the ranks, in batches; every rank gets equally many.
 
-    Ranks whose model is sharded have to call it equally often, and a pipeline needs a sequence for
-    each micro-batch: what a batch lacks is made up by sequences that count for nothing.
+    Ranks with a sharded model have to call it equally often, and a pipeline needs a sequence for
+    each micro-batch. Incomplete batches are therefore filled with sequences that do not count.
     """
     mine = share(len(windows), rank, world_size)
     tokens, documents = windows.tokens[mine], windows.documents[mine]
@@ -181,7 +181,7 @@ def _evaluation_batch(
 
 
 def tokens_in_pieces(sources: Sequence[Source], *, at_most: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the first tokens of all sources, as many of each by its weight, in pieces."""
+    """Yield the first tokens of all sources in pieces, the number of each by its weight."""
     total = sum(source.weight for source in sources)
     for source in sources:
         end = min(len(source.shards), int(at_most * source.weight / total))

@@ -1,7 +1,7 @@
-"""Where text comes from: files, read one after the other in blocks.
+"""The origin of text: files, read one after another in blocks.
 
-By default it is the source of the running Python's standard library, which every machine has; or
-one file of the user's. Every 16th block is held out for validation.
+By default, this is the source of the running Python's standard library, which every machine has;
+otherwise, it is one of the user's files. Every 16th block is held out for validation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Text:
     """Files that are read as one text.
 
     Attributes:
-        name: what to call it.
+        name: name for messages.
         files: each with its size in bytes and the time of its last change.
         limit_bytes: read no more than that; None: all.
     """
@@ -34,18 +34,18 @@ class Text:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the text."""
+        """The size of the text in bytes."""
         size = sum(size for _, size, _ in self.files)
         return size if self.limit_bytes is None else min(size, self.limit_bytes)
 
     @property
     def stamp(self) -> int:
-        """A number that differs once a file was changed."""
+        """A number that changes once a file does."""
         files = [(str(path), *rest) for path, *rest in self.files]
         return zlib.crc32(repr((files, self.limit_bytes)).encode())
 
     def pieces(self) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield the block's number, the bytes, and whether a file begins with them.
+        """Yield pieces: the block's number, the bytes, and whether a file begins with them.
 
         A piece lies in one block and one file.
 
@@ -66,7 +66,7 @@ class Text:
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block; a short text has shorter ones."""
+        """The size of a block; a short text has shorter blocks."""
         return max(1, min(BLOCK_BYTES, self.num_bytes // VALIDATION_EVERY))
 
 

@@ -1,8 +1,8 @@
-"""From bytes to tokens and back: three vocabularies of a text, told apart by their size.
+"""Conversion between bytes and tokens: three vocabularies of a text, distinguished by their size.
 
     256          every byte is a token
     below 256    characters: the most frequent bytes have a token each, all others share the last
-    above 256    words: the most frequent ones have a token each, the rest is spelt in bytes
+    above 256    words: the most frequent ones have a token each, the rest is spelled in bytes
 
 A vocabulary is a function of the text and the size, so every host makes the same one. Token shards
 that `echelon prepare` made come with a tokenizer instead: `TokenizerVocabulary`.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 MAX_SIZE = 1 << 16  # a token is two bytes
-SAMPLE_BYTES = 8 << 20  # what words are counted in: finding them takes long
+SAMPLE_BYTES = 8 << 20  # amount of text in which words are counted, since finding them takes long
 WORD = re.compile(rb" ?[A-Za-z]+| ?[0-9]+|[ \t]+|\n+|[^A-Za-z0-9\s]+|\s")
 
 
@@ -45,14 +45,14 @@ class Vocabulary:
 
     @property
     def unit(self) -> str:
-        """What a token is called."""
+        """The word for a token of this vocabulary."""
         if self.size == NUM_BYTES:
             return "byte"
         return "character" if self.size < NUM_BYTES else "word"
 
     @property
     def name(self) -> str:
-        """What token shards say of their tokenizer."""
+        """The tokenizer's name in token shards."""
         return f"{self.unit}s:{self.size}"
 
     def encode(self, text: bytes) -> NDArray[np.uint8] | NDArray[np.uint16]:
@@ -95,7 +95,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TokenizerVocabulary:
-    """The tokens of a tokenizer that `echelon prepare` was given."""
+    """The tokens of a tokenizer that was given to `echelon prepare`."""
 
     tokenizer: Tokenizer
 
@@ -106,7 +106,7 @@ class TokenizerVocabulary:
 
     @property
     def unit(self) -> str:
-        """What a token is called."""
+        """The word for a token of this vocabulary."""
         return "byte" if self.tokenizer.name == "bytes" else "token"
 
     def encode(self, text: bytes) -> NDArray[np.int64]:
@@ -149,7 +149,7 @@ def make_vocabulary(text: Text, size: int) -> Vocabulary:
 
 
 def characters_of(text: Text, size: int) -> Vocabulary:
-    """Give the most frequent bytes a token each; the last token is for every other byte."""
+    """Give the most frequent bytes a token each; the last token represents all other bytes."""
     counts = np.zeros(NUM_BYTES, np.int64)
     for _, piece, _ in text.pieces():
         counts += np.bincount(np.frombuffer(piece, np.uint8), minlength=NUM_BYTES)
@@ -160,7 +160,7 @@ def characters_of(text: Text, size: int) -> Vocabulary:
 def words_of(text: Text, size: int) -> Vocabulary:
     """Give each byte a token, and the most frequent longer words of the first megabytes one each.
 
-    Where there are fewer words than tokens, the last tokens stand for nothing.
+    If there are fewer words than tokens, the last tokens are unused.
     """
     counts: Counter[bytes] = Counter()
     num_bytes = 0

@@ -1,1 +1,1 @@
-"""A training step: alone, over replicas, shards or pipeline stages."""
+"""A training step: on one rank, or over replicas, shards or pipeline stages."""

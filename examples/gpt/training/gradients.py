@@ -17,7 +17,7 @@ FOUR_MIB = 4 * 1024 * 1024
 
 
 class GradientBuckets:
-    """Own the gradients of some parameters of one dtype and device.
+    """Owns the gradients of parameters of one dtype and device.
 
     Attributes:
         flats: the buffers, each 1D; a bucket holds whole parameters, in the order given.
@@ -27,7 +27,7 @@ class GradientBuckets:
         self.flats = [adopt(bucket) for bucket in fill_buckets(parameters, bucket_bytes)]
 
     def zero(self) -> None:
-        """Forget the gradients, but keep the views (`zero_grad` would drop them)."""
+        """Zero the gradients, but keep the views (`zero_grad` would drop them)."""
         for flat in self.flats:
             flat.zero_()
 
@@ -38,7 +38,7 @@ class GradientBuckets:
 
 
 def fill_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Group parameters in order; a bucket closes before it would outgrow `bucket_bytes`."""
+    """Group parameters in order; a bucket is closed before it would exceed `bucket_bytes`."""
     buckets: list[list[Parameter]] = []
     used_bytes = 0
     for parameter in parameters:
@@ -51,7 +51,7 @@ def fill_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[lis
 
 
 def adopt(bucket: list[Parameter]) -> Tensor:
-    """Make one zeroed buffer for these parameters and point each `.grad` into it."""
+    """Create one zeroed buffer for these parameters and point each `.grad` into it."""
     first = bucket[0]
     flat = torch.zeros(sum(p.numel() for p in bucket), dtype=first.dtype, device=first.device)
     pieces = flat.split([parameter.numel() for parameter in bucket])

@@ -1,10 +1,10 @@
 """Data-parallel training, one small method for each part of a step.
 
 A step is: fetch the batch, forward and backward on this rank's share, average the gradients, clip,
-update, average the loss. Every rank makes the same collective calls in the same order; that is
-the whole contract of data parallelism, and `break_it.py` shows what happens to those who break it:
-it overrides one of these methods and nothing else. Whether ranks are replicas or hold parts is
-decided in `parallel.py`.
+update, average the loss. Every rank makes the same collective calls in the same order; that is the
+whole contract of data parallelism. `break_it.py` shows what happens if a rank breaks it: it
+overrides one of these methods and nothing else. `parallel.py` decides whether ranks are replicas or
+hold parts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EVALUATION_SEQUENCES = 32
 
 
 def build_optimizer(model: torch.nn.Module, name: str, lr: float) -> torch.optim.Optimizer:
-    """Return an optimizer that decays the matrices, and leaves gains and biases alone."""
+    """Return an optimizer that decays the matrices but not the gains and biases."""
     if name == "muon":
         return Muon(model, lr=lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -65,7 +65,7 @@ def open_source(
     rank: int,
     world_size: int,
 ) -> BatchSource:
-    """Return the data of one rank among those that divide a batch."""
+    """Return the data of one of the ranks that divide a batch."""
     return BatchSource.open(
         corpus,
         num_sequences=settings.batch,
@@ -96,8 +96,8 @@ class Trainer:
     Attributes:
         step: the number of finished steps.
         parallel: how the ranks divide the work.
-        buckets: the same; its `flats` are the gradients that are averaged over the ranks.
-        model: what of the model this rank trains.
+        buckets: the same object; its `flats` are the gradients that are averaged over the ranks.
+        model: the part of the model that this rank trains.
         gradient_norm: of the last step, before clipping.
         learning_rate: of the last step.
     """
@@ -129,11 +129,11 @@ class Trainer:
             self.model, max_in_a_row=settings.max_skipped, over=world, norm=parallel.norm
         )
         self.scaler = parallel.scaler
-        self.fair_share = 1.0  # of the tokens of a step, by which a term of the loss is divided
+        self.fair_share = 1.0  # tokens of a step, by which a term of the loss is divided
 
     @property
     def samples(self) -> int:
-        """Sequences trained on, over all ranks: the number of the next one."""
+        """Number of sequences trained on, over all ranks: the number of the next one."""
         return self.source.num_samples
 
     @classmethod
@@ -145,7 +145,7 @@ class Trainer:
         *,
         world: ProcessGroup,
     ) -> Trainer:
-        """Make this rank's part of the model, from rank 0's weights, and its share of the data."""
+        """Create this rank's part of the model from rank 0's weights, and its share of the data."""
         device = choose_device(settings.device)
         model = cls.make_model(config, settings, device)
         parallel = (Divided if settings.is_divided else Replicas)(model, world, settings)
@@ -157,7 +157,7 @@ class Trainer:
     def make_model(
         config: GPTConfig | ModelConfig, settings: TrainingSettings, device: torch.device
     ) -> GPT | Transformer:
-        """Make the model that the seed or the folder gives."""
+        """Create the model that the seed or the folder determines."""
         torch.manual_seed(settings.seed)
         kind = Transformer if isinstance(config, ModelConfig) else GPT
         model = kind(config)
@@ -183,7 +183,7 @@ class Trainer:
         return mean_loss
 
     def warm_up(self) -> float:
-        """Do what a step does, but change nothing, so that compiling is over; return the seconds.
+        """Run a step without its effects, so that compiling is over; return the seconds it took.
 
         Collective.
         """
@@ -197,7 +197,7 @@ class Trainer:
         return time.perf_counter() - began_s
 
     def next_batch(self) -> Batch:
-        """Wait for this step's batch, and say so in the record while it lasts."""
+        """Wait for this step's batch, and record the wait as a span."""
         with recorder.span("data_wait"):
             batch = self.fetch_batch()
         return move_batch(batch, self.device)
@@ -219,10 +219,10 @@ class Trainer:
         return total
 
     def count_fair_share(self, batch: Batch) -> float:
-        """Return by what a term of the loss is divided: a rank's tokens to train on, on average.
+        """Return the divisor of a term of the loss: a rank's average number of tokens to train on.
 
-        Collective with masked documents, whose first tokens are not targets: each rank knows its
-        own number alone.
+        Collective with masked documents, whose first tokens are not targets: each rank knows only
+        its own number.
         """
         if not self.settings.mask_documents:
             return self.settings.batch * batch.targets.shape[1] / self.source.world_size
@@ -233,13 +233,13 @@ class Trainer:
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return this rank's term of the loss; the average of the terms is the global mean.
 
-        Dividing by the fair share, not by the tokens at hand, keeps that true where the tokens that
-        are trained on do not divide evenly among the ranks.
+        Dividing by the fair share rather than the actual number of tokens keeps this true if the
+        tokens do not divide evenly among the ranks.
         """
         return self.summed_loss(batch) / self.fair_share
 
     def summed_loss(self, batch: Batch) -> Tensor:
-        """Return the cross entropy summed over all tokens, in nats. Divided: no gradients."""
+        """Return the cross entropy summed over all tokens, in nats. No gradients if divided."""
         if isinstance(self.parallel, Divided):
             return self.parallel.evaluate(batch)
         half, settings = self.settings.half, self.settings
@@ -252,7 +252,7 @@ class Trainer:
         return token_losses(logits, batch.targets)
 
     def average_gradients(self) -> None:
-        """Average over the ranks, in place, what backward has not averaged itself."""
+        """Average over the ranks, in place, the gradients that backward has not averaged itself."""
         for flat in self.parallel.flats:
             self.average_bucket(flat)
 
@@ -263,8 +263,8 @@ class Trainer:
     def update(self) -> None:
         """Clip the gradients and let the optimizer take its step.
 
-        A step whose gradients are not finite is skipped, on all ranks alike: their norm is the
-        same on all. In float16 the scaler sees to it, as overflows are part of its search.
+        A step whose gradients are not finite is skipped on all ranks alike, because their norm is
+        the same on all. In float16, the scaler does this, since overflows are part of its search.
 
         Raises:
             NonFiniteGradientError: too many steps in a row were skipped.
@@ -289,7 +289,7 @@ class Trainer:
         return nullcontext() if self.average is None else self.average.applied()
 
     def validate(self, windows: Windows) -> float:
-        """Return the mean loss over all targets; each rank works through its share."""
+        """Return the mean loss over all targets; each rank evaluates its share."""
         with torch.no_grad(), self.averaged():
             return self._validate(windows)
 
@@ -309,12 +309,12 @@ class Trainer:
         return total.item() / windows.num_targets(self.settings.mask_documents)
 
     def whole(self) -> GPT | Transformer:
-        """Return the whole model that the run is judged by. Collective."""
+        """Return the whole model for evaluation and export. Collective."""
         with self.averaged():
             return self.parallel.whole()
 
     def state(self) -> dict[str, Any]:
-        """Return all that changes in training, for a checkpoint."""
+        """Return everything that training changes, for a checkpoint."""
         average = {} if self.average is None else {"average": self.average}
         return {
             "model": self.model,
@@ -327,8 +327,7 @@ class Trainer:
         }
 
     def resume(self, path: str | Path) -> dict[str, Any]:
-        """Continue from a checkpoint, whatever number of ranks saved it; return its state.
-        Collective.
+        """Continue from a checkpoint of any number of ranks; return its state. Collective.
 
         Raises:
             CheckpointError: it cannot be read.

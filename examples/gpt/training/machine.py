@@ -1,4 +1,4 @@
-"""What a rank takes of the machine: one thread, and the GPU of its local rank, if any."""
+"""The part of the machine that a rank uses: one thread, and the GPU of its local rank, if any."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def limit_threads() -> None:
 
 
 def load_optimizers() -> None:
-    """Have torch load what it loads only when the first optimizer is made, which takes seconds.
+    """Make torch load the modules that the first optimizer would load, which takes seconds.
 
-    Before `dist.init` that counts as starting; after it, as ranks that have gone silent.
+    Before `dist.init`, this counts as startup; afterwards, it would look like silent ranks.
     """
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
 
 def choose_device(wanted: str = "auto") -> torch.device:
-    """Return where this rank computes, and make it torch's current device.
+    """Return this rank's device, and make it torch's current device.
 
     Call it before `dist.init`: a library such as NCCL binds to the current device. Local ranks
     beyond the number of GPUs share them.
 
     Args:
-        wanted: "cpu", "cuda", or "auto": a GPU where torch finds one.
+        wanted: "cpu", "cuda", or "auto": a GPU if torch finds one.
 
-    A machine that has a GPU, which torch cannot use, is warned of.
+    Warns if the machine has a GPU that torch cannot use.
 
     Raises:
-        ValueError: "cuda", and torch finds no GPU.
+        ValueError: "cuda" is given, and torch finds no GPU.
     """
     has_gpu = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
@@ -48,7 +48,7 @@ def choose_device(wanted: str = "auto") -> torch.device:
                 f"this machine has a GPU driver, but torch {torch.__version__} finds no GPU: "
                 "training on the CPU",
                 RuntimeWarning,
-                stacklevel=1,  # one place, so that Python shows it once
+                stacklevel=1,  # a single place, so that Python shows it once
             )
         return torch.device("cpu")
     device = torch.device("cuda", local_rank() % torch.cuda.device_count())
@@ -63,7 +63,7 @@ def local_rank() -> int:
 
 
 def describe(device: torch.device) -> str:
-    """Return which device it is; of a GPU its name, and how many local ranks share each GPU."""
+    """Return the device; for a GPU, also its name and how many local ranks share each GPU."""
     if device.type != "cuda":
         return str(device)
     num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
@@ -73,7 +73,7 @@ def describe(device: torch.device) -> str:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on a device; the host does not wait for the copy to a GPU."""
+    """Move a host tensor to a device; the host does not wait for the copy to a GPU."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

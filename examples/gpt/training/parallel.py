@@ -1,6 +1,7 @@
 """How the ranks divide the work: as replicas of the model, or with the model divided among them.
 
-Both average the gradients over the ranks, know the norm of all, and know the whole model.
+Both variants average the gradients over the ranks, and provide the norm of all gradients and the
+whole model.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Replicas:
     """Every rank has the whole model; gradients are averaged in flat buckets.
 
     Attributes:
-        flats: the gradients, as the buffers that are yet to be averaged over the ranks.
-        data: (rank, size) by which the batch is divided.
-        scaler: of the loss: float16 needs one, other types do not.
+        flats: the gradient buffers that are yet to be averaged over the ranks.
+        data: (rank, size) that divides the batch.
+        scaler: the loss scaler: float16 needs one, other dtypes do not.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Replicas:
         self.flats = self.buckets.flats
 
     def zero(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         self.buckets.zero()
 
     def norm(self) -> float:
@@ -54,7 +55,7 @@ class Replicas:
         return self.buckets.norm()
 
     def whole(self) -> GPT | Transformer:
-        """Return a copy of the whole model, in the host's memory."""
+        """Return a copy of the whole model in host memory."""
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.model.state_dict())
         return model
@@ -64,9 +65,9 @@ class Divided:
     """Stages, shards and slices of layers on a mesh of ranks, in any combination.
 
     Attributes:
-        model: what of it this rank trains.
-        data: (rank, size) by which the batch is divided.
-        scaler: of the loss; all ranks decide together.
+        model: the part that this rank trains.
+        data: (rank, size) that divides the batch.
+        scaler: the loss scaler; all ranks decide together.
     """
 
     flats: list[Tensor] = []  # noqa: RUF012 -- none is left to average
@@ -78,7 +79,7 @@ class Divided:
         self.config, self.kind, self.settings = model.config, type(model), settings
         self.divisor = 1.0
         if settings.chunked_loss:
-            model.forward = self.chunked_loss(model)  # where its weights are together
+            model.forward = self.chunked_loss(model)  # where its weights are gathered
         across = "shard" if settings.shard else "replicate"
         mesh = DeviceMesh((stages, world.size // stages // slices, slices), ("pp", across, "tp"))
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
@@ -97,7 +98,7 @@ class Divided:
         return token_losses(logits, targets) / self.divisor
 
     def chunked_loss(self, model: GPT | Transformer) -> Any:
-        """Return what a micro-batch's loss is computed by, without the logits of all tokens."""
+        """Return the function for a micro-batch's loss that avoids the logits of all tokens."""
         hidden = model.hidden
 
         def forward(tokens: Tensor, targets: Tensor, *documents: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class Divided:
         return forward
 
     def step(self, batch: Batch, fair_share: float) -> Tensor:
-        """Run forward and backward; return the term of the loss whose mean over ranks it is."""
+        """Run forward and backward; return this rank's term of the average loss."""
         self.divisor = fair_share / self.settings.num_parts  # as parts are averaged
         term = self.parallel.step(*self._inputs(batch), loss_scale=self.scaler.get_scale())
         return term * self.parallel.mesh.size
@@ -124,7 +125,7 @@ class Divided:
         return (batch.tokens, *documents), batch.targets
 
     def zero(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -133,7 +134,7 @@ class Divided:
         return self.parallel.clip_grad_norm_(math.inf)
 
     def whole(self) -> GPT | Transformer:
-        """Return the whole model, in the host's memory. Collective."""
+        """Return the whole model in host memory. Collective."""
         model = self.kind(self.config)
         model.load_state_dict(self.parallel.full_state_dict())
         return model

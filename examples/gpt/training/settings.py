@@ -1,4 +1,4 @@
-"""How a model is trained, as the trainer is told."""
+"""How a model is trained: the trainer's settings."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class TrainingSettings:
 
     @property
     def is_divided(self) -> bool:
-        """Whether a rank has a part of the model only."""
+        """Whether a rank has only a part of the model."""
         return self.shard or self.pipeline > 1 or self.tp > 1
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts a rank's share of a batch is split."""
+        """The number of parts into which a rank's share of a batch is split."""
         return self.microbatches if self.pipeline > 1 else self.accumulate
 
     def make_schedule(self) -> Schedule:
@@ -66,5 +66,5 @@ class TrainingSettings:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The 16-bit type to compute in, if any."""
+        """The 16-bit dtype to compute in, if any."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
