@@ -104,7 +104,7 @@ def test_frozen_parameters_are_left_alone_and_tied_ones_averaged_once():
     [
         (lambda: ExponentialMovingAverage(nn.Linear(2, 2), 1.0), "decay must be"),
         (lambda: ExponentialMovingAverage(nn.Linear(2, 2), "0.9"), "decay must be"),
-        (lambda: ExponentialMovingAverage(nn.Identity()), "no parameter that requires"),
+        (lambda: ExponentialMovingAverage(nn.Identity()), "no parameter requires gradients"),
         (lambda: half_life(0), "num_steps"),
     ],
 )

@@ -121,7 +121,7 @@ def test_operations_whose_signatures_were_replaced_leave_no_gap(recorder, ring, 
     assert record.warnings == (
         (
             "2 of the oldest operations were left out: "
-            "newer calls took the place of what they were called with"
+            "newer calls overwrote their arguments"
         ),
     )
 
