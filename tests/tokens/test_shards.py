@@ -60,7 +60,7 @@ def test_two_writers_of_one_folder_do_not_mix(tmp_path):
     second = ShardWriter(tmp_path / "x", vocabulary_size=10)
     with first:
         first.add([1])
-    with pytest.raises(TokenShardsError, match="made by another"), second:
+    with pytest.raises(TokenShardsError, match="created by another process"), second:
         second.add([2])
     assert TokenShards(tmp_path / "x").read(0, 1).tolist() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
