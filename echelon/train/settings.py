@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a settings file into nested dicts.
+    r"""Read a settings file into nested dicts.
 
     Raises:
         ValueError: the file is not TOML; the message names the file and the line.
