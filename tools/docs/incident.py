@@ -102,7 +102,7 @@ def _tests(picture: Picture) -> str:
     """Return each test of the one rank that waits for no rank, and what it answered."""
     (sink,) = picture.graph.sinks
     facts = picture.evidence.ranks[sink]
-    lines = ["| test | asks | here |", "|---|---|---|"]
+    lines = ["| test | purpose | here |", "|---|---|---|"]
     for test in choice._TESTS:
         reading = test(picture, facts)
         said = "no" if reading is None else f"**{reading.cause.value}**"

@@ -119,7 +119,7 @@ def test_operations_whose_signatures_were_replaced_leave_no_gap(recorder, ring, 
     assert record.operations["sequence"].tolist() == [2]
     assert record.strings[record.operations[0]["operation"]] == "barrier"
     assert record.warnings == (
-        ("2 of the oldest operations were left out: newer calls overwrote their arguments"),
+        "2 of the oldest operations were left out: newer calls overwrote their arguments",
     )
 
 
