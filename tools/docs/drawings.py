@@ -71,6 +71,15 @@ class Drawing:
         place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
         self._parts.append(f'<text class="{style}" {place}>{escape(line)}</text>')
 
+    def note(self, at: Point, *lines: str) -> None:
+        """Put small lines on a ground of their own, around `at`, over what is there."""
+        x, y = at
+        width, height = 6.4 * max(map(len, lines)), 17 * len(lines) + 6
+        place = f'x="{x - width / 2:g}" y="{y - height / 2:g}"'
+        self._parts.append(f'<rect class="ground" {place} width="{width:g}" height="{height}"/>')
+        for number, line in enumerate(lines):
+            self.text((x, y - height / 2 + 15 + 17 * number), line, style="small")
+
     def arrow(self, *points: Point, both: bool = False) -> None:
         """Put an arrow along some points."""
         path = " L".join(f"{x:g} {y:g}" for x, y in points)
@@ -97,22 +106,23 @@ def architecture() -> Drawing:
     one.frame((20, 20), (640, 390), "one node")
     one.box((45, 60), (150, 64), "launcher", "echelon run: an agent")
     one.box((45, 300), (150, 64), "store", "where ranks meet")
-    for number, x in enumerate((250, 385, 520)):
-        one.box((x, 60), (115, 40), f"rank {number}", kind="plain")
-        one.box((x, 108), (115, 40), "dist")
-        one.box((x, 156), (115, 40), "recorder")
-        one.box((x, 300), (115, 64), "ring", "a mapped file", kind="ring")
-        one.arrow((x + 57, 196), (x + 57, 300))
+    for number, x in enumerate((250, 390, 530)):
+        one.box((x, 60), (106, 40), f"rank {number}", kind="plain")
+        one.box((x, 108), (106, 40), "dist")
+        one.box((x, 156), (106, 40), "recorder")
+        one.box((x, 300), (106, 64), "ring", "a mapped file", kind="ring")
+        one.arrow((x + 53, 196), (x + 53, 300))
     one.arrow((195, 80), (250, 80))
     one.text((222, 72), "starts", style="small")
     one.arrow((120, 124), (120, 300))
     one.text((128, 205), "hosts", style="small", anchor="start")
-    one.arrow((365, 128), (385, 128), both=True)
-    one.arrow((500, 128), (520, 128), both=True)
+    one.arrow((356, 128), (390, 128), both=True)
+    one.arrow((496, 128), (530, 128), both=True)
     one.arrow((195, 330), (215, 330), (215, 128), (250, 128), both=True)
-    one.text((442, 226), "each call, span and step: 192 bytes,", style="small")
-    one.text((442, 243), "written to memory, no system call", style="small")
-    one.arrow((577, 364), (577, 388), (32, 388), (32, 92), (45, 92))
+    one.note(
+        (443, 240), "each call, span and step: 192 bytes,", "written to memory, no system call"
+    )
+    one.arrow((583, 364), (583, 388), (32, 388), (32, 92), (45, 92))
     one.text(
         (320, 382),
         "read from outside, also while a rank hangs or once it was killed",

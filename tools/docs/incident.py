@@ -20,7 +20,7 @@ from pathlib import Path
 from echelon.analysis.diagnose import RULES, report_of
 from echelon.analysis.evidence.picture import Picture, take_picture
 from echelon.analysis.finding import rank_list
-from echelon.analysis.hypothesis import propose
+from echelon.analysis.hypothesis import Hypothesis, propose
 from echelon.analysis.report.text import plain_lines
 from echelon.analysis.rules.one_rank import choice
 from echelon.analysis.sources.load import load
@@ -116,15 +116,18 @@ def _tests(picture: Picture) -> str:
 def _rules(picture: Picture) -> str:
     lines = ["| rule | proposes | explains |", "|---|---|---|"]
     proposed = propose(picture, RULES)
-    for place, rule in enumerate(RULES):
-        found = [one for one in proposed if one.place == place]
-        for one in found:
-            who = rank_list(one.finding.culprit_ranks)
-            explained = f"{len(one.explains)} of {len(picture.disturbed)} disturbed ranks"
-            lines.append(f"| `{rule.__name__}` | {one.finding.cause.value}, {who} | {explained} |")
-        if not found:
-            lines.append(f"| `{rule.__name__}` | nothing | |")
-    return "\n".join(lines)
+    for one in proposed:
+        who = rank_list(one.finding.culprit_ranks)
+        explained = f"{len(one.explains)} of {len(picture.disturbed)} disturbed ranks"
+        rule = RULES[one.place].__name__
+        lines.append(f"| `{rule}` | {one.finding.cause.value}, {who} | {explained} |")
+    silent = [rule.__name__ for place, rule in enumerate(RULES) if not _by(proposed, place)]
+    names = ", ".join(f"`{name}`" for name in silent)
+    return "\n".join([*lines, "", f"The other {len(silent)} rules propose nothing: {names}."])
+
+
+def _by(proposed: list[Hypothesis], place: int) -> bool:
+    return any(one.place == place for one in proposed)
 
 
 def _first_sentence(test: object) -> str:
