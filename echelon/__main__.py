@@ -1,4 +1,4 @@
-"""`python -m echelon` is `echelon`."""
+"""Run the `echelon` command: `python -m echelon`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The `echelon` command: finds the sub-command and hands over; each lives in its own room."""
+"""The `echelon` command: a dispatcher to its sub-commands, each of which lives in its own room."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ usage: echelon COMMAND [...]
 
   run      launch a job; explain it if it stalls or dies
   status   show what the ranks of a running job do
-  report   show what each second of a job's ranks went into
+  report   show how each second of a job's ranks was spent
   doctor   check this machine before a job
   prepare  turn text into token shards
   plot     draw the figures of runs
-  plan     say which layouts of a training fit, and which should be fastest
-  witness  let one of a job's two nodes continue where the other is lost
+  plan     find the layouts of a training that fit, and the fastest of them
+  witness  let one of a job's two nodes continue if the other is lost
   store    serve a key-value store for torch's and echelon's TCPStore clients
 
-`echelon COMMAND --help` says more. `fr-analyze DIR` explains dumps, `fr-analyze --attach` a
-running job.
+See `echelon COMMAND --help`. `fr-analyze DIR` explains dumps, and `fr-analyze --attach` explains
+a running job.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 2 for bad usage, 141 if its reader has left."""
+    """Run a command and return its exit code: 2 for bad usage, 141 if the output pipe is closed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "--help"
     if command == "run":  # a job outlives its output
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as err:
         if err.errno not in (errno.EPIPE, errno.ENOSPC) or err.filename is not None:
             raise
-        # What is left in the buffer would fail once more as the interpreter exits.
+        # Flushing the rest of the buffer would fail again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if err.errno == errno.EPIPE:
             return 128 + signal.SIGPIPE
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(command: str, arguments: list[str]) -> int:
-    """Run a command whose product is what it prints."""
+    """Run a command that only prints and return its exit code."""
     if command == "status":
         from echelon.launcher.status.show import main as status
 
@@ -92,15 +92,15 @@ def _show(command: str, arguments: list[str]) -> int:
         print(_HELP, end="")
         return 0
     print(
-        f"echelon: no command {command!r}; there are run, status, report, doctor, prepare, "
-        "plot, plan, witness and store",
+        f"echelon: unknown command {command!r}; choose run, status, report, doctor, prepare, "
+        "plot, plan, witness or store",
         file=sys.stderr,
     )
     return 2
 
 
 def analyze(argv: Sequence[str] | None = None) -> int:
-    """Run `fr-analyze`: on a folder, or with `--attach` on a running job."""
+    """Run `fr-analyze` on a folder, or on a running job with `--attach`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(one in ("--attach", "--pid") or one.startswith("--pid=") for one in arguments):
         from echelon.launcher.attach.command import main as attach

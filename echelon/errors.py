@@ -4,20 +4,21 @@
     ├── StoreError                  a store operation failed
     │   ├── StoreTimeoutError       ... its deadline passed (also a TimeoutError)
     │   ├── StoreConnectionError    ... the server is out of reach (also a ConnectionError)
-    │   └── StoreProtocolError      ... the peer speaks something else, or broke a limit
+    │   └── StoreProtocolError      ... the peer violated the protocol, or exceeded a limit
     ├── CollectiveError             an operation of a process group failed; carries `.ranks`
     │   ├── CollectiveMismatchError ... ranks called different things under one sequence number
-    │   ├── CollectiveTimeoutError  ... ranks did not come in time (also a TimeoutError)
+    │   ├── CollectiveTimeoutError  ... some ranks did not join in time (also a TimeoutError)
     │   └── PeerLostError           ... a rank died or left
     ├── CheckpointError             a checkpoint cannot be saved or loaded; carries `.path`
     ├── TokenShardsError            token shards cannot be read or written; carries `.path`
-    ├── NonFiniteGradientError      steps in a row had infinite or NaN gradients; carries `.rank`
-    ├── NotReproducibleError        a micro-batch gave other bits again; carries `.ranks`
+    ├── NonFiniteGradientError      several steps had infinite or NaN gradients; carries `.rank`
+    ├── NotReproducibleError        recomputing a micro-batch changed its bits; carries `.ranks`
     ├── DumpFormatError             a ring or dump file cannot be read; carries `.path`
-    └── LaunchError                 a job cannot be started as asked
+    └── LaunchError                 a job cannot be started as requested
 
 The type depends on what is at fault: a caller's mistake is a `ValueError` or `TypeError` at the
-public boundary, a failing world is one of these, and our own bug is an `AssertionError`.
+public boundary, a failure of the environment is one of these errors, and a bug in echelon is an
+`AssertionError`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 
 
 class EchelonError(Exception):
-    """Base of everything this package raises because the world failed.
+    """Base class of all errors that this package raises when the environment fails.
 
     Example:
         >>> try:
@@ -42,7 +43,7 @@ class StoreError(EchelonError):
     """A store operation failed.
 
     Attributes:
-        key: the key (or the first of the keys) it was about, None if about none.
+        key: the key concerned, or the first of several; None if the operation has no key.
         endpoint: "host:port" of the server, or the path of a file store.
 
     Example:
@@ -63,7 +64,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
     """A store operation's deadline passed.
 
     Attributes:
-        missing: the keys that were not there, or the ranks that did not come.
+        missing: the keys that were not set, or the ranks that did not arrive.
 
     Example:
         >>> try:
@@ -113,9 +114,9 @@ class CollectiveError(EchelonError):
 
     Attributes:
         group: the group's name.
-        operation: such as "all_reduce".
+        operation: the operation's name, such as "all_reduce".
         sequence: the operation's number in its group, from 0.
-        ranks: global ranks that the failure is about: who differs, is missing or is gone.
+        ranks: the global ranks at issue: those that differ, are missing or are lost.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -176,7 +177,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class PeerLostError(CollectiveError):
-    """A rank of the group died or left while others needed it.
+    """A rank of the group died or left while other ranks needed it.
 
     Example:
         >>> world = dist.init()  # on each of 2 ranks
@@ -217,7 +218,7 @@ class CheckpointError(EchelonError):
     """A checkpoint cannot be saved or loaded.
 
     Attributes:
-        path: the file or folder; empty if it is about none.
+        path: the file or folder; empty if the error concerns neither.
 
     Example:
         >>> try:
@@ -255,8 +256,8 @@ class NonFiniteGradientError(EchelonError):
     """Several steps in a row had gradients that were infinite or NaN.
 
     Attributes:
-        rank: the lowest rank that held such a gradient; None: not known.
-        parameter: its name there.
+        rank: the lowest rank that held such a gradient; None if it is not known.
+        parameter: the name of the parameter on that rank.
 
     Example:
         >>> guard = FiniteGuard(model, max_in_a_row=1)
@@ -275,10 +276,10 @@ class NonFiniteGradientError(EchelonError):
 
 
 class NotReproducibleError(EchelonError):
-    """A micro-batch gave other bits when it was computed again, or on another rank.
+    """A micro-batch gave different bits when it was recomputed, or on another rank.
 
     Attributes:
-        ranks: the ranks (global) whose bits differ.
+        ranks: the global ranks whose bits differ.
 
     Example:
         >>> error = NotReproducibleError("micro-batch 3 gave other bits", ranks=(1,))

@@ -1,6 +1,6 @@
-"""What Linux knows about this host and its processes; every other room may ask here.
+"""What Linux reports about this host and its processes; every other room may use this one.
 
-One answer each to "which process", "which host" and "how many cores". Nothing of echelon is
-imported, so that every room can import this one. Each file names its source in the kernel, and
-what a container may deny is reported as denied, never guessed.
+It gives one answer each to "which process", "which host" and "how many cores". It imports nothing
+of echelon, so every room can import it. Each file names its source in the kernel. What a container
+denies is reported as denied, never guessed.
 """

@@ -1,6 +1,7 @@
-"""The accelerators of this machine, as far as the launcher must know them: how many, and where.
+"""The accelerators of this machine: how many there are, and where.
 
-Read from the kernel's files, never through a library: the launcher starts without torch.
+All of it is read from the kernel's files and never through a library, because the launcher starts
+without torch.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ _BUS = re.compile(r"Bus Location:\s*([0-9a-fA-F:.]+)")
 
 
 def num_nvidia(environ: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """Return how many NVIDIA GPUs a program started here would see."""
+    """Return the number of NVIDIA GPUs that a program started here would see."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     there = len(list(dev.glob("nvidia[0-9]*")))
     return there if visible is None else min(there, len(visible_devices(visible)))
 
 
 def num_intel(drm: Path = Path("/sys/class/drm")) -> int:
-    """Return how many Intel GPUs there are."""
+    """Return the number of Intel GPUs."""
     vendors = [path / "device/vendor" for path in drm.glob("renderD*")]
     return sum(path.is_file() and path.read_text().strip() == _INTEL for path in vendors)
 
 
 def visible_devices(text: str) -> list[str]:
-    """Read a CUDA_VISIBLE_DEVICES: what follows a -1 is hidden."""
+    """Parse a CUDA_VISIBLE_DEVICES value; entries after a -1 are hidden."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return names[: names.index("-1")] if "-1" in names else names
 
 
 def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
-    """Return the CUDA_VISIBLE_DEVICES that shows a local rank its own GPU only.
+    """Return the CUDA_VISIBLE_DEVICES value that shows a local rank only its own GPU.
 
     Raises:
-        ValueError: the launcher's own CUDA_VISIBLE_DEVICES has too few for it.
+        ValueError: the launcher's own CUDA_VISIBLE_DEVICES lists too few GPUs for this rank.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -53,15 +54,15 @@ def visible_to(local_rank: int, environ: Mapping[str, str]) -> str:
 def numa_nodes_of_gpus(
     environ: Mapping[str, str], proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> list[int]:
-    """Return the NUMA node of each visible NVIDIA GPU, by its number on the PCI bus.
+    """Return the NUMA node of each visible NVIDIA GPU, in the order of their PCI addresses.
 
-    [] where there is none, or where CUDA_VISIBLE_DEVICES names GPUs otherwise than by number.
+    The list is empty if there are no GPUs, or if CUDA_VISIBLE_DEVICES does not name them by number.
     """
     nodes = []
     for folder in sorted((proc / "driver/nvidia/gpus").glob("*")):
         match = _BUS.search(_text(folder / "information"))
         address = (match[1] if match else folder.name).lower()
-        # A machine with one node often says -1.
+        # A machine with a single node often reports -1.
         nodes.append(max(0, int(_text(sys / "bus/pci/devices" / address / "numa_node") or "0")))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,11 +1,11 @@
-"""What limits a process from outside: its cgroup's limits (versions 1 and 2), and pressure.
+"""The limits of a process: those of its cgroup (versions 1 and 2), and the machine's pressure.
 
-A group is limited by those above it as well: of a pod, a Slurm job, a systemd slice. The limit that
-is nearest to being reached counts, with the usage of the same group. In a container that does not
-see the groups above its own, its own group is the top of the mounted tree.
+The limits of parent groups (a pod's, a Slurm job's, a systemd slice's) apply as well. Reported is
+the limit that is closest to being reached, with the usage of the same group. In a container that
+does not see the parent groups, the container's own group is the top of the mounted tree.
 
-`usable_cores` is the one answer to "how many cores": the affinity mask, or the quotas of this
-process's cgroup and of those above it where they are less.
+`usable_cores` is the one answer to "how many cores": the affinity mask, or the CPU quota of this
+process's cgroup or of a parent if that is smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from echelon.host.procfs import read_text
 
-_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" by a number of this size
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number of this size
 _CGROUPS = "/sys/fs/cgroup"
 
 
@@ -26,7 +26,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
     Args:
         root: where the control groups are mounted.
-        own: the file that names this process's groups.
+        own: the file that lists this process's groups.
     """
     cores = len(os.sched_getaffinity(0))
     return max(1, min([cores, *(round(quota) for quota in _quotas(root, own))]))
@@ -34,7 +34,7 @@ def usable_cores(root: Path = Path(_CGROUPS), own: Path = Path("/proc/self/cgrou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """One look at a process's cgroup. None: not known, or no such limit."""
+    """One look at a process's cgroup; None means unknown or unlimited."""
 
     throttled_ns: int | None = None  # since the cgroup was made
     memory_bytes: int | None = None
@@ -46,7 +46,7 @@ class Limits:
 
 
 def limits(pid: int, denied: list[str]) -> Limits:
-    """Look at the cgroups of a process. Denied files are named in `denied`."""
+    """Read the limits of a process's cgroups; append what may not be read to `denied`."""
     groups = [_read_group(folder, version, denied) for version, folder in _folders(pid, denied)]
     memory_bytes, memory_limit = _tightest(groups, "memory_bytes", "memory_limit_bytes")
     num_processes, max_processes = _tightest(groups, "num_processes", "max_processes")
@@ -63,7 +63,10 @@ def limits(pid: int, denied: list[str]) -> Limits:
 
 
 def pressure(denied: list[str]) -> dict[str, float]:
-    """Return the share of the last 10 s in which some task of this machine waited for what."""
+    """Return the share of the last 10 s in which tasks of this machine waited, by resource.
+
+    The keys are "cpu", "io" and "memory", from the "some" lines of /proc/pressure.
+    """
     shares = {}
     for kind in ("cpu", "io", "memory"):
         for line in read_text(f"/proc/pressure/{kind}", "pressure", denied).splitlines():
@@ -73,7 +76,7 @@ def pressure(denied: list[str]) -> dict[str, float]:
     return shares
 
 
-# field, file, row in it ("": the file is the number), unit; by the version of cgroups
+# By cgroup version: field, file, row in the file ("" if the file is one number), unit.
 _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
     1: (
         ("throttled_ns", "cpu.stat", "throttled_time", 1),
@@ -96,7 +99,7 @@ _SOURCES: dict[int, tuple[tuple[str, str, str, int], ...]] = {
 
 
 def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
-    """Return what one group says; fields that it does not have are missing."""
+    """Return the values of one group; fields that the group does not have are missing."""
     found: dict[str, int] = {}
     for field, file, row, unit in _SOURCES[version]:
         text = read_text(f"{folder}/{file}", "cgroup", denied)
@@ -107,12 +110,12 @@ def _read_group(folder: str, version: int, denied: list[str]) -> dict[str, int]:
 
 
 def _nearest(groups: list[dict[str, int]], field: str) -> int | None:
-    """Return a field of the process's own group, or of the first above that has it."""
+    """Return a field of the process's own group, or of its nearest parent that has it."""
     return next((group[field] for group in groups if field in group), None)
 
 
 def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int | None, int | None]:
-    """Return usage and limit of the group that is nearest to its limit."""
+    """Return the usage and the limit of the group that is closest to its limit."""
     limited = [(group[used], group[limit]) for group in groups if used in group and limit in group]
     if not limited:
         return _nearest(groups, used), None
@@ -120,7 +123,7 @@ def _tightest(groups: list[dict[str, int]], used: str, limit: str) -> tuple[int 
 
 
 def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (version, folder) of a process's groups and of those above them, the nearest first."""
+    """Yield (version, folder) of a process's groups and of their parents, innermost first."""
     for line in read_text(f"/proc/{pid}/cgroup", "cgroup", denied).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -134,7 +137,7 @@ def _folders(pid: int, denied: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield a group's path and those above it, up to "", the top."""
+    """Yield the path of a group and of its parents, up to "", the top."""
     group = path.rstrip("/")
     while group:
         yield group
@@ -155,7 +158,7 @@ def _number(text: str) -> int | None:
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of this process's groups and of those above them."""
+    """Yield the CPU quotas, in cores, of this process's groups and of their parents."""
     for line in read_text(str(own), "cgroup", []).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -169,7 +172,7 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> float:
-    """Return a group's limit in cores; 0 if it has none."""
+    """Return a group's CPU quota in cores, or 0 if it has none."""
     words = read_text(f"{folder}/cpu.max", "cgroup", []).split() or [
         read_text(f"{folder}/cpu.{name}", "cgroup", []).strip()
         for name in ("cfs_quota_us", "cfs_period_us")
@@ -177,4 +180,4 @@ def _quota(folder: Path) -> float:
     try:
         return max(0.0, float(words[0]) / float(words[1]))
     except (IndexError, ValueError, ZeroDivisionError):
-        return 0.0  # no such file at the top; "max" or -1 where there is no limit
+        return 0.0  # the top has no such file; "max" or -1 means no limit

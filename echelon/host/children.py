@@ -1,7 +1,7 @@
-"""The processes below another process: are they alive, what do they wait for, where do they stand?
+"""The processes below another process: whether they live, what they wait for, where they are.
 
-A rank that waits for its loader's worker shows its own line and nothing of the worker's: the worker
-is looked at as the rank is, from outside, and nothing in it notices.
+A rank that waits for a worker of its data loader shows only its own line. So the worker is examined
+in the same way as the rank, from outside and without disturbing it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from echelon.host.threads import descendants, threads
 MAX_CHILDREN = 16
 _MAX_COMMAND = 200
 _MAX_STACK = 12 << 10
-_EXIT_CODE_FIELD = 49  # of /proc/PID/stat, counted after the name; readable where ptrace is
+_EXIT_CODE_FIELD = 49  # in /proc/PID/stat, counted after the name; readable if ptrace is permitted
 
 
 def look_at_children(pid: int, *, limit: int = MAX_CHILDREN) -> tuple[tuple[HostChild, ...], int]:
-    """Return the first processes below one, each looked at, and how many there are."""
+    """Examine the first `limit` descendants of a process; also return how many there are."""
     below = descendants(pid)
     return tuple(child for one in below[:limit] if (child := look_at(one)).state), len(below)
 
 
 def look_at(pid: int) -> HostChild:
-    """Look at one process; an empty state: it is gone."""
+    """Examine one process; its state is empty if it no longer exists."""
     fields = read_text(f"/proc/{pid}/stat", "stat", []).rpartition(")")[2].split()
     if len(fields) < 22:
         return HostChild(pid=pid)
@@ -46,22 +46,22 @@ def look_at(pid: int) -> HostChild:
 
 
 def _exit_code(fields: list[str]) -> int | None:
-    """Return how a dead process ended, as `subprocess` says it; None if it is not shown."""
+    """Return a dead process's exit code in `subprocess`'s form, or None if it may not be read."""
     if len(fields) <= _EXIT_CODE_FIELD:
         return None
     status = int(fields[_EXIT_CODE_FIELD])
     if status == 0 and os.geteuid() != 0:
-        return None  # 0 is shown too where it is not permitted to know
+        return None  # without permission to read it, the kernel also shows 0
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def _is_python(pid: int) -> bool:
-    """Return whether py-spy could read it: a compiler or a shell is not worth the start of one."""
+    """Return whether a process runs Python, so that starting py-spy for it is worthwhile."""
     return "python" in read_text(f"/proc/{pid}/maps", "maps", [])
 
 
 def _main_stack(stacks: str) -> str:
-    """Return the main thread of a stack dump, in at most 12 KiB."""
+    """Return the main thread of a stack dump, cut to 12 KiB."""
     blocks = [block.strip("\n") for block in stacks.split("\n\n") if block.strip()]
     mains = [block for block in blocks if block.endswith(" in <module>")]
     return (mains or blocks)[-1][:_MAX_STACK] if blocks else ""

@@ -1,7 +1,7 @@
-"""Names of functions in programs and libraries: which one a place in a file belongs to.
+"""Function names in programs and libraries: which function a file offset belongs to.
 
-Reads the symbol tables of 64-bit little-endian ELF files. Only regular files are opened, and what
-is not such a file, or is damaged, has no names.
+Reads the symbol tables of 64-bit little-endian ELF files. Only regular files are opened. A file of
+another format, or a damaged one, has no names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_TABLE_BYTES = 1 << 26
 
 
 def function_at(path: str, offset: int) -> str:
-    """Return the function that holds a file's byte `offset`; "" if that is not known."""
+    """Return the name of the function at byte `offset` of a file, or "" if it is not known."""
     segments, starts, symbols = _tables(path)
     for at, address, size in segments:
         if at <= offset < at + size:

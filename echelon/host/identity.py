@@ -1,8 +1,8 @@
-"""Which host and which process this is, as facts that other processes can compare.
+"""The identity of this host and this process, in a form that other processes can compare.
 
-A pid means nothing in another PID namespace, and is reused within its own: a process is (inode of
-its PID namespace, pid, start ticks). Two network namespaces of one machine have one boot id: they
-are two hosts.
+A pid has no meaning in another PID namespace and is reused within its own, so a process is
+identified by (inode of its PID namespace, pid, start ticks). Two network namespaces of one machine
+share a boot id but count as two hosts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _START_TICKS = 19  # index among the fields of /proc/PID/stat that follow the na
 
 
 def boot_id() -> str:
-    """Return the id of this boot of this kernel; "" if it cannot be read."""
+    """Return the id of the current boot, or "" if it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -25,35 +25,37 @@ def boot_id() -> str:
 
 
 def clock_id() -> str:
-    """Return the name of this process's monotonic clock: equal names mean the same clock.
+    """Return the name of this process's monotonic clock; equal names mean the same clock.
 
-    That is one boot of one kernel, and one time namespace of it. "" if that cannot be known.
+    The name consists of the boot id and the time namespace. It is "" if they cannot be read.
     """
     boot, inode = boot_id(), _namespace("time")
     return f"{boot}/{inode}" if boot and inode else boot  # a kernel without time namespaces
 
 
 def pid_namespace() -> int:
-    """Return the inode of this process's PID namespace; 0 if it cannot be read."""
+    """Return the inode of this process's PID namespace, or 0 if it cannot be read."""
     return _namespace("pid")
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended."""
+    """Return when a process started, in clock ticks since boot, or None if it has ended."""
     fields = stat_fields(pid)
     return None if not fields or fields[0] in "ZX" else int(fields[_START_TICKS])
 
 
 def find_process(own_pid: int, ticks: int) -> int | None:
-    """Return the pid by which this process sees one that names itself `own_pid`.
+    """Return the pid, in this process's namespace, of a process whose own pid is `own_pid`.
 
-    They differ where it runs in a PID namespace below this one: a container, seen from its host.
+    The two pids differ if that process runs in a PID namespace below this one, as in a container
+    seen from its host.
 
     Args:
+        own_pid: the pid by which the process knows itself.
         ticks: its `start_ticks`, which are the same in all PID namespaces.
 
     Returns:
-        None if no such process exists or is visible from here.
+        The pid, or None if no such process exists or is visible from here.
     """
     if start_ticks(own_pid) == ticks:
         return own_pid
@@ -68,7 +70,7 @@ def find_process(own_pid: int, ticks: int) -> int | None:
 
 
 def pid_inside(pid: int) -> int:
-    """Return the pid that a process has in its own PID namespace; `pid` if that is not shown."""
+    """Return a process's pid in its own PID namespace, or `pid` if the kernel does not show it."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except OSError:
@@ -78,7 +80,7 @@ def pid_inside(pid: int) -> int:
 
 
 def network_of(pid: int) -> int:
-    """Return the inode of a process's network namespace; 0 if it cannot be read."""
+    """Return the inode of a process's network namespace, or 0 if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/ns/net").stat().st_ino
     except OSError:
@@ -86,9 +88,9 @@ def network_of(pid: int) -> int:
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name; [] if the process does not exist.
+    """Return the fields of /proc/PID/stat after the name, or [] if the process does not exist.
 
-    The name may hold spaces and parentheses: the fields follow its last closing one.
+    The name may contain spaces and parentheses, so the fields begin after the last closing one.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
@@ -98,17 +100,17 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """Return which host this is: processes may share memory only if "boot" and "net" are equal."""
+    """Return this host's identity; two processes may share memory if "boot" and "net" are equal."""
     return {"boot": boot_id(), "net": _namespace("net"), "pids": pid_namespace()}
 
 
 def process_identity() -> dict[str, Any]:
-    """Return which process of which host this is."""
+    """Return this process's identity, including its host's."""
     return host_identity() | {"pid": os.getpid(), "start": start_ticks(os.getpid()) or 0}
 
 
 def is_same_host(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two processes may share memory."""
+    """Return whether two processes run on the same host, so that they may share memory."""
     return all(one.get(key) == other.get(key) for key in ("boot", "net"))
 
 

@@ -1,13 +1,13 @@
-"""The C functions that a process's threads stand in, read without stopping them.
+"""The C functions in which a process's threads wait, read without stopping them.
 
 The kernel shows where a waiting thread left user space: its program counter and stack pointer. The
-function at that counter is certain. Its callers are found on the stack, where every word that
-points behind a call instruction may be a return address: some of these are left over from calls
-that have returned, so they are marked with `?`, as the kernel marks such frames in its own traces.
+function at that counter is certain. Its callers are searched for on the stack: every word that
+points just after a call instruction may be a return address. Some of these words are left over
+from calls that have returned, so these frames are marked with `?`, as in the kernel's own traces.
 
-A debugger would stop the process to read its registers, and a stop ends some system calls
-(`epoll_wait`) as a signal does. This reads memory alone. Threads that run are left
-out; x86-64 only.
+A debugger would stop the process to read its registers, and a stop interrupts some system calls
+(`epoll_wait`), as a signal does. This module only reads memory. It leaves out running threads and
+supports x86-64 only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Mapping:
 
 
 def native_stacks(pid: int, denied: list[str]) -> str:
-    """Return the C frames of the waiting threads of a process, innermost first; "" if none."""
+    """Return the C frames of a process's waiting threads, innermost first, or "" if it has none."""
     if platform.machine() != "x86_64":
         return ""
     mappings = _executable(read_text(f"/proc/{pid}/maps", "maps", denied))
@@ -71,7 +71,7 @@ def named(frame: str) -> str:
 def _thread(pid: int, thread: int, memory: int, mappings: list[_Mapping]) -> Iterator[str]:
     words = read_text(f"/proc/{pid}/task/{thread}/syscall", "syscall", []).split()
     if len(words) < 3:
-        return  # it runs, or may not be looked at
+        return  # it is running, or may not be examined
     stack, counter = int(words[-2], 16), int(words[-1], 16)
     name = read_text(f"/proc/{pid}/task/{thread}/comm", "comm", []).strip()
     yield f"Thread {thread} {name}:"

@@ -1,7 +1,7 @@
 """What a host knows of a process from outside: /proc, read by the agent, never by the rank.
 
-Everything here may be denied in a container; what is denied is named in `not_permitted` and left
-empty, never guessed.
+A container may deny any of it. What is denied is named in `not_permitted` and left empty, never
+guessed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from echelon.host.threads import descendants
 class Sample:
     """One look at a process."""
 
-    state: str = ""  # /proc state letter; "": it is gone
+    state: str = ""  # /proc state letter; "" if the process has ended
     start_ticks: int = 0
-    cpu_ticks: int = 0  # of the process and all below it, those that have ended included
+    cpu_ticks: int = 0  # of the process and all its descendants, including those that have ended
     rss_bytes: int | None = None
     wait_channel: str = ""
     caught_signals: int = 0
@@ -33,7 +33,7 @@ class Sample:
 
 
 def sample(pid: int) -> Sample:
-    """Look at a process once; an ended one gives an empty state."""
+    """Look at a process once; the state is empty if the process has ended."""
     denied: list[str] = []
     stat = read_text(f"/proc/{pid}/stat", "stat", denied)
     status = read_text(f"/proc/{pid}/status", "status", denied)
@@ -53,22 +53,22 @@ def sample(pid: int) -> Sample:
 
 
 def _ticks(fields: list[str]) -> int:
-    """Return a process's own processor time and that of the children it has waited for."""
+    """Return the processor time, in ticks, of a process and of the children it has waited for."""
     return sum(int(field) for field in fields[11:15])
 
 
 def _ticks_below(pid: int) -> int:
-    """Return the processor time of the living processes below one: compilers, loader workers."""
+    """Return the processor time, in ticks, of a process's living descendants."""
     stats = [read_text(f"/proc/{child}/stat", "stat", []) for child in descendants(pid)]
     rows = [stat.rpartition(")")[2].split() for stat in stats]
     return sum(_ticks(fields) for fields in rows if len(fields) >= 22)
 
 
 def send(pid: int, start_ticks: int, number: int) -> bool:
-    """Send a signal to exactly this process, if it catches it. Return whether it was sent.
+    """Send a signal to exactly this process, if it handles that signal; return whether it was sent.
 
-    The process is held by a pidfd while its start time and signal mask are checked, so neither a
-    reused pid nor a process without a handler (which would die of it) is ever hit.
+    A pidfd holds the process while its start time and signal mask are checked. So the signal never
+    reaches another process with a reused pid, or one without a handler, which would die of it.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -86,25 +86,26 @@ def send(pid: int, start_ticks: int, number: int) -> bool:
 
 
 def cpu_share(before: Sample, after: Sample, elapsed_s: float) -> float | None:
-    """Return the share of one core that a process and all below it used between two looks."""
+    """Return the share of one core that a process and its descendants used between two looks."""
     if not before.state or not after.state or elapsed_s <= 0:
         return None
-    ticks = max(0, after.cpu_ticks - before.cpu_ticks)  # less where a child left its parent
+    ticks = max(0, after.cpu_ticks - before.cpu_ticks)  # negative if a child left its parent
     return ticks / os.sysconf("SC_CLK_TCK") / elapsed_s
 
 
 def oom_kills(pid: int) -> int | None:
-    """Return how many processes the kernel killed for memory in a process's cgroup, or None.
+    """Return how many processes of a process's cgroup were killed for lack of memory, or None.
 
-    Read it before and after: a difference says that a process in there was killed for memory.
+    Read it before and after: if it has risen, the kernel killed a process in that cgroup.
     """
     return limits(pid, []).oom_kills
 
 
 class Surroundings:
-    """What is around a process, seen twice: what holds it back, and what its connections carry.
+    """The limits and the connections of a process, looked at twice.
 
-    Made at the first look; `add_to` is the second, and tells what changed in between.
+    The constructor takes the first look. `add_to` takes the second and reports what changed in
+    between.
     """
 
     def __init__(self, pid: int) -> None:
@@ -113,7 +114,7 @@ class Surroundings:
         self._looked_ns = time.monotonic_ns()
 
     def add_to(self, host: HostFacts) -> HostFacts:
-        """Return `host` with what is seen now; what is denied is added to its `not_permitted`."""
+        """Return `host` with the current facts; add what may not be read to its `not_permitted`."""
         denied = list(host.not_permitted)
         elapsed_ns = time.monotonic_ns() - self._looked_ns
         now = limits(self._pid, denied)
@@ -140,7 +141,7 @@ def _num_threads(pid: int, denied: list[str]) -> int | None:
 
 
 def tail(path: Path, num_bytes: int) -> str:
-    """Return the last bytes of a text file, from the start of a line; "" if there is none."""
+    """Return the last bytes of a text file from the start of a line, or "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Read the kernel's files about processes, and keep apart "not there" and "not permitted".
+"""Reading the kernel's files about processes, with "missing" kept apart from "not permitted".
 
-In containers any of them may be denied: then the name is noted, the text is empty, and nothing is
-guessed.
+A container may deny any of them. The name of the file is then noted and its text is empty; nothing
+is guessed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _MAX_BYTES = 1 << 22
 
 
 def read_text(path: str, name: str, denied: list[str]) -> str:
-    """Return a file's text; "" if it is not there, or denied: then `name` is added to `denied`."""
+    """Return a file's text, or "" if it is missing or denied; if denied, add `name` to `denied`."""
     try:
         with Path(path).open("rb") as file:
             return file.read(_MAX_BYTES).decode("utf-8", "replace")

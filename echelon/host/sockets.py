@@ -1,7 +1,8 @@
-"""The TCP connections of another process: what lies unread, what was sent again, what has moved.
+"""The TCP connections of another process: unread bytes, retransmissions, bytes carried.
 
-By sock_diag where the kernel lets us (it knows retransmissions and byte counts), else by
-/proc/<pid>/net/tcp (queues only). A socket belongs to the process whose descriptors show its inode.
+They are read through sock_diag where the kernel permits it (with retransmissions and byte counts),
+otherwise from /proc/<pid>/net/tcp (queues only). A socket belongs to the process that has a
+descriptor with its inode.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _TIMEOUT_S = 1.0
 
 
 def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
-    """Return the TCP sockets of a process; what is denied is named in `denied`."""
+    """Return the TCP sockets of a process; append what may not be read to `denied`."""
     inodes = _inodes(pid, denied)
     if not inodes:
         return ()
@@ -52,14 +53,14 @@ def sockets(pid: int, denied: list[str]) -> tuple[Socket, ...]:
         denied.append("sock_diag")
         found = {}
     except (OSError, struct.error):
-        found = {}  # this kernel has none, or speaks it otherwise
-    if not found:  # also if the process lives in another network namespace
+        found = {}  # this kernel lacks sock_diag, or uses another format
+    if not found:  # this includes a process in another network namespace
         found = dict(_from_files(pid, inodes, denied))
     return tuple(found[inode] for inode in sorted(found))[:MAX_SOCKETS]
 
 
 def moved(before: tuple[Socket, ...], after: tuple[Socket, ...]) -> tuple[Socket, ...]:
-    """Return `after` with what each connection has carried since `before`."""
+    """Return `after`, with the number of bytes that each connection has carried since `before`."""
     earlier = {(one.local, one.peer): one for one in before}
     return tuple(_moved(earlier.get((one.local, one.peer)), one) for one in after)
 
@@ -103,7 +104,7 @@ def _from_kernel(inodes: set[int]) -> Iterator[tuple[int, Socket]]:
             netlink.sendto(head + body, (0, 0))
             for message in _messages(netlink):
                 (inode,) = _INODE.unpack_from(message, _MESSAGE.size - _INODE.size)
-                if inode in inodes:  # of a busy host's hundred thousand, a few
+                if inode in inodes:  # a few of a busy host's hundred thousand
                     yield inode, _parsed(message)
 
 
@@ -139,7 +140,7 @@ def _parsed(message: bytes) -> Socket:
             sent, received = struct.unpack_from("=QQ", info, _BYTES_OFFSET)
         at += -(-length // 4) * 4
     name = _state(state)
-    # Of a listening socket the queues are connections waiting, not bytes.
+    # The queues of a listening socket count waiting connections, not bytes.
     unread, unsent = (0, 0) if name == _LISTEN else (unread, unsent)
     return Socket(
         local=_endpoint(source[:size], local_port),

@@ -1,8 +1,8 @@
 """The Python stacks of another process, read from outside by `py-spy`.
 
-py-spy reads the process's memory and stops nothing: a system call that the process waits in goes
-on. (Its native frames would need the process stopped, which ends an `epoll_wait`.) It needs the
-right to trace the process, which containers often lack.
+py-spy reads the process's memory and does not stop it, so a system call in which the process waits
+is not interrupted. (Native frames would need a stop, which ends an `epoll_wait`.) It needs
+permission to trace the process, which containers often lack.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ HOLDS_LOCK = "[holds the interpreter's lock]"  # after a thread's number
 
 
 def can_spy() -> bool:
-    """Return whether py-spy is installed; it may still be denied."""
+    """Return whether py-spy is installed; tracing may still be denied."""
     return _program() is not None
 
 
 def _program() -> str | None:
-    """Return py-spy's path: on PATH, or beside this interpreter, as pip installs it."""
+    """Return py-spy's path: on PATH, or beside this interpreter, where pip installs it."""
     beside = str(Path(sys.executable).parent)
     return shutil.which("py-spy") or shutil.which("py-spy", path=beside)
 
 
 def spy_stacks(pid: int, timeout_s: float = TIMEOUT_S, denied: list[str] | None = None) -> str:
-    """Return the Python stacks of all threads in faulthandler's form, "" if they cannot be read.
+    """Return all threads' Python stacks in faulthandler's form, or "" if they cannot be read.
 
     Args:
-        denied: gets `TRACING` if py-spy may not trace the process.
+        denied: receives `TRACING` if py-spy may not trace the process.
     """
     program = _program()
     if program is None:

@@ -1,7 +1,7 @@
-"""The kernel's tables of TCP sockets, /proc/net/tcp and tcp6: their rows and how they spell ends.
+"""The kernel's tables of TCP sockets, /proc/net/tcp and tcp6: their rows and their addresses.
 
-A row is kept as text, because a busy host has a hundred thousand of them and a caller wants a few:
-spell what is looked for, and compare.
+A row is kept as text: a busy host has a hundred thousand rows, and a caller wants only a few. So
+convert the address that you look for to the table's form, and compare.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 ESTABLISHED = "01"
 
-# Far address and port, near address and port, as the near end sees them.
+# Remote address and port, then local address and port, as seen from the local end.
 Ends = tuple[str, int, str, int]
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -25,11 +25,11 @@ class Row(NamedTuple):
     """One socket of a table.
 
     Attributes:
-        local, peer: its ends, as the table spells them.
+        local, peer: its two addresses, in the table's form.
         state: two hexadecimal digits.
-        unsent_bytes, unread_bytes: of a listening socket, connections.
-        uid: who opened it; 0 once no process has it any more.
-        inode: 0 once no process has it any more.
+        unsent_bytes, unread_bytes: its queues; for a listening socket they count connections.
+        uid: the user that opened it; 0 once no process holds it any more.
+        inode: its inode; 0 once no process holds it any more.
     """
 
     local: str
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def rows(table: str) -> Iterator[Row]:
-    """Read the text of a table."""
+    """Yield the rows of a table's text."""
     for line in table.splitlines()[1:]:
         fields = line.split(None, 10)
         if len(fields) < 10:
@@ -53,16 +53,16 @@ def rows(table: str) -> Iterator[Row]:
 
 
 def plain_address(host: str) -> str:
-    """Return a numeric address in one spelling: no scope, IPv4 in IPv6 as IPv4."""
+    """Return a numeric address in one form: without its scope, and IPv4-mapped IPv6 as IPv4."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address)
 
 
 def spellings(host: str, port: int) -> list[str]:
-    """Return how the tables may spell an end: hexadecimal words in machine order.
+    """Return the forms in which the tables may show an address: hexadecimal words in machine order.
 
-    An IPv4 address is in the table of IPv6 too, mapped, if its socket is of that family.
+    An IPv4 address also appears, mapped, in the IPv6 table if its socket is of that family.
     """
     address = ipaddress.ip_address(plain_address(host))
     packed = [address.packed]
@@ -72,7 +72,7 @@ def spellings(host: str, port: int) -> list[str]:
 
 
 def unspell(end: str) -> tuple[bytes, int]:
-    """Return the packed address and the port of an end of a row."""
+    """Return the packed address and the port of one of a row's addresses."""
     words, _, port = end.partition(":")
     raw = bytes.fromhex(words)
     if sys.byteorder == "little":
@@ -89,10 +89,11 @@ def _words(raw: bytes) -> str:
 def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
     """Return the uid at the far end of each local connection that is still established.
 
-    Reads both tables once for all connections, again for those that were not found. A connection
-    that the far end has closed is left out: its row says uid 0, whichever user opened it. So is
-    one that the tables do not have, and every one on a system without them. Takes a few
-    microseconds per socket of the machine: not for an event loop.
+    Both tables are read once for all connections, and again for those that were not found. A
+    connection that the far end has closed is left out, because its row shows uid 0 whichever user
+    opened it. So is a connection that the tables do not have, and every connection on a system
+    without these tables. This takes a few microseconds per socket of the machine: do not call it
+    from an event loop.
     """
     wanted = {
         (left, right): ends
@@ -109,7 +110,7 @@ def owner_uids(connections: Iterable[Ends]) -> dict[Ends, int]:
 
 
 def _owners(table: Path, wanted: Mapping[tuple[str, str], Ends]) -> dict[Ends, int]:
-    """Return the uids of the established connections of one table."""
+    """Return the uids of the wanted connections that are established, from one table."""
     try:
         text = table.read_text(encoding="ascii")
     except OSError:
