@@ -1,1 +1,1 @@
-"""`echelon run`: starts the ranks of a job, watches them, and says what happened."""
+"""`echelon run`: start the ranks of a job, watch them, and explain what happened."""

@@ -1,9 +1,9 @@
-"""The agent: one loop over its workers' output, the guard's news, the coordinator and the clock.
+"""The agent: one loop over workers' output, the guard's messages, the coordinator and the clock.
 
-Every node runs one. The node that owns the endpoint (the only node, mostly) hosts the coordinator
-and the store as well. Everything runs on one thread, but for the gRPC links that several nodes
-need. What the agent starts (guard, store) ends with it, also when it is killed: both hold the other
-end of a pipe.
+Every node runs one agent. The node that owns the endpoint (usually the only node) also hosts the
+coordinator and the store. Everything runs on one thread, except for the gRPC links that jobs of
+several nodes need. The processes that the agent starts (guard, store) end with it, even if it is
+killed, because each holds the other end of a pipe.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # the user's own: Slurm, Lig
 
 
 def run(options: Options) -> int:
-    """Run this node's part of a job to its end; return the launcher's exit code.
+    """Run this node's part of a job to its end and return the launcher's exit code.
 
     Raises:
-        LaunchError: it cannot be started.
+        LaunchError: the job cannot be started.
     """
     meeting = options.rendezvous
     is_host = meeting is None or meeting.is_host
@@ -80,7 +80,7 @@ def _host(
     terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
-    """Host the job: coordinator, store, and this node's workers."""
+    """Host the job: run the coordinator, the store and this node's workers."""
     meeting = options.rendezvous
     report = Report(job_id=options.rdzv_id or secrets.token_hex(4), world_size=0)
     secret = secrets.token_hex(32) if meeting is None else meeting.secret.decode()
@@ -110,7 +110,7 @@ def _host(
         )
         stack.callback(hosting.server.close)
     if meeting is not None and options.tls is None and not meeting.stays_here:
-        terminal.say("control messages are authenticated, not encrypted: see --rdzv-cert")
+        terminal.say("control messages are authenticated but not encrypted; see --rdzv-cert")
     failover = None
     succession = None
     if standby is not None:
@@ -133,7 +133,7 @@ def _host(
         report.error = str(err) if isinstance(err, LaunchError) else f"{type(err).__name__}: {err}"
         terminal.say(f"ended: {report.error}")
         if not isinstance(err, LaunchError | OSError) and not is_shortage(err):
-            raise  # a defect of the launcher: its traceback is wanted
+            raise  # a bug in the launcher: show its traceback
     finally:
         agent.close()
         hosting.write_report()
@@ -162,7 +162,7 @@ def _take_part(
     terminal: Terminal,
     stack: contextlib.ExitStack,
 ) -> int:
-    """Run this node's workers for a coordinator elsewhere."""
+    """Run this node's workers for a coordinator on another node."""
     from echelon.launcher.control.client import GrpcLink  # gRPC only where needed
 
     meeting = options.rendezvous
@@ -221,7 +221,7 @@ def _leave_alone(agent: _Agent, directory: RunDirectory, terminal: Terminal, why
 
 
 class _Agent:
-    """The loop of one node."""
+    """The event loop of one node."""
 
     def __init__(
         self,
@@ -255,11 +255,11 @@ class _Agent:
 
     @property
     def where_rings_lie(self) -> str:
-        """The end of a sentence, "" if they lie in the run directory."""
+        """The end of a sentence about the rings; "" if they are in the run directory."""
         return self._node.where_rings_lie
 
     def run(self) -> None:
-        """Serve until the job is over, or the coordinator gone."""
+        """Serve until the job is over or the coordinator is lost."""
         look_s = min(_LOOP_S, self._options.stall_timeout_s / 5)
         self._next_reason_s = time.monotonic() + _EXPLAIN_S
         next_look_s = 0.0
@@ -268,7 +268,7 @@ class _Agent:
                 self._stop_alone("coordinator node lost")
                 return
             if self._user.deadline_s() <= time.monotonic():
-                self._terminal.say("the coordinator does not react; this node stops alone")
+                self._terminal.say("the coordinator does not respond; this node stops on its own")
                 self._stop_alone("stopped by the user")
                 self._end_as_asked()
                 return
@@ -282,16 +282,16 @@ class _Agent:
             self._pump(max(0.0, until - time.monotonic()))
 
     def _explain_dialling(self) -> None:
-        """Print why the coordinator is not reached, after a while and then ever more rarely."""
+        """Print why the coordinator cannot be reached: after 10 s, then every 40 s."""
         now_s = time.monotonic()
         if self._link.is_connected or now_s < self._next_reason_s:
             return
         self._next_reason_s = now_s + 4 * _EXPLAIN_S
         why = getattr(self._link, "last_error", "") or "no answer yet"
-        self._terminal.say(f"still dialling the coordinator: {why}")
+        self._terminal.say(f"still trying to reach the coordinator: {why}")
 
     def _coordinate(self) -> float:
-        """Let the coordinator work, if it is here; return when it must again."""
+        """Run the coordinator if it is on this node; return when it must run again."""
         due = float("inf")
         if self._failover is not None:
             self._failover.step(self._node)
@@ -308,7 +308,7 @@ class _Agent:
         self._link.send(event)
 
     def _seek(self) -> bool:
-        """Look for another host, where the last one is lost; return False if none is found."""
+        """Look for another host after the last one is lost; return False if none is found."""
         failover = self._failover
         if failover is None or not failover.is_seeking:
             return True
@@ -324,10 +324,10 @@ class _Agent:
         former = self._link
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(former.fileno())
-        # One that is connected to no node may take seconds to end.
+        # A link that is not connected may take seconds to close.
         threading.Thread(target=former.close, name="echelon-hang-up", daemon=True).start()
         if self._failover is not None and self._failover.hosting is not self.hosting:
-            if self.hosting is None:  # its events arrive where those of any later one do
+            if self.hosting is None:  # later hostings of this node use the same mailbox
                 assert self._failover.hosting is not None
                 self._register(self._failover.hosting.events.fileno(), lambda: None)
             self.hosting = self._failover.hosting
@@ -335,11 +335,11 @@ class _Agent:
         self._register(link.fileno(), lambda: None)
 
     def close_link(self) -> None:
-        """Hang up."""
+        """Close the link to the coordinator."""
         self._link.close()
 
     def close(self) -> None:
-        """Close what the loop holds."""
+        """Release what the loop holds."""
         self._node.close()
         self._selector.close()
 
@@ -347,9 +347,9 @@ class _Agent:
         self._selector.register(fd, selectors.EVENT_READ, act)
 
     def _pump(self, timeout_s: float) -> None:
-        """Pass on output and take in the guard's news and signals, for at most this long."""
+        """Handle output, the guard's messages and signals for at most this long."""
         ready = [key for key, _ in self._selector.select(timeout_s)]
-        # The user's signals first: ranks that got the same one have not failed.
+        # The user's signals come first: ranks that received the same signal have not failed.
         ready.sort(key=lambda key: key.fd != self._signals)
         for key in ready:
             key.data()
@@ -363,7 +363,7 @@ class _Agent:
                 continue
             asked = self._user.on(number, time.monotonic())
             if asked is Asked.HURRY:
-                self._terminal.say("interrupted again: ending this node's workers now")
+                self._terminal.say("interrupted again: killing this node's workers now")
                 self._node.kill()
             elif asked is Asked.STOP:
                 if self._link.is_connected:
@@ -376,18 +376,18 @@ class _Agent:
         self.over = m.Over(exit_code=code, ended_by=decide.EndedBy.SIGNAL.value)
 
     def _obey(self) -> bool:
-        """Carry out commands; return False once the coordinator is gone."""
+        """Carry out the coordinator's commands; return False once the coordinator is lost."""
         for command in self._link.take():
             if command is None:
                 why = getattr(self._link, "lost_because", "")
                 return self.over is not None or self._lose_host(why)
             self._obey_one(command)
         if self._failover is not None and self._failover.is_overdue() and self.over is None:
-            return self._lose_host("no beat in time")
+            return self._lose_host("no heartbeat in time")
         return True
 
     def _lose_host(self, why: str) -> bool:
-        """The coordinator is lost; return whether another host may be found."""
+        """Handle the loss of the coordinator; return whether another host may be found."""
         self.lost_because = why
         failover = self._failover
         if failover is None or self._user.first:
@@ -417,9 +417,9 @@ class _Agent:
             self.over = command
 
     def _stop_alone(self, why: str) -> None:
-        """Without a coordinator: keep what can be known here, and end this node's workers.
+        """Without a coordinator, save what this node knows and end its workers.
 
-        They have the same time to save as always.
+        The workers have the usual time to save their state.
         """
         if not self._node.has_workers and not self._node.has_snapshot:
             return
@@ -457,13 +457,13 @@ def _nodes(options: Options) -> str:
 
 @contextlib.contextmanager
 def _caught_signals(numbers: Iterable[signal.Signals]) -> Iterator[int]:
-    """Turn signals into bytes on a pipe, one per signal; yield its read end.
+    """Turn signals into bytes on a pipe, one per signal; yield the pipe's read end.
 
-    Afterwards they are ignored: the job's exit code is known, and a signal that is repeated while
-    the launcher ends must not replace it.
+    On exit the signals are ignored: the job's exit code is then known, and a repeated signal must
+    not replace it while the launcher ends.
     """
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    # One that is ignored stays so: nohup, or a shell's background job.
+    # An ignored signal stays ignored: nohup, or a shell's background job.
     heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
     for number in heeded:
         signal.signal(number, lambda *_: None)

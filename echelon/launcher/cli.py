@@ -1,4 +1,4 @@
-"""`echelon run`: read the command line, run the job, return its exit code."""
+"""`echelon run`: parse the command line, run the job, return its exit code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from echelon.launcher.shortage import is_shortage
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code: the job's, or 2 for bad usage."""
+    """Run the command and return its exit code: the job's, or 2 for bad usage."""
     _open_standard_streams()
     options = parse(argv, os.environ)
-    from echelon.launcher.agent import run  # not before: `--help` answers at once
+    from echelon.launcher.agent import run  # imported late, so that `--help` is fast
 
     try:
         code = run(options)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"echelon run: cannot start: {err}", file=sys.stderr)
         return EXIT_USAGE
     if "grpc" in sys.modules:
-        # Everything is closed. gRPC's own teardown takes up to seconds on a busy machine, and the
+        # Everything is closed. gRPC's own teardown can take seconds on a busy machine, and the
         # scheduler waits for this process.
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -44,5 +44,5 @@ def _open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, os.O_RDWR)
-            assert fd == number, (fd, name)  # the lowest free number
+            assert fd == number, (fd, name)  # open() takes the lowest free number
             setattr(sys, name, os.fdopen(fd, "r" if number == 0 else "w"))

@@ -1,8 +1,8 @@
-"""What a node of a job with failover does beside its workers: it follows the host, and replaces it.
+"""Failover on one node: follow the host, and replace it when it is lost.
 
 While there is a host, its beats extend the permit of this node's ranks, which the guard enforces.
-When the host is lost, the node keeps a snapshot, stops its ranks, and looks for another host; if it
-is elected itself, it hosts the job from the listener that has been open all along.
+When the host is lost, the node keeps a snapshot, stops its ranks and looks for another host. If the
+node itself is elected, it hosts the job from the listener that it opened at its start.
 
     following --link lost--> seeking --another is elected--> following
                                      --elected--> taking over --lease held--> hosting
@@ -34,22 +34,22 @@ from echelon.launcher.node.workers import Workers
 from echelon.launcher.options.options import Options
 from echelon.launcher.output.output import Terminal
 
-_SEEK_S = 6.0  # beyond the promise that electors have to wait out
+_SEEK_S = 6.0  # in addition to the promise that electors must wait out
 _RELINK_S = 3.0
 _POLL_S = 0.05
-_LEAST_MOVE_S = 0.2  # a fence that moves less is not worth a message
-_STANDSTILL_S = 1.0  # the loop turns at least twice as often
-_HEAR_S = 0.3  # after a standstill: beats that arrived in it have to be read first
+_LEAST_MOVE_S = 0.2  # a smaller extension of the fence is not worth a message
+_STANDSTILL_S = 1.0  # the loop runs at least twice as often
+_HEAR_S = 0.3  # after a standstill, beats that arrived during it must be read first
 
 
 class Failover:
-    """One node's succession, over all hosts of the job.
+    """One node's part in the succession, over all hosts of the job.
 
     Args:
-        hello: how this node greets a host.
+        hello: the greeting that this node sends to a host.
 
     Attributes:
-        hosting: this node's, from its election on.
+        hosting: what this node hosts, from its election on.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Failover:
         self._guard = guard
         self._hello = hello
         self._takeover: Takeover | None = None
-        self._world_term = -1  # of the host that started the ranks which run here
+        self._world_term = -1  # of the host that started this node's ranks
         self._fence_s = float("-inf")
         self._give_up_s: float | None = None  # monotonic
         self._looked_s = self._woke_s = float("-inf")  # monotonic
@@ -80,7 +80,7 @@ class Failover:
     # ---- with a host ----
 
     def on_command(self, command: m.Command, link: Link, node: NodeAgent) -> bool:
-        """Take in what concerns the succession; return whether the command was of that kind."""
+        """Handle a command about the succession; return whether no other handling is needed."""
         if isinstance(command, m.LeaseBeat):
             self._give_up_s = None
             link.send(self._standby.on_beat(command))
@@ -94,7 +94,7 @@ class Failover:
         return False
 
     def _prepare(self, node: NodeAgent) -> None:
-        """Ranks begin: they depend on the present host, and none of another world may be left."""
+        """Prepare for new ranks: end those of another world, and bind the new ones to this host."""
         if node.has_workers:
             node.kill()
             node.clear_up()
@@ -107,7 +107,7 @@ class Failover:
         self._extend(until_s, self._world_term, node)
 
     def _extend(self, until_s: float, term: int, node: NodeAgent) -> None:
-        """Let ranks run until then, unless they are an earlier host's."""
+        """Let ranks run until `until_s`, unless an earlier host started them."""
         if node.has_workers and term != self._world_term:
             return
         if until_s > self._fence_s + _LEAST_MOVE_S:
@@ -130,7 +130,7 @@ class Failover:
         if is_first:
             self._terminal.say(
                 f"lost the hosting node ({why}); the {len(mandate.electors)} electing nodes "
-                "choose another"
+                "are choosing another"
             )
             node.keep_snapshot()
             left_ms = int(max(0.0, self._fence_s - now_s()) * 1e3)
@@ -139,9 +139,9 @@ class Failover:
         return True
 
     def is_overdue(self) -> bool:
-        """Whether the host has to be taken for lost, though the link has not ended.
+        """Return whether the host must be considered lost although the link has not ended.
 
-        To be asked at each turn of the loop.
+        Call it at each turn of the loop.
         """
         moment_s = time.monotonic()
         if moment_s > self._looked_s + _STANDSTILL_S:
@@ -163,13 +163,13 @@ class Failover:
         return self._give_up_s is not None and time.monotonic() >= self._give_up_s
 
     def deadline_s(self) -> float:
-        """Return when to be called again, by `time.monotonic`."""
+        """Return when this object must be called again, by `time.monotonic`."""
         if self.is_seeking or self._takeover is not None:
             return time.monotonic() + _POLL_S
         return float("inf")
 
     def seek(self, node: NodeAgent) -> Link | None:
-        """Continue to look for a host; return the link to one, which may be this node."""
+        """Continue to look for a host; return the link to it once found. It may be this node."""
         candidacy = self._standby.seek()
         if candidacy is None or not (candidacy.found or candidacy.is_elected):
             return None
@@ -177,7 +177,7 @@ class Failover:
         assert mandate is not None
         self._standby.found_host()
         if node.has_workers and node.attempt != mandate.attempt:
-            node.kill()  # of a world that the next host does not know
+            node.kill()  # its world is unknown to the next host
             node.clear_up()
         if candidacy.found is not None:
             return self._follow(candidacy.found[0], node)
@@ -196,7 +196,7 @@ class Failover:
         )
 
     def _take_over(self, candidacy: Candidacy, mandate: Mandate) -> Link:
-        """Serve the job from this node's listener."""
+        """Take over as the host, with this node's listener."""
         name = self._hello.node
         member = mandate.member(name)
         assert member is not None
@@ -206,7 +206,7 @@ class Failover:
         standby = self._standby
         if self.hosting is not None:
             self.hosting.close()
-        standby.events.take()  # of an earlier takeover
+        standby.events.take()  # left from an earlier takeover
         self.hosting = Hosting(
             replace(self._options, rendezvous=serving),
             self._directory,
@@ -230,7 +230,7 @@ class Failover:
         return self.hosting.link
 
     def greet(self, link: Link, node: NodeAgent) -> None:
-        """Report to a host that was just found what is known here."""
+        """Report what this node knows to a host that was just found."""
         if self._takeover is not None:
             link.send(replace(self._hello, holds=node.attempt))
         node.report_again()
@@ -238,7 +238,7 @@ class Failover:
     # ---- as the host ----
 
     def step(self, node: NodeAgent) -> None:
-        """Take over, where this node was elected; renew the permit of its ranks, where it hosts."""
+        """Continue a takeover after an election; as the host, renew the ranks' permit."""
         hosting, takeover = self.hosting, self._takeover
         if hosting is None:
             return
@@ -274,7 +274,7 @@ class Failover:
 def first_succession(
     options: Options, standby: Standby, hosting: Hosting, job_id: str
 ) -> Succession:
-    """Return the succession of a job's first host: until a world begins it needs no other node."""
+    """Return the succession of a job's first host; it needs no other node until a world begins."""
     meeting = options.rendezvous
     assert meeting is not None
     name = options.node_name

@@ -1,6 +1,6 @@
-"""What the hosting node has beside its workers: the store, the coordinator, and the ways to both.
+"""What the hosting node runs beside its workers: the store, the coordinator, and the links to both.
 
-The node that owns the endpoint has it from the start, and a node that was elected from then on.
+The node that owns the endpoint runs them from the start, an elected node from its election on.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Hosting:
-    """The host's part of a launcher; `begin` makes the coordinator.
+    """The host's part of a launcher; `begin` creates the coordinator.
 
     Args:
-        options: with the rendezvous as this node serves it.
-        events: where messages from nodes arrive.
+        options: the options, with the rendezvous as this node serves it.
+        events: the mailbox in which messages from nodes arrive.
 
     Attributes:
-        link: this node's own.
-        server: that of the other nodes; set by the owner, who closes it.
+        link: the link of this node's own agent.
+        server: the server for the other nodes; the owner sets and closes it.
         coordinator: None before `begin`.
     """
 
@@ -72,18 +72,18 @@ class Hosting:
         self._starting: Future[StoreProcess] | None = None
 
     def start_store(self, secret: str) -> None:
-        """Start the store, and write where the job is found.
+        """Start the store, and write the file by which the job is found.
 
         Raises:
-            LaunchError: it does not start, or the file cannot be written.
+            LaunchError: the store does not start, or the file cannot be written.
         """
         self._keep_store(self._make_store(secret), secret)
 
     def has_store(self, secret: str) -> bool:
-        """Start the store in the background, at the first call; return whether it serves.
+        """Start the store in the background on the first call; return whether it serves.
 
         Raises:
-            LaunchError: it does not start, or the file cannot be written.
+            LaunchError: the store does not start, or the file cannot be written.
         """
         if self._store is None and self._starting is None:
             pool = ThreadPoolExecutor(1, "echelon-store")
@@ -106,13 +106,13 @@ class Hosting:
         job_id = self.report.job_id
         job = {"endpoint": f"{host}:{store.port}", "secret": secret, "job_id": job_id}
         if meeting is not None:
-            job["rendezvous"] = meeting.address  # `echelon status` finds the secret by it
+            job["rendezvous"] = meeting.address  # by which `echelon status` finds the secret
         self._directory.write_job(job)
         self._stack.callback(self._directory.forget_secret, job)
         self._store = store
 
     def begin(self, succession: Succession | None = None) -> None:
-        """Make the coordinator, once the store was started."""
+        """Create the coordinator; the store must have been started."""
         assert self._store is not None
         self.succession = succession
         options, shown = self._options, str(self._directory.shown)
@@ -126,7 +126,7 @@ class Hosting:
         self._stack.callback(self.coordinator.close)
 
     def call_witness(self, mandate: Mandate) -> None:
-        """Begin to send to the witness what is sent to it by name, if the job has one."""
+        """Connect to the job's witness, if it has one, for the messages addressed to it."""
         if not mandate.witness:
             return
         from echelon.launcher.election.testimony import Testimony  # gRPC only where needed
@@ -149,7 +149,7 @@ class Hosting:
                 self.server.hang_up(node)
 
     def write_report(self) -> None:
-        """Write report.json; a disk that does not take it costs only that."""
+        """Write report.json; if the disk refuses it, only the report is lost."""
         try:
             self.report.write(self._directory.report_file)
         except OSError as err:
@@ -163,7 +163,7 @@ class Hosting:
             )
 
     def close(self) -> None:
-        """End what it has started."""
+        """Stop everything that this object has started."""
         if self._starting is not None:
             self._starting.add_done_callback(_close_store)
         self._stack.close()

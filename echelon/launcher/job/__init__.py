@@ -1,1 +1,1 @@
-"""What is left of a job: the run directory and the report."""
+"""What a job leaves behind: the run directory and the report."""

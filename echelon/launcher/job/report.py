@@ -12,13 +12,13 @@ from echelon.launcher.job.rundir import write_json
 
 EXIT_USAGE = 2
 EXIT_STALL = 3
-NOT_CONCLUDED = "the launcher did not get to conclude the job"
+NOT_CONCLUDED = "the launcher ended before it could conclude the job"
 _TIMED_OUT = 124
 
 
 @dataclass(slots=True)
 class Ended:
-    """How a rank ended; `code` as in `subprocess`, None: not known, its node was lost."""
+    """How a rank ended; `code` is as in `subprocess`, or None if its node was lost."""
 
     rank: int
     code: int | None
@@ -28,24 +28,24 @@ class Ended:
 
 @dataclass(slots=True)
 class Incident:
-    """One incident of the job, as the report tells it."""
+    """One incident of the job, as it appears in the report."""
 
     folder: Path
     kind: str
     attempt: int
     reason: str
     verdict: Mapping[str, Any] | None = None
-    root_cause: Mapping[str, Any] | None = None  # what it said last
+    root_cause: Mapping[str, Any] | None = None  # the last one reported
     victims: Mapping[str, Any] | None = None
-    circumstances: dict[str, Any] | None = None  # what a restart depends on beside the verdict
+    circumstances: dict[str, Any] | None = None  # what else a restart depends on
     recovered: bool = False  # the stall cleared, or a later attempt succeeded
-    withdrawn: bool = False  # progress overtook the verdict
-    ended: Mapping[int, Ended] = field(default_factory=dict)  # ends of its attempt, as they come
+    withdrawn: bool = False  # the ranks made progress before the verdict arrived
+    ended: Mapping[int, Ended] = field(default_factory=dict)  # the ranks that have ended so far
 
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """What happened to the job; filled as it goes."""
+    """What happened to the job; filled in while the job runs."""
 
     job_id: str
     world_size: int
@@ -54,8 +54,8 @@ class Report:
     attempts: int = 0
     decisions: list[dict[str, Any]] = field(default_factory=list)  # what followed failed attempts
     continuations: list[dict[str, Any]] = field(default_factory=list)  # after losses
-    stopped: dict[str, Any] | None = None  # where it stood, if a signal ended it
-    ended_by: EndedBy = EndedBy.AGENT  # a success is only what was set as one
+    stopped: dict[str, Any] | None = None  # where the job stood, if a signal ended it
+    ended_by: EndedBy = EndedBy.AGENT  # a success must be set explicitly
     exit_code: int = 1
     error: str = NOT_CONCLUDED
 
@@ -94,11 +94,11 @@ class Report:
 
 
 def exit_code(ranks: Sequence[Ended], verdict: Mapping[str, Any] | None) -> int:
-    """Return the exit code of a job whose workers failed: the root cause's own.
+    """Return the exit code of a job whose workers failed: that of the root cause.
 
-    128 + signal for one killed by a signal; 1 for a root cause that exited 0, still hung, or went
-    with its node, and in place of 124, which means to schedulers that a time limit ended the job;
-    the first failure's where the verdict names no rank.
+    It is 128 + signal for a rank killed by a signal. It is 1 if the root cause exited with 0, still
+    hung, or was lost with its node; and also instead of 124, which schedulers take for a time
+    limit. If the verdict names no rank, the first failure's code counts.
     """
     by_rank = {ended.rank: ended for ended in ranks}
     culprits = [by_rank[r] for r in (verdict or {}).get("culprit_ranks", []) if r in by_rank]

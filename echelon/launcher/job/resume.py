@@ -1,11 +1,11 @@
-"""The job's newest committed checkpoint: what ranks announced, or what lies in `--checkpoint-dir`.
+"""The job's newest committed checkpoint: announced by the ranks, or found in `--checkpoint-dir`.
 
     RUN/rank_0/attempt_<n>/checkpoint.json      written by rank 0 when a checkpoint is committed
     DIR/step_<n>/<version>/commit               Keeper's layout
     DIR/<version>/commit                        one checkpoint, in versions
 
-A version counts once it has its commit mark (docs/checkpoints.md). Files are looked for by a thread
-of its own: a file system that hangs must not stop the launcher.
+A version counts once it has its commit mark (docs/checkpoints.md). A separate thread searches for
+the files, because a file system that hangs must not stop the launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SEARCH_S = 60.0  # a file system that takes longer delays no attempt any further
+SEARCH_S = 60.0  # a slow file system delays an attempt no longer than this
 POLL_S = 0.02
 _BRIEFLY_S = 0.05
 _VERSION = re.compile(r"\d{6,}")
@@ -29,17 +29,18 @@ _COMMIT = "commit"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint; `step` -1: not known."""
+    """A committed checkpoint; a `step` of -1 means that the step is not known."""
 
     path: str
     step: int = -1
 
 
 def newest(run: Path, folder: Path | None) -> Checkpoint | None:
-    """Return the job's newest committed checkpoint, None if there is none.
+    """Return the job's newest committed checkpoint, or None if there is none.
 
     Args:
-        folder: `--checkpoint-dir`; None: the last that this run directory's ranks announced.
+        folder: `--checkpoint-dir`; None means the last one that this run directory's ranks
+            announced.
 
     Raises:
         OSError: a folder that exists cannot be read.
@@ -58,7 +59,7 @@ def announced_in(run: Path, attempt: int) -> Checkpoint | None:
 
 
 def _announced(run: Path) -> list[Checkpoint]:
-    """Return what rank 0 announced, the latest attempt first."""
+    """Return the checkpoints that rank 0 announced, those of the latest attempt first."""
     found = {
         int(match[1]): path
         for path in (run / "rank_0").glob("attempt_*/checkpoint.json")
@@ -94,7 +95,7 @@ def _in_folder(folder: Path) -> Checkpoint | None:
 
 
 def _has_version(folder: Path) -> bool:
-    """Whether some version in a checkpoint's folder is committed."""
+    """Return whether a checkpoint's folder has a committed version."""
     if not folder.is_dir():
         return False
     return any(
@@ -103,10 +104,10 @@ def _has_version(folder: Path) -> bool:
 
 
 class Search:
-    """The newest checkpoint, looked up again before each attempt.
+    """The newest checkpoint, searched for again before each attempt.
 
     Attributes:
-        found: of the last search that ended.
+        found: the result of the last completed search.
     """
 
     def __init__(self, run: Path, folder: Path | None, say: Callable[[str], None]) -> None:
@@ -119,19 +120,19 @@ class Search:
         self.found: Checkpoint | None = None
 
     def begin(self, now_s: float) -> None:
-        """Begin to look."""
+        """Begin a search."""
         self._until_s = now_s + SEARCH_S
         self._error = ""
         self._thread = None
         if self._folder is None and not _announced(self._run):
-            return  # nothing beside the run directory has to be looked at
+            return  # there is nothing to search
         self._thread = threading.Thread(target=self._look, name="echelon-checkpoints", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: the last answer holds
+        with contextlib.suppress(RuntimeError):  # no more threads: keep the last answer
             self._thread.start()
-            self._thread.join(_BRIEFLY_S)  # mostly there is little to look at
+            self._thread.join(_BRIEFLY_S)  # usually there is little to search
 
     def is_over(self, now_s: float) -> bool:
-        """Whether an attempt may begin; the thread may still hang where the disk does."""
+        """Return whether an attempt may begin; the thread may still hang on a hung disk."""
         if self._thread is None:
             return True
         if self._thread.is_alive() and now_s < self._until_s:

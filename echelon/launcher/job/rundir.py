@@ -1,16 +1,16 @@
-"""The run directory: where everything of a job goes.
+"""The run directory, which holds all files of a job.
 
     RUN/job.json                                 endpoint and secret, 0600; of the hosting node
     RUN/job.<node>.json                          the same of another node, until the job ends
     RUN/report.json                              how the job ended, written last
-    RUN/goodput.json                             what each second of each rank went into
+    RUN/goodput.json                             how each second of each rank was spent
     RUN/rank_<r>/attempt_<n>/                    stdout.log, stderr.log, ring, stacks
     RUN/dump/incident_<k>/                       rank_<r>, incident.json, verdict.json, verdict.txt
     RUN/dump/latest -> incident_<k>              the newest complete one
 
-An existing directory is used again: attempts and incidents take the next free number and nothing
-is overwritten. An incident is collected under a hidden name and renamed when complete. Several
-nodes may share the directory: a file is written under a name of its own and moved into place.
+An existing directory is reused: attempts and incidents take the next free number, and nothing is
+overwritten. An incident is collected under a hidden name and renamed when complete. Several nodes
+may share the directory: a file is written under a unique name and then moved into place.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _INCIDENT = re.compile(r"\.?incident_(\d+)(\.partial)?")
 
 
 class RunDirectory:
-    """Paths of one job.
+    """The paths of one job.
 
     Args:
         node: this node's name; "" on the hosting node.
 
     Raises:
-        LaunchError: the directory cannot be made or written.
+        LaunchError: the directory cannot be created or written.
     """
 
     def __init__(self, path: Path | None, job_id: str, node: str = "") -> None:
@@ -64,22 +64,22 @@ class RunDirectory:
 
     @property
     def report_file(self) -> Path:
-        """How the job ended; it is there only once this job has."""
+        """The file that reports how the job ended; it exists only after the end of this job."""
         return self.path / "report.json"
 
     def forget_report(self) -> None:
-        """Remove the previous job's report and account: this job may not write its own."""
+        """Remove the previous job's report and account, in case this job writes none of its own."""
         for path in (self.report_file, self.path / ACCOUNT):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def forget_secret(self, job: dict[str, Any]) -> None:
-        """Write job.json again without the secret: the job is over, and runs are passed around."""
+        """Rewrite job.json without the secret: the job is over, and users share run directories."""
         with contextlib.suppress(OSError):
             write_json(self.job_file, {k: v for k, v in job.items() if k != "secret"})
 
     def remove_own_job(self) -> None:
-        """Remove this node's file, unless it is the job's own."""
+        """Remove this node's job file, unless this is the hosting node."""
         if self._node:
             with contextlib.suppress(OSError):
                 self.job_file.unlink()
@@ -88,7 +88,7 @@ class RunDirectory:
         """Write job.json.
 
         Raises:
-            LaunchError: it cannot be written.
+            LaunchError: the file cannot be written.
         """
         try:
             write_json(self.job_file, job)
@@ -116,10 +116,10 @@ class RunDirectory:
         return self.path / f"rank_{rank}" / f"attempt_{attempt}"
 
     def make_rank_dir(self, rank: int, attempt: int) -> Path:
-        """Make the folder of a rank's attempt.
+        """Create the folder of a rank's attempt.
 
         Raises:
-            LaunchError: it cannot be made.
+            LaunchError: it cannot be created.
         """
         folder = self.rank_dir(rank, attempt)
         try:
@@ -129,10 +129,10 @@ class RunDirectory:
         return folder
 
     def open_incident(self) -> tuple[int, Path]:
-        """Return the next incident's number and the hidden folder to collect it in.
+        """Return the next incident's number and the hidden folder in which to collect it.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be created.
         """
         self.dump.mkdir(mode=0o700, exist_ok=True)
         number = _next_number(self.dump.iterdir(), _INCIDENT)
@@ -140,18 +140,18 @@ class RunDirectory:
             folder = self.dump / f".incident_{number}.partial"
             try:
                 folder.mkdir(mode=0o700)
-            except FileExistsError:  # another node's, in this moment
+            except FileExistsError:  # another node has just created it
                 number += 1
                 continue
             return number, folder
 
     def complete_incident(self, number: int, folder: Path) -> Path:
-        """Show a collected incident under its number, or the next free one.
+        """Rename a collected incident to its number, or to the next free one.
 
-        `latest` points to it afterwards.
+        Afterwards, `latest` points to it.
 
         Raises:
-            OSError: it cannot be moved.
+            OSError: the folder cannot be renamed.
         """
         while True:
             final = self.dump / f"incident_{number}"
@@ -161,7 +161,7 @@ class RunDirectory:
             except OSError as err:
                 if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-                number += 1  # a node that shares the directory was faster
+                number += 1  # another node that shares the directory was faster
         link = self.dump / f".latest.{_unique()}"
         link.symlink_to(final.name)
         link.rename(self.dump / "latest")
@@ -169,10 +169,10 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: dict[str, Any], indent: int | None = 1) -> None:
-    """Write a JSON file of mode 0600, in one step.
+    """Write a JSON file of mode 0600 atomically.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; nothing of it is left.
     """
     part = path.with_name(f".{path.name}.{_unique()}.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -1,7 +1,7 @@
-"""Where a job that was asked to stop stands: the step in rank 0's black box, and what it saved.
+"""Where a job stood when it was asked to stop: rank 0's last step, and the checkpoint it saved.
 
-Preemption, an eviction and Ctrl-C look alike to the launcher: a signal. What counts afterwards is
-whether a job that is queued again continues where this one stopped.
+Preemption, eviction and Ctrl-C look alike to the launcher: each is a signal. What matters
+afterwards is whether the job, when it is queued again, continues where this one stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stopped:
     """Where rank 0 stopped.
 
     Attributes:
-        last_step: that it began, -1 if it recorded none.
+        last_step: the last step that it began; -1 if it recorded none.
         saved: the last checkpoint of this attempt; None if it committed none.
     """
 
@@ -31,11 +31,11 @@ class Stopped:
 
     @property
     def saved_at_step(self) -> int | None:
-        """The step of that checkpoint, None if there is none or it has no step."""
+        """The step of that checkpoint; None if there is no checkpoint or its step is unknown."""
         return self.saved.step if self.saved is not None and self.saved.step >= 0 else None
 
     def line(self) -> str:
-        """Return what the launcher prints, "" if nothing is known."""
+        """Return the line that the launcher prints, or "" if nothing is known."""
         at, step = self.saved_at_step, self.last_step
         if self.saved is None:
             return f"stopped at step {step}; nothing was saved in this attempt" if step >= 0 else ""
@@ -46,7 +46,7 @@ class Stopped:
         return f"stopped at step {step}; the newest checkpoint is of step {at}: {self.saved.path}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what report.json holds."""
+        """Return the entry for report.json."""
         return {
             "last_step": self.last_step if self.last_step >= 0 else None,
             "saved_at_step": self.saved_at_step,
@@ -55,7 +55,7 @@ class Stopped:
 
 
 def where_it_stopped(run: Path, attempt: int) -> Stopped:
-    """Read what rank 0 left of an attempt that has ended."""
+    """Read where rank 0 stopped in an attempt that has ended."""
     step = -1
     with contextlib.suppress(DumpFormatError, OSError):
         record = read_ring(run / "rank_0" / f"attempt_{attempt}" / "ring")

@@ -1,1 +1,1 @@
-"""The options of `echelon run`: parsing, and defaults of a scheduler."""
+"""The options of `echelon run`: how they are parsed, and the defaults that a scheduler gives."""

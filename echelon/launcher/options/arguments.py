@@ -1,4 +1,4 @@
-"""The arguments of `echelon run`, one by one."""
+"""The command-line arguments of `echelon run`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _STOPPING = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is `--help`'s to show."""
+    """A parser that reports an error in one line and leaves the usage to `--help`."""
 
     def error(self, message: str) -> NoReturn:
-        """End with code 2 after one line."""
+        """Print one line and exit with code 2."""
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help\n")
 
 
 def make_parser(environ: Mapping[str, str]) -> Parser:
-    """Describe the options; `PET_<OPTION>` in the environment gives a default."""
+    """Build the parser; `PET_<OPTION>` in the environment sets an option's default."""
     parser = Parser(
         prog="echelon run",
         description="Launch a training job; explain it if it stalls or dies.",
@@ -79,8 +79,8 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         "--restart-policy",
         choices=("smart", "always", "never"),
         default=default("restart_policy", "smart"),
-        help="smart: restart what a restart can help, by the verdict, and stop the rest (default); "
-        "always: restart after each failure, as torchrun does; never: as with --max-restarts 0",
+        help="smart: restart if, by the verdict, a restart can help, otherwise stop (default); "
+        "always: restart after each failure, as torchrun does; never: like --max-restarts 0",
     )
     job.add_argument(
         "--on-loss",
@@ -101,22 +101,23 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         type=not_negative,
         default=default("exclude_after", "2"),
         metavar="N",
-        help="avoid a node after N failures that were its own, where another one can take its "
-        "place; 0: never (default 2; with --restart-policy smart)",
+        help="avoid a node after N failures of its own if another node can take its place; 0: "
+        "never (default 2; with --restart-policy smart)",
     )
     job.add_argument(
         "--before-restart",
         default=default("before_restart", ""),
         metavar="CMD",
         help="shell command that every node runs before a restart, with ECHELON_CAUSE, "
-        "ECHELON_CULPRIT_RANKS and others set; its failure is reported, and the restart goes ahead",
+        "ECHELON_CULPRIT_RANKS and others set; if it fails, this is reported and the restart "
+        "proceeds",
     )
     job.add_argument(
         "--before-restart-timeout",
         type=seconds,
         default=default("before_restart_timeout", "60"),
         metavar="S",
-        help="seconds that it may take (default 60)",
+        help="time limit of --before-restart, in seconds (default 60)",
     )
     job.add_argument(
         "--rdzv-id", default=default("rdzv_id", ""), metavar="ID", help="the job's name"
@@ -143,16 +144,16 @@ def _add_job_options(job: argparse._ArgumentGroup, default: Defaults) -> None:
         type=torch_backend,
         default=default("torch_backend", default.variable("ECHELON_TORCH_BACKEND", "")),
         metavar="NAME",
-        help="echelon: give torch programs that ask for gloo, or for no backend, echelon's groups, "
-        "which are recorded (default: what they ask for)",
+        help="echelon: torch programs that ask for gloo, or for no backend, get echelon's groups, "
+        "which are recorded (default: they get what they ask for)",
     )
     job.add_argument(
         "--signals-to-handle",
         type=signals,
         default=default("signals_to_handle", _STOPPING),
         metavar="S,...",
-        help=f"signals that the launcher takes (default {_STOPPING}, which end the job); others "
-        "named here go to the workers, as SIGUSR1 and SIGUSR2 always do",
+        help=f"signals that the launcher handles (default {_STOPPING}, which end the job); others "
+        "named here are passed to the workers, as SIGUSR1 and SIGUSR2 always are",
     )
 
 
@@ -162,24 +163,24 @@ def _add_placement_options(place: argparse._ArgumentGroup, default: Defaults) ->
         choices=("", *MODES),
         default=default("numa_binding", ""),
         metavar="MODE",
-        help="bind each worker to processors near its GPU: node, socket, exclusive (its own "
-        "cores) or core-complex (one last-level cache)",
+        help="bind each worker to processors near its GPU: node, socket, exclusive (cores of its "
+        "own) or core-complex (one last-level cache)",
     )
     default.flag(
         place,
         "--virtual-local-rank",
-        help="LOCAL_RANK is 0 for all, and CUDA_VISIBLE_DEVICES shows each worker its own GPU",
+        help="set LOCAL_RANK to 0 for all workers, and CUDA_VISIBLE_DEVICES to each worker's GPU",
     )
 
 
 def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
-    """Add what says how nodes meet."""
+    """Add the options for jobs of several nodes."""
     nodes.add_argument(
         "--nnodes",
         type=min_max,
         default=default("nnodes", "1"),
         metavar="MIN[:MAX]",
-        help="nodes of the job; with MAX, as many as come (default 1)",
+        help="number of nodes; with MAX, any number in this range (default 1)",
     )
     nodes.add_argument(
         "--rdzv-endpoint",
@@ -193,41 +194,42 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
         default=default("rdzv_conf", ""),
         metavar="K=V,...",
         help="is_host=true|false, join_timeout=S (default 600), last_call_timeout=S, "
-        "lost_after=S (silence after which a node is lost, default 15; the host's counts), "
-        "failover=true|false (another node hosts the job if the hosting one is lost)",
+        "lost_after=S (silence after which a node counts as lost, default 15; the host's value "
+        "applies), failover=true|false (another node hosts the job if the hosting one is lost)",
     )
     nodes.add_argument(
         "--rdzv-witness",
         default=default("rdzv_witness", ""),
         metavar="HOST[:PORT]",
-        help="an `echelon witness` on a third machine: it votes where the number of nodes is even, "
-        "so that one of two nodes may replace the other (with failover=true; the host's counts)",
+        help="an `echelon witness` on a third machine: it votes if the number of nodes is even, so "
+        "that one of two nodes may replace the other (with failover=true; the host's value "
+        "applies)",
     )
     nodes.add_argument(
         "--rdzv-secret-file",
         type=Path,
         default=default("rdzv_secret_file", None),
         metavar="FILE",
-        help="the secret that all nodes of the job share; or set ECHELON_SECRET",
+        help="file with the secret that all nodes of the job share; or set ECHELON_SECRET",
     )
     for name, what in (
         ("cert", "this node's TLS certificate"),
         ("key", "the certificate's private key"),
-        ("ca", "the authority that signed the other nodes' certificates"),
+        ("ca", "the CA certificate that signed the other nodes' certificates"),
     ):
         nodes.add_argument(
             f"--rdzv-{name}",
             type=Path,
             default=default(f"rdzv_{name}", None),
             metavar="FILE",
-            help=f"{what} (PEM): with these three, nodes speak TLS",
+            help=f"{what} (PEM); with all three, nodes use TLS",
         )
     nodes.add_argument(
         "--node-rank",
         type=whole,
         default=default("node_rank", "-1"),
         metavar="R",
-        help="this node's place; 0 hosts the job (default: by host name)",
+        help="this node's position; 0 hosts the job (default: ordered by host name)",
     )
     nodes.add_argument(
         "--master-addr", default=default("master_addr", ""), metavar="HOST", help="as in torchrun"
@@ -250,7 +252,7 @@ def add_node_options(nodes: argparse._ArgumentGroup, default: Defaults) -> None:
         type=not_negative,
         default=default("spares", "0"),
         metavar="N",
-        help="standby nodes beyond MAX that replace lost ones (default 0)",
+        help="number of standby nodes beyond MAX that replace lost ones (default 0)",
     )
 
 
@@ -266,38 +268,38 @@ def _add_watch_options(watch: argparse._ArgumentGroup, default: Defaults) -> Non
         "--on-stall",
         choices=("report", "stop", "restart"),
         default=default("on_stall", "report"),
-        help="report: print the verdict, and the job continues (default); stop: end the job; "
-        "restart: end the ranks, and restart them as after a failure",
+        help="report: print the verdict and let the job continue (default); stop: end the job; "
+        "restart: end the ranks and restart them as after a failure",
     )
     watch.add_argument(
         "--learned-limits",
         choices=("on", "off"),
         default=default("learned_limits", "on"),
-        help="on: look at the ranks, and stop nothing, once an operation takes longer than its own "
-        "history while no rank does anything; wait longer for phases that took long before "
-        "(default); off: --stall-timeout alone",
+        help="on: examine the ranks, without stopping them, as soon as an operation takes longer "
+        "than its history suggests while no rank makes progress; wait longer for phases that took "
+        "long before (default); off: use --stall-timeout alone",
     )
     watch.add_argument(
         "--run-dir",
         type=Path,
         default=default("run_dir", None),
         metavar="DIR",
-        help="where everything of the job goes (default runs/<time>-<id>)",
+        help="directory for all files of the job (default runs/<time>-<id>)",
     )
     watch.add_argument(
         "--checkpoint-dir",
         type=Path,
         default=default("checkpoint_dir", None),
         metavar="DIR",
-        help="where the job's checkpoints lie: the newest one that is complete goes to "
-        "ECHELON_RESUME (default: the last that rank 0 saved in this run directory)",
+        help="directory of the job's checkpoints; ECHELON_RESUME is set to the newest complete one "
+        "(default: the last one that rank 0 saved in this run directory)",
     )
     watch.add_argument(
         "--recorder-size",
         type=not_negative,
         default=default("recorder_size", str(DEFAULT_NUM_OPERATIONS)),
         metavar="N",
-        help="operations that each rank's black box keeps; 0 turns it off (default 4096)",
+        help="number of operations that each rank's black box keeps; 0 turns it off (default 4096)",
     )
 
 
@@ -309,16 +311,16 @@ def _add_notice_options(notices: argparse._ArgumentGroup, default: Defaults) -> 
         action="append",
         default=[] if given is None else [receiver(given)],
         metavar="CMD|URL",
-        help="send each verdict, restart and the job's end as JSON: to the stdin of a shell "
-        "command, or as a POST to an http(s) URL; may be given several times (the host's count)",
+        help="send each verdict, each restart and the job's end as JSON, to the stdin of a shell "
+        "command or as a POST to an http(s) URL; may be repeated (the host's values apply)",
     )
     notices.add_argument(
         "--metrics",
         type=listen_at,
         default=default("metrics", None),
         metavar="[ADDRESS:]PORT",
-        help="serve Prometheus metrics at /metrics on the hosting node, to this machine only "
-        "unless an address is given",
+        help="serve Prometheus metrics at /metrics on the hosting node; without an address, on "
+        "loopback only",
     )
 
 
@@ -330,7 +332,7 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: Defaults) -> None:
         type=streams,
         default=default("redirects", ""),
         metavar="S",
-        help="keep streams in files only: 1 stdout, 2 stderr, 3 both; or 0:3,8-15:1 by local rank",
+        help="write streams to files only: 1 stdout, 2 stderr, 3 both; or 0:3,8-15:1 by local rank",
     )
     logs.add_argument(
         "-t",
@@ -360,31 +362,31 @@ def _add_log_options(logs: argparse._ArgumentGroup, default: Defaults) -> None:
             type=parse_filters,
             default=default(f"duplicate_{name}_filters", ""),
             metavar="TEXT,...",
-            help=f"write {name} lines with one of these in them to filtered_{name}.log too",
+            help=f"also write {name} lines that contain one of these to filtered_{name}.log",
         )
     logs.add_argument(
         "--log-format",
         choices=("text", "json"),
         default=default("log_format", "text"),
-        help="json: each line as an object with node, rank, stream and line",
+        help="json: print each line as an object with node, rank, stream and line",
     )
     default.flag(
         logs,
         "--fold-lines",
-        help="show a line that many ranks print at about the same time once",
+        help="if many ranks print the same line at about the same time, show it once",
     )
 
 
 def _add_program_options(program: argparse._ArgumentGroup, default: Defaults) -> None:
     default.flag(program, "-m", "--module", help="SCRIPT is a Python module")
-    default.flag(program, "--no-python", help="SCRIPT is run as it is")
-    default.flag(program, "--run-path", help="SCRIPT is Python, whatever --no-python says")
+    default.flag(program, "--no-python", help="SCRIPT is a program; run it directly")
+    default.flag(program, "--run-path", help="SCRIPT is a Python script, even with --no-python")
 
 
 class Defaults:
-    """Defaults: `PET_<OPTION>`, else what the scheduler says, else ours.
+    """Default values: from `PET_<OPTION>`, otherwise from the scheduler, otherwise echelon's own.
 
-    argparse checks strings as if they were typed.
+    argparse parses a string default as if it had been typed.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -392,18 +394,18 @@ class Defaults:
         self._scheduler = scheduler.defaults(environ)
 
     def flag(self, group: argparse._ArgumentGroup, *names: str, help: str) -> None:  # noqa: A002
-        """Add an option without a value; `PET_<OPTION>=1` is as good as giving it."""
+        """Add an option without a value; `PET_<OPTION>=1` has the same effect as giving it."""
         is_set = self.is_set(names[-1].removeprefix("--").replace("-", "_"))
         group.add_argument(*names, action="store_true", default=is_set, help=help)
 
     def is_set(self, name: str) -> bool:
-        """Whether the environment switches an option on."""
+        """Return whether the environment switches an option on."""
         return self._environ.get(f"PET_{name.upper()}", "0").lower() in ("1", "true", "yes")
 
     def variable(self, name: str, default: str) -> str:
-        """Return what a variable that is not ours says."""
+        """Return the value of a variable that is not one of echelon's own."""
         return self._environ.get(name, default)
 
     def __call__(self, name: str, default: str | None) -> str | None:
-        """Return the default of an option: from the environment, the scheduler, or ours."""
+        """Return the default of an option: from the environment, the scheduler, or echelon."""
         return self._environ.get(f"PET_{name.upper()}", self._scheduler.get(name, default))

@@ -1,6 +1,6 @@
-"""Options of torchrun that are accepted and change nothing here, and why.
+"""Options of torchrun that are accepted but have no effect here, with the reason for each.
 
-Each one that is given is reported in one line; a job is never refused for it.
+Each one that is given is reported in one line; none of them makes echelon refuse a job.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import argparse
 from collections.abc import Callable
 
 _WHY = {
-    "rdzv_backend": "there is one way to meet",
+    "rdzv_backend": "there is only one kind of rendezvous",
     "monitor_interval": "the end of a worker is noticed at once",
-    "start_method": "each worker is a program of its own",
-    "event_log_handler": "what happened is in report.json",
-    "logs_specs": "-r, -t, --log-dir and --log-format say where logs go",
-    "local_addr": "nodes meet at --rdzv-endpoint; --bind says what its host binds",
-    "run_path": "each worker is a Python of its own that runs SCRIPT, as without it",
+    "start_method": "each worker is a separate program",
+    "event_log_handler": "events are recorded in report.json",
+    "logs_specs": "use -r, -t, --log-dir and --log-format",
+    "local_addr": "nodes meet at --rdzv-endpoint; use --bind for the address that its host binds",
+    "run_path": "each worker is a separate Python process that runs SCRIPT anyway",
 }
 _HAPPENS_TO_BE_RIGHT = {"rdzv_backend": frozenset({"", "echelon", "static", "c10d"})}
 _STARTS = ("spawn", "fork", "forkserver")
@@ -24,7 +24,7 @@ _STARTS = ("spawn", "fork", "forkserver")
 def add_ignored(
     group: argparse._ArgumentGroup, default: Callable[[str, str | None], str | None]
 ) -> None:
-    """Add the options that take a value."""
+    """Add the ignored options that take a value."""
     for name in _WHY:
         if name != "run_path":
             group.add_argument(
@@ -37,7 +37,7 @@ def add_ignored(
 
 
 def notes_on_ignored(args: argparse.Namespace) -> list[str]:
-    """Return a line for each such option that was given."""
+    """Return one line for each ignored option that was given."""
     return [
         f"--{name.replace('_', '-')} has no effect: {why}"
         for name, why in _WHY.items()

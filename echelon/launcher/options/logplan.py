@@ -1,7 +1,7 @@
-"""Which of a worker's streams goes where: torchrun's `-r`, `-t` and filters, with ranges of ranks.
+"""Where each of a worker's streams goes: torchrun's `-r`, `-t` and filters, with ranges of ranks.
 
-Every stream is kept in a file. It is shown on the terminal too, unless it is redirected (`-r`) and
-not teed (`-t`), or its local rank is not among `--local-ranks-filter`.
+Every stream is kept in a file. It is also shown on the terminal, unless it is redirected (`-r`) and
+not teed (`-t`), or its local rank is not in `--local-ranks-filter`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Std(IntFlag):
-    """The streams, as torchrun numbers them."""
+    """The streams, with torchrun's numbers."""
 
     NONE = 0
     OUT = 1
@@ -23,24 +23,24 @@ class Std(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A choice of streams: for all local ranks, or for some."""
+    """A choice of streams, for all local ranks or for some."""
 
     default: Std = Std.NONE
     ranks: Mapping[int, Std] = field(default_factory=dict)
 
     def of(self, local_rank: int) -> Std:
-        """Return the choice for a local rank."""
+        """Return the choice for one local rank."""
         return self.ranks.get(local_rank, self.default)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogPlan:
-    """What becomes of the workers' output."""
+    """Where the workers' output goes."""
 
     redirects: PerRank = PerRank()
     tee: PerRank = PerRank()
-    shown_ranks: frozenset[int] | None = None  # local ones; None: all
-    log_dir: Path | None = None  # torchrun's layout below it; None: the run directory
+    shown_ranks: frozenset[int] | None = None  # local ranks; None means all
+    log_dir: Path | None = None  # holds torchrun's layout; None means the run directory
     filters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # stream -> substrings
     as_json: bool = False
     fold: bool = False
@@ -53,17 +53,17 @@ class LogPlan:
         return not self.redirects.of(local_rank) & bit or bool(self.tee.of(local_rank) & bit)
 
     def folder(self, rank_dir: Path, job_dir: str, attempt: int, local_rank: int) -> Path:
-        """Return the folder of a worker's logs; `job_dir` names this job below `log_dir`."""
+        """Return the folder of a worker's logs; `job_dir` is this job's folder below `log_dir`."""
         if self.log_dir is None:
             return rank_dir
         return self.log_dir / job_dir / f"attempt_{attempt}" / str(local_rank)
 
 
 def parse_streams(text: str) -> PerRank:
-    """Read `3`, or `0:3,1:2`, or `0-7:3,12:1`.
+    """Parse `3`, `0:3,1:2` or `0-7:3,12:1`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     if not text:
         return PerRank()
@@ -80,10 +80,10 @@ def parse_streams(text: str) -> PerRank:
 
 
 def parse_ranks(text: str) -> frozenset[int]:
-    """Read `0,2,8-15`.
+    """Parse a list of ranks such as `0,2,8-15`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     ranks: set[int] = set()
     for span in text.split(","):
@@ -99,7 +99,7 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def parse_filters(text: str) -> tuple[str, ...]:
-    """Read `apple,orange`; a comma that is meant is doubled."""
+    """Parse a list such as `apple,orange`; a doubled comma stands for a literal one."""
     parts = text.replace(",,", "\0").split(",") if text else []
     return tuple(part.replace("\0", ",") for part in parts if part)
 

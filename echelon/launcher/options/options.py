@@ -1,7 +1,7 @@
 """The options of `echelon run`: torchrun's names, with `-` or `_`, and echelon's own.
 
-Every option is also an environment variable `PET_<OPTION>`; the command line wins. A bad value is
-one line and exit code 2.
+Every option can also be set by an environment variable `PET_<OPTION>`; the command line wins. A bad
+value is reported in one line, and the command exits with code 2.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from echelon.launcher.options.logplan import LogPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What the user asked for."""
+    """The user's settings for a job."""
 
-    program: tuple[str, ...]  # the command line of a worker, interpreter included
+    program: tuple[str, ...]  # the command line of a worker, including the interpreter
     nproc_per_node: int
     min_nodes: int
     max_nodes: int
     spares: int
     node_name: str  # unique for this launcher
     node_rank: int  # -1: any
-    rendezvous: Rendezvous | None  # None: one node, no other to meet
+    rendezvous: Rendezvous | None  # None if the job has one node
     conf: Conf
-    witness: str  # "host:port", "" without one
+    witness: str  # "host:port"; "" if there is none
     tls: TlsFiles | None
     role: str
     logs: LogPlan
@@ -46,29 +46,29 @@ class Options:
     before_restart: str  # a shell command; "": none
     before_restart_timeout_s: float
     restart_policy: str  # "smart", "always" or "never"
-    exclude_after: int  # failures of a node's own after which worlds avoid it; 0: never
+    exclude_after: int  # avoid a node after this many failures; 0: never
     stall_timeout_s: float
     on_stall: str  # "report", "stop" or "restart"
     on_loss: str  # "end" or "shrink"
-    min_ranks: int  # that continue after losses
+    min_ranks: int  # the least number of ranks that may continue after losses
     learned_limits: str  # "on" or "off"
     run_dir: Path | None
-    checkpoint_dir: Path | None  # None: what the ranks announce
+    checkpoint_dir: Path | None  # None: use what the ranks announce
     rdzv_id: str
     shutdown_timeout_s: float
-    signals: tuple[signal.Signals, ...]  # that the launcher takes
+    signals: tuple[signal.Signals, ...]  # that the launcher handles itself
     numa_binding: str  # "": none
     virtual_local_rank: bool
     recorder_size: int
-    stdin_rank: int  # -1: every worker reads nothing
-    torch_backend: str  # that stands in for gloo in torch programs; "": none does
+    stdin_rank: int  # -1: no worker reads the launcher's stdin
+    torch_backend: str  # the replacement for gloo in torch programs; "": none
     notify: tuple[str, ...]  # commands and URLs that get notices
     metrics: tuple[str, int] | None  # address and port of the endpoint
-    notes: tuple[str, ...]  # lines for the user: what was given and changes nothing
+    notes: tuple[str, ...]  # lines for the user about options without effect
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Read the command line of `echelon run`.
+    """Parse the command line of `echelon run`.
 
     Raises:
         SystemExit: with code 2 after one line for bad usage; with 0 for --help and --version.
@@ -137,10 +137,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
 
 
 def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -> str:
-    """Return the witness's endpoint as "host:port".
+    """Return the witness's endpoint as "host:port", or "" if there is none.
 
     Raises:
-        ValueError: it is malformed, or nothing would use it.
+        ValueError: the endpoint is malformed, or failover is off.
     """
     if not args.rdzv_witness or meeting is None:
         return ""
@@ -150,7 +150,7 @@ def _witness(args: argparse.Namespace, conf: Conf, meeting: Rendezvous | None) -
 
 
 def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
-    """Return a line for each option that changes nothing here."""
+    """Return one line for each option that has no effect here."""
     notes = []
     if args.min_ranks != 1 and args.on_loss == "end":
         notes.append("--min-ranks has no effect without --on-loss shrink")
@@ -158,7 +158,7 @@ def _without_effect(args: argparse.Namespace, meeting: Rendezvous | None) -> lis
 
 
 def _without_effect_alone(args: argparse.Namespace, meeting: Rendezvous | None) -> list[str]:
-    """Return a line for each option that changes nothing on a single node."""
+    """Return one line for each option that has no effect on a single node."""
     if meeting is not None:
         return []
     given = {
@@ -183,7 +183,7 @@ _FLAGS = frozenset(
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line at the script: what follows it is the script's own."""
+    """Split the command line before the script; everything after it belongs to the script."""
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
         name = argv[at]
@@ -194,7 +194,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def dashes(text: str) -> str:
-    """`--nproc_per_node=2` is `--nproc-per-node=2`; only option names are touched."""
+    """Replace `_` by `-` in an option's name: `--nproc_per_node=2` becomes `--nproc-per-node=2`."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")
@@ -205,7 +205,7 @@ def _program(parser: Parser, args: argparse.Namespace, program: Sequence[str]) -
     if not program:
         parser.error("no SCRIPT given")
     if args.module and args.no_python:
-        parser.error("-m and --no-python exclude each other")
+        parser.error("-m and --no-python are mutually exclusive")
     if args.no_python and not args.run_path:
         return tuple(program)
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # torchrun's variable

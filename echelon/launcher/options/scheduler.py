@@ -1,13 +1,14 @@
-"""What a cluster's scheduler says in the environment, as defaults for `echelon run`.
+"""Defaults for `echelon run` from the environment of a cluster's scheduler.
 
-Slurm      `srun --ntasks-per-node=1 echelon run train.py`: nodes, this node's place, the endpoint
-           (first node of the job, a port made from the job's number) and the job's name
-Kubernetes an Indexed Job's JOB_COMPLETION_INDEX is this node's place; `PET_*`, which the training
-           operators set, are the launcher's own variables anyway
-MPI        `mpirun --map-by ppr:1:node echelon run ...`: nodes and this node's place
+Slurm      `srun --ntasks-per-node=1 echelon run train.py`: the nodes, this node's place, the
+           endpoint (the first node of the job, a port derived from the job's number) and the
+           job's name
+Kubernetes the JOB_COMPLETION_INDEX of an Indexed Job is this node's place; the `PET_*` variables
+           that the training operators set are the launcher's own
+MPI        `mpirun --map-by ppr:1:node echelon run ...`: the nodes and this node's place
 
-Options and `PET_*` variables win over all of this. One launcher per node is needed: a job of
-several nodes whose scheduler started one launcher per rank is refused in one line.
+Options and `PET_*` variables win over all of these. Each node must have exactly one launcher: if
+the scheduler of a job of several nodes started one launcher per rank, the job is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NUM_PORTS = 20000
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return values by option name (`nnodes`, `node_rank`, ...), {} where no scheduler is seen."""
+    """Return defaults by option name (`nnodes`, `node_rank`, ...), or {} without a scheduler."""
     if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
         return _slurm(environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -58,9 +59,9 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def misuse(environ: Mapping[str, str]) -> str:
-    """Return why several launchers run on this node, "" if one does.
+    """Return an error if several launchers run on this node, otherwise "".
 
-    Only a step's own variables prove it: a batch script has SLURM_NTASKS and SLURM_PROCID too.
+    Only a step's own variables prove it: a batch script also has SLURM_NTASKS and SLURM_PROCID.
     """
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     tasks, nodes = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_STEP_NUM_NODES", "")

@@ -1,4 +1,4 @@
-"""How the texts of `echelon run`'s options are read; what is wrong is said in one line."""
+"""Parsers for the values of `echelon run`'s options; an error is one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_CATCHABLE = frozenset({signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD})
 
 
 def num_workers(text: str) -> int:
-    """Read a number of workers, or what it is to be counted by."""
+    """Parse the number of workers: a number, or the kind of device to count."""
     counts: dict[str, Callable[[], int]] = {
         "cpu": usable_cores,
         "gpu": lambda: num_nvidia(os.environ),
@@ -42,7 +42,7 @@ def num_workers(text: str) -> int:
 
 
 def signals(text: str) -> tuple[signal.Signals, ...]:
-    """Read `SIGTERM,SIGINT`."""
+    """Parse signal names such as `SIGTERM,SIGINT`."""
     found = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -56,14 +56,14 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def torch_backend(text: str) -> str:
-    """Read the name of the backend that stands in for gloo."""
+    """Parse the name of the backend that replaces gloo."""
     if text not in ("", "echelon"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not echelon, the one that can stand in")
+        raise argparse.ArgumentTypeError(f"{text!r}: only echelon can replace gloo")
     return text
 
 
 def not_negative(text: str) -> int:
-    """Read a whole number from 0 on."""
+    """Parse a whole number that is at least 0."""
     try:
         number = int(text)
     except ValueError:
@@ -74,7 +74,7 @@ def not_negative(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Read a duration."""
+    """Parse a duration in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -85,7 +85,7 @@ def seconds(text: str) -> float:
 
 
 def reader(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Let a parser's ValueError be shown as it is."""
+    """Wrap a parser so that argparse shows its ValueError unchanged."""
 
     def read(text: str) -> _T:
         try:
@@ -97,7 +97,7 @@ def reader(parse: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def min_max(text: str) -> tuple[int, int]:
-    """Read `MIN` or `MIN:MAX`."""
+    """Parse `MIN` or `MIN:MAX`."""
     low, _, high = text.partition(":")
     try:
         least, most = int(low), int(high or low)
@@ -109,7 +109,7 @@ def min_max(text: str) -> tuple[int, int]:
 
 
 def settings(text: str) -> dict[str, str]:
-    """Read `--rdzv-conf`: NAME=VALUE,..."""
+    """Parse the value of `--rdzv-conf`: NAME=VALUE,..."""
     found: dict[str, str] = {}
     for pair in text.split(",") if text else []:
         name, equals, value = pair.partition("=")
@@ -120,7 +120,7 @@ def settings(text: str) -> dict[str, str]:
 
 
 def whole(text: str) -> int:
-    """Read a whole number."""
+    """Parse a whole number."""
     try:
         return int(text)
     except ValueError:
@@ -128,21 +128,21 @@ def whole(text: str) -> int:
 
 
 def receiver(text: str) -> str:
-    """Read what notices are sent to: a shell command, or a URL with a host."""
+    """Check the receiver of notices: a shell command, or a URL with a host."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("neither a command nor a URL")
+        raise argparse.ArgumentTypeError("expected a command or a URL")
     if text.lower().startswith(("http://", "https://")):
         try:
             has_host = bool(urlsplit(text).hostname)
         except ValueError:
             has_host = False
         if not has_host or any(char.isspace() for char in text):
-            raise argparse.ArgumentTypeError("a URL without a host, or with a space in it")
+            raise argparse.ArgumentTypeError("the URL lacks a host or contains a space")
     return text
 
 
 def listen_at(text: str) -> tuple[str, int]:
-    """Read `[ADDRESS:]PORT`; without an address it is the loopback one."""
+    """Parse `[ADDRESS:]PORT`; the default address is loopback."""
     address, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdecimal() or int(port) > _MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is not [ADDRESS:]PORT")

@@ -1,1 +1,1 @@
-"""The workers' output: files, the terminal, and lines that many ranks print."""
+"""The workers' output: files, the terminal, and the folding of lines that many ranks print."""

@@ -1,4 +1,4 @@
-"""Cut a line to a terminal's width, as the terminal counts it."""
+"""Cutting a line to a terminal's width, measured in terminal columns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _RESET = "\x1b[0m"
 def fit(line: str, columns: int) -> str:
     """Return a line cut so that it takes fewer than `columns` columns.
 
-    Escape sequences take none and are kept whole, wide characters take two. A line that was cut and
-    has escape sequences ends with a reset: its own may have been cut off.
+    Escape sequences take no columns and are kept whole; wide characters take two. If a line with
+    escape sequences was cut, a reset is appended, because the line's own reset may have been cut
+    off.
     """
     kept: list[str] = []
     used = position = 0

@@ -1,8 +1,8 @@
-"""Show a line that many ranks print at about the same time only once: `0-7| line`.
+"""Folding: a line that many ranks print at about the same time is shown once, as `0-7| line`.
 
-A line is held back for a fifth of a second from its first rank on; ranks that print the same within
-that time is added to it. Lines of one rank keep their order: a held line goes out before a later
-line of a rank that printed it.
+A line is held for a fifth of a second after the first rank printed it, and ranks that print the
+same line within that time are added to it. The lines of one rank keep their order: a held line goes
+out before a later line of any rank that printed it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ class _Held:
 
 
 class Fold:
-    """Pure: takes lines with their times, returns the ones that are due."""
+    """The lines that are held back. Pure: it takes lines with their times and returns those due."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
 
     @property
     def deadline_s(self) -> float | None:
-        """When something is due; None if nothing is held."""
+        """When the next line is due; None if no line is held."""
         return min((held.due_s for held in self._held.values()), default=None)
 
     def add(self, rank: int, line: bytes, now_s: float) -> list[bytes]:
-        """Take a line in; return lines that must go out first."""
+        """Add a line; return the lines that must go out first."""
         held = self._held.get(line)
         if held is not None and rank not in held.ranks and not self._has_later(rank, held):
             held.ranks.append(rank)
@@ -41,7 +41,7 @@ class Fold:
         return out
 
     def _has_later(self, rank: int, held: _Held) -> bool:
-        """Whether a rank printed something after this line was held, which must stay after it."""
+        """Return whether a rank has printed a line since this one was held."""
         return any(h.due_s >= held.due_s and rank in h.ranks for h in self._held.values())
 
     def due(self, now_s: float) -> list[bytes]:
@@ -49,11 +49,11 @@ class Fold:
         return self._take([h for h in self._held.values() if h.due_s <= now_s])
 
     def flush(self) -> list[bytes]:
-        """Return all that is held."""
+        """Return all lines that are held."""
         return self._take(list(self._held.values()))
 
     def _release(self, rank: int) -> list[bytes]:
-        """Let out what this rank printed before, and what was held longer than that."""
+        """Release the lines that this rank printed, and all lines held longer than those."""
         mine = [h.due_s for h in self._held.values() if rank in h.ranks]
         if not mine:
             return []

@@ -1,8 +1,9 @@
-"""The workers' output: to one file per stream as it is, and to the terminal line by line.
+"""The workers' output: unchanged to one file per stream, and line by line to the terminal.
 
-A line is written to the terminal whole and with its rank before it, however the worker's writes
-were cut. A segment that ends in a carriage return (a progress bar's way) is a live line: on a
-terminal it is shown below everything else until the next one replaces it, and not at all elsewhere.
+A line is written to the terminal whole, with its rank in front, however the worker's writes were
+split. A segment that ends in a carriage return, as a progress bar writes it, is a live line: a
+terminal shows it below everything else until the next one replaces it. If the output is not a
+terminal, live lines are not shown.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from echelon.launcher.output.fit import fit
 from echelon.launcher.output.fold import Fold
 
 _READ_BYTES = 1 << 16
-_LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut into several, so that memory stays bounded
+_LONGEST_LINE_BYTES = 1 << 20  # a longer line is split, so that memory stays bounded
 _ERASE = b"\r\x1b[2K"
 _SLOW_S = 1.0
-_UNKNOWN_COLUMNS = 80  # of a terminal that says 0
+_UNKNOWN_COLUMNS = 80  # assumed for a terminal that reports 0
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
@@ -33,43 +34,42 @@ class Terminal:
 
     Args:
         as_json: write each line as a JSON object instead of with a prefix.
-        fold: show a line that many ranks print at about the same time once.
+        fold: show a line that many ranks print at about the same time only once.
     """
 
     def __init__(self, *, as_json: bool = False, fold: bool = False) -> None:
-        # Written to without a buffer: what a full disk has refused must not reappear at the end.
+        # Unbuffered: text that a full disk has refused must not reappear at the end.
         self._fds = {1: sys.stdout.fileno(), 2: sys.stderr.fileno()}
         self._live = b""
         self._as_json = as_json
         self._folds = {1: Fold(), 2: Fold()} if fold and not as_json else {}
         self._node = b""
-        # Where a live line stands on stdout, what goes to stderr must make room only if it goes
-        # to a terminal too.
+        # A live line on stdout must be erased for text on stderr only if stderr is a terminal too.
         self._stderr_is_shown = _columns(sys.stderr) is not None
 
     @property
     def columns(self) -> int | None:
-        """Width of stdout now, None if it is not a terminal."""
+        """The current width of stdout; None if it is not a terminal."""
         return _columns(sys.stdout)
 
     @property
     def error_columns(self) -> int | None:
-        """Width of stderr now, None if it is not a terminal."""
+        """The current width of stderr; None if it is not a terminal."""
         return _columns(sys.stderr)
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` has something to do; None if nothing is held back."""
+        """When `tick` has something to show; None if nothing is held back."""
         due = [fold.deadline_s for fold in self._folds.values()]
         return min((at for at in due if at is not None), default=None)
 
     def tick(self) -> None:
-        """Show what was held back long enough."""
+        """Show the lines that were held back long enough."""
         for stream, fold in self._folds.items():
             self._write_folded(stream, fold.due(time.monotonic()))
 
     def show(self, stream: int, source: Source, lines: Sequence[bytes]) -> None:
-        """Show whole lines of a worker."""
+        """Show complete lines of a worker."""
         if self._as_json:
             text = b"".join(source.as_json(stream, line) for line in lines)
         elif stream in self._folds:
@@ -83,16 +83,16 @@ class Terminal:
         self.write_lines(stream, text)
 
     def say(self, text: str) -> None:
-        """Print a line of the launcher's own."""
+        """Print one line as the launcher."""
         self.write_error(f"echelon: {text}\n")
 
     def write_error(self, text: str) -> None:
-        """Print whole lines to stderr; a live line makes room, and returns when it changes."""
+        """Print complete lines to stderr; a live line is hidden until its next change."""
         self.end_live()
         self.write_lines(2, text.encode("utf-8", "replace"))
 
     def write_lines(self, stream: int, lines: bytes) -> None:
-        """Write whole lines, in one piece. That they cannot be written never hurts the job."""
+        """Write complete lines in one piece. A failure to write never affects the job."""
         if self._live and (stream == 1 or self._stderr_is_shown):
             self._write(1, _ERASE)
             self._write(stream, lines)
@@ -101,7 +101,7 @@ class Terminal:
             self._write(stream, lines)
 
     def _write(self, stream: int, data: bytes) -> None:
-        """Write to a stream; a terminal that was left non-blocking may make that take a second."""
+        """Write to a stream; this may take a second if the terminal was left non-blocking."""
         fd = self._fds.get(stream)
         deadline_s = time.monotonic() + _SLOW_S
         while fd is not None and data:
@@ -116,7 +116,7 @@ class Terminal:
                 return
 
     def _lose(self, stream: int, err: OSError) -> None:
-        """Give a stream up, and report it on the other one, unless a reader just closed it."""
+        """Stop writing to a stream; report it on the other one unless the reader just closed it."""
         del self._fds[stream]
         if not isinstance(err, BrokenPipeError):
             name = _NAMES[stream]
@@ -124,14 +124,14 @@ class Terminal:
             self._write(3 - stream, text.encode())
 
     def _fitted(self, line: bytes) -> bytes:
-        """Return a live line cut to the terminal: one that wraps cannot be erased."""
+        """Return a live line cut to the terminal's width; a wrapped line could not be erased."""
         columns = self.columns
         if columns is None:
             return b""
         return fit(line.decode("utf-8", "replace"), columns).encode()
 
     def show_live(self, text: bytes) -> None:
-        """Show a live line in place of the last one; an empty one takes it away."""
+        """Show a live line in place of the last one; an empty line removes it."""
         if self.columns is None or self._as_json:
             return
         if not text:
@@ -141,7 +141,7 @@ class Terminal:
         self._live = text
 
     def end_live(self) -> None:
-        """Take the live line away, and show what is still held back."""
+        """Remove the live line, and show the lines that are still held back."""
         if self._live:
             self._live = b""
             self._write(1, _ERASE)
@@ -155,7 +155,7 @@ class Terminal:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Who printed a line."""
+    """The rank that printed a line."""
 
     rank: int
     node_rank: int
@@ -163,16 +163,16 @@ class Source:
 
     @property
     def node_prefix(self) -> bytes:
-        """Return the node's label if there are several."""
+        """The node's label, or b"" if the job has one node."""
         return b"%d:" % self.node_rank if self.has_many_nodes else b""
 
     @property
     def prefix(self) -> bytes:
-        """Return the label before a line: `3| `, or `1:3| ` with several nodes."""
+        """The label before a line: `3| `, or `1:3| ` with several nodes."""
         return self.node_prefix + b"%d| " % self.rank
 
     def as_json(self, stream: int, line: bytes) -> bytes:
-        """Return a line as a JSON object on a line."""
+        """Return a line as a JSON object in one line."""
         fields = {
             "node": self.node_rank,
             "rank": self.rank,
@@ -187,10 +187,10 @@ class Stream:
     """One output stream of one worker, from its pipe to its file and the terminal.
 
     Attributes:
-        terminal: None if it is not shown.
-        filters: a line with one of these in it goes to `filtered` as well.
-        on_lost: called when a file takes no more: what comes is still shown, and no longer kept.
-        num_bytes: how much has arrived.
+        terminal: None if the stream is not shown.
+        filters: a line that contains one of these is also written to `filtered`.
+        on_lost: called when a file cannot be written; later output is shown but no longer kept.
+        num_bytes: the number of bytes that have arrived.
     """
 
     pipe: int
@@ -217,7 +217,7 @@ class Stream:
         return True
 
     def flush(self) -> None:
-        """Show a last line that has no line end."""
+        """Show a last line that lacks a newline."""
         if self._rest.strip():
             self._pass([self._rest])
         self._rest = b""
@@ -227,7 +227,7 @@ class Stream:
         os.close(self.pipe)
         for file in (self.log, self.filtered):
             if file is not None:
-                with contextlib.suppress(OSError):  # a full disk: that was said
+                with contextlib.suppress(OSError):  # a full disk has been reported
                     file.close()
 
     def _keep(self, data: bytes) -> None:
@@ -271,7 +271,7 @@ class Stream:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return what a terminal would show of a line with carriage returns in it."""
+    """Return what a terminal would finally show of a line that contains carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

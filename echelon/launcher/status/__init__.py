@@ -1,1 +1,1 @@
-"""`echelon status`: what ranks do, read from their rings."""
+"""`echelon status`: what the ranks are doing, read from their rings."""

@@ -1,9 +1,10 @@
 """`echelon status [ENDPOINT|RUN_DIR]`: a live table of a running job.
 
-With a run directory (by default the newest below runs/): this node's ranks, from their rings. With
-an endpoint, HOST:PORT as in --rdzv-endpoint: the ranks of all nodes, from whatever machine, asked
-for with the job's secret: --rdzv-secret-file, ECHELON_SECRET, or a job.json below runs/. A job of
-one node has no endpoint but its store's, by which its run is found below runs/.
+With a run directory (by default the newest below runs/), it shows this node's ranks, read from
+their rings. With an endpoint (HOST:PORT, as in --rdzv-endpoint), it shows the ranks of all nodes
+and works from any machine; it then needs the job's secret, from --rdzv-secret-file, ECHELON_SECRET
+or a job.json below runs/. A job of one node has no endpoint except its store's, by which its run is
+found below runs/.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _RUNS = Path("runs")
 class Row:
     """A rank of some host."""
 
-    host: str  # "" where only this one is shown
+    host: str  # "" if only this host is shown
     status: RankStatus
 
 
@@ -54,21 +55,21 @@ class View:
 
     title: str
     rows: Sequence[Row]
-    missing_nodes: int = 0  # they did not answer
+    missing_nodes: int = 0  # nodes that did not answer
     is_over: bool = False
-    limits: Sequence[str] = ()  # at which operations are watched, a line each
+    limits: Sequence[str] = ()  # the learned limits, one line each
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0, 1 if the job does not answer, or 2 if there is no such run."""
     parser = argparse.ArgumentParser(
-        prog="echelon status", description="Show what the ranks of a running job do."
+        prog="echelon status", description="Show what the ranks of a running job are doing."
     )
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument(
-        "place", nargs="?", metavar="ENDPOINT|RUN_DIR", help="where the nodes meet, or a run"
+        "place", nargs="?", metavar="ENDPOINT|RUN_DIR", help="the endpoint, or a run directory"
     )
-    parser.add_argument("--once", action="store_true", help="print the table once and end")
+    parser.add_argument("--once", action="store_true", help="print the table once and exit")
     parser.add_argument(
         "--web", action="store_true", help="serve a live page of the run, and print its address"
     )
@@ -77,8 +78,8 @@ def main(argv: Sequence[str]) -> int:
         type=listen_at,
         default=None,
         metavar="[ADDRESS:]PORT",
-        help="where --web serves (default: any free port, for this machine only; with an address "
-        "the printed URL carries a token)",
+        help="where --web listens (default: any free port on loopback; with another address, the "
+        "printed URL contains a token)",
     )
     parser.add_argument("--rdzv-secret-file", type=Path, metavar="FILE", help="the job's secret")
     for name in ("cert", "key", "ca"):
@@ -102,17 +103,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_of(place: str | None) -> Path:
-    """Return the run directory that a place on the command line means.
+    """Return the run directory that the command line's place refers to.
 
     Raises:
-        ValueError: there is none on this machine.
+        ValueError: this machine has no such run.
     """
     if place is not None and ":" in place and not Path(place).exists():
         run_dir, _ = _run_with(join(*split(place)))
     else:
         run_dir = Path(place) if place else newest_run(_RUNS)
     if run_dir is None or not run_dir.is_dir():
-        what = "no runs found in runs/" if place is None else f"{place}: no run of this machine"
+        what = (
+            "no runs found in runs/" if place is None else f"{place}: no such run on this machine"
+        )
         raise ValueError(f"{what}; --web needs the run directory of the hosting node")
     return run_dir
 
@@ -125,7 +128,7 @@ def _serve(run_dir: Path, address: str, port: int) -> int:
         server = PageServer(address, port, lambda: state_of(run_dir))
     except OSError as err:
         raise LaunchError(f"cannot serve at {join(address, port)}: {err.strerror or err}") from err
-    print(f"{run_dir} at {server.url} (Ctrl-C ends)", flush=True)
+    print(f"{run_dir} at {server.url} (stop with Ctrl-C)", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         server.serve()
     return 0
@@ -167,7 +170,7 @@ def _show_endpoint(args: argparse.Namespace, *, once: bool) -> int:
 
 
 def _run_with(endpoint: str) -> tuple[Path | None, dict[str, str]]:
-    """Return the newest run below runs/ whose job has this endpoint, and what its job.json says."""
+    """Return the newest run below runs/ with this endpoint, and the contents of its job.json."""
     found: tuple[Path | None, dict[str, str]] = (None, {})
     newest_s = 0.0
     for job_file in _RUNS.glob("*/job*.json"):
@@ -190,7 +193,7 @@ def _dial(endpoint: str, secret: bytes, tls: TlsFiles | None) -> GrpcLink:
 
 
 def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
-    """Ask again and again; the first question is the greeting.
+    """Request the state repeatedly and yield a view per answer; the greeting is the first request.
 
     Raises:
         LaunchError: the job does not answer, or refuses.
@@ -222,10 +225,10 @@ def _views(link: GrpcLink, endpoint: str) -> Iterator[View]:
 
 
 def _rows(answers: Sequence[Statuses]) -> list[Row]:
-    """Return one row per rank; the latest, where an answer to the question before came late."""
+    """Return one row per rank, the latest if a late answer to the last request also arrived."""
     rows: dict[int, Row] = {}
     for answer in answers:
-        with contextlib.suppress(ValueError):  # of a node whose version is another
+        with contextlib.suppress(ValueError):  # a node that runs another version
             for numbers, words in zip(answer.numbers, answer.words, strict=True):
                 status = RankStatus.unpack(numbers, words)
                 rows[status.rank] = Row(answer.host, status)
@@ -233,7 +236,7 @@ def _rows(answers: Sequence[Statuses]) -> list[Row]:
 
 
 def table(view: View) -> Table:
-    """Return the table as rich draws it."""
+    """Build the table that rich draws."""
     from rich.markup import escape
     from rich.table import Table
 

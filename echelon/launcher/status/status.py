@@ -1,4 +1,4 @@
-"""What ranks do, read from their rings: nothing is asked of the ranks, they may hang."""
+"""What the ranks are doing, read from their rings. The ranks are not asked: they may hang."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _PENDING = (State.CREATED, State.STARTED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """One row: what a rank does now. Durations in seconds, None: not known."""
+    """One row: what a rank is doing now. Durations are in seconds; None means unknown."""
 
     rank: int
     phase: str
     operation: str
     sequence: int | None
-    lag_s: float | None  # since it last began or ended anything
+    lag_s: float | None  # since it last began or ended an operation, span or step
     step: int | None
     step_s: float | None
 
     def pack(self) -> tuple[list[int], list[str]]:
-        """Return the numbers and the words that travel between nodes; -1: not known."""
+        """Return the numbers and the words to send between nodes; -1 means unknown."""
         return [
             self.rank,
             _number(self.sequence),
@@ -40,10 +40,10 @@ class RankStatus:
 
     @classmethod
     def unpack(cls, numbers: Sequence[int], words: Sequence[str]) -> RankStatus:
-        """Read what `pack` made.
+        """Parse the output of `pack`.
 
         Raises:
-            ValueError: there is more or less.
+            ValueError: there are more or fewer values than expected.
         """
         rank, sequence, lag_ms, step, step_us = numbers
         phase, operation = words
@@ -59,13 +59,13 @@ class RankStatus:
 
 
 def newest_run(folder: Path) -> Path | None:
-    """Return the run directory that was begun last."""
+    """Return the run directory with the latest start."""
     runs = sorted(folder.glob("*/job*.json"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else None
 
 
 def ring_paths(run_dir: Path) -> dict[int, Path]:
-    """Return each rank's ring in its newest attempt."""
+    """Return the path of each rank's ring in its newest attempt."""
     newest: dict[int, tuple[int, Path]] = {}
     for path in run_dir.glob("rank_*/attempt_*/ring"):
         rank = path.parents[1].name.removeprefix("rank_")
@@ -78,7 +78,7 @@ def ring_paths(run_dir: Path) -> dict[int, Path]:
 
 
 def status_of(record: Record, now_mono_ns: int) -> RankStatus:
-    """Describe what a rank does, from its black box. `now` is this host's monotonic clock."""
+    """Return what a rank is doing, by its black box; `now_mono_ns` is this host's clock."""
     live = record.live
     operations = record.operations
     operation, sequence, phase = "", None, "compute"
@@ -108,7 +108,7 @@ def status_of(record: Record, now_mono_ns: int) -> RankStatus:
 
 
 def _step_s(record: Record) -> float | None:
-    """Average the last steps, by the first operation of each."""
+    """Return the mean duration of the last steps, measured between the first operations of each."""
     known = record.operations[record.operations["step"] >= 0]
     steps, stamps = known["step"].tolist(), known["created_mono_ns"].tolist()
     firsts = [i for i in range(len(steps)) if i == 0 or steps[i] != steps[i - 1]]
@@ -121,13 +121,13 @@ def _step_s(record: Record) -> float | None:
 
 
 def silent(rank: int, phase: str) -> RankStatus:
-    """Return the row of a rank whose ring says nothing."""
+    """Return the row of a rank whose ring cannot be used."""
     nothing = {"sequence": None, "lag_s": None, "step": None, "step_s": None}
     return RankStatus(rank=rank, phase=phase, operation="", **nothing)
 
 
 def read_statuses(run_dir: Path) -> list[RankStatus]:
-    """Read all ranks of a run; one that cannot be read is shown as such."""
+    """Return a row for each rank of a run; one whose ring cannot be read is "unreadable"."""
     statuses = []
     for rank, path in ring_paths(run_dir).items():
         try:
@@ -138,7 +138,7 @@ def read_statuses(run_dir: Path) -> list[RankStatus]:
 
 
 def _checked(record: Record) -> RankStatus:
-    """Return what a rank does, unless its process is gone, or another machine's."""
+    """Return a rank's row, with corrections if its process is gone or ran on another machine."""
     status = status_of(record, time.monotonic_ns())
     identity = record.identity
     if status.phase == "ended" or not identity.boot_id:

@@ -1,4 +1,4 @@
-"""The live page, put together as one file: its look is that of the incident's page."""
+"""The live page, assembled into one file in the style of the incident page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent
 
 @cache
 def page() -> str:
-    """Return the page; it loads nothing but its own state."""
+    """Return the page; apart from its state, it loads nothing."""
     whole = (_FOLDER / "live.html").read_text(encoding="utf-8")
     style = part("style.css") + (_FOLDER / "live.css").read_text(encoding="utf-8")
     script = (_FOLDER / "live.js").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The server of the live page: the page, its state as JSON, and nothing else.
+"""The server of the live page: it serves the page, its state as JSON, and nothing else.
 
-On a loopback address it answers only requests that name a loopback host, so that no page of another
-site can read it under a name of its own. On any other address every request needs the token, which
-the printed URL carries.
+On a loopback address it answers only requests whose Host header names a loopback host, so that no
+other site's page can read it under that site's name. On any other address every request needs the
+token that is part of the printed URL.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SECURITY = {
 
 
 class PageServer:
-    """Serves the live page until it is closed.
+    """A server of the live page; it runs until it is closed.
 
     Args:
-        address: to bind; an IPv6 one without brackets.
-        port: 0: any free one.
+        address: the address to bind; an IPv6 address has no brackets.
+        port: the port; 0 means any free port.
         state: returns the state; called on the server's threads, one at a time.
 
     Raises:
@@ -56,12 +56,12 @@ class PageServer:
             block_on_close = False
 
             def server_bind(self) -> None:
-                """Bind without asking the name service for this host's name, which may hang."""
+                """Bind without looking up this host's name, which may hang."""
                 TCPServer.server_bind(self)
                 self.server_name, self.server_port = address, self.server_address[1]
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Print nothing: the client is gone."""
+                """Print nothing: the client has disconnected."""
 
         def make() -> bytes:
             with lock:
@@ -80,11 +80,11 @@ class PageServer:
         self.url = f"http://{join(shown, self._server.server_address[1])}/{query}"
 
     def serve(self, poll_s: float = 0.2) -> None:
-        """Serve until `close`, which is noticed within `poll_s`, on the calling thread."""
+        """Serve on the calling thread until `close`, which takes effect within `poll_s`."""
         self._server.serve_forever(poll_s)
 
     def close(self) -> None:
-        """Stop serving; from another thread than `serve`'s."""
+        """Stop serving; call it from another thread than `serve`."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -1,4 +1,4 @@
-"""What the live page shows at one moment, read from a run directory of the hosting node."""
+"""The state that the live page shows, read from a run directory of the hosting node."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from echelon.launcher.status.web.columns import columns
 
 FORMAT = 1
 _NUM_COLUMNS = 240
-_MAX_RANKS = 256  # that are shown: those that lag most
-_MAX_INCIDENTS = 32  # the newest
+_MAX_RANKS = 256  # how many are shown: those that lag most
+_MAX_INCIDENTS = 32  # how many are shown: the newest
 _MAX_VERDICT_BYTES = 1 << 24
-_FRESH_S = 30.0  # a launcher that runs has written its account within this time
+_FRESH_S = 30.0  # a running launcher writes its account at least this often
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _job(run_dir: Path) -> tuple[Job, Shares, float]:
-    """Return the account as it stands now, its totals, and how old the file is."""
+    """Return the current account, its totals, and the age of the file in seconds."""
     try:
         job = read_job(run_dir)
         age_s = max(0.0, time.time() - (run_dir / ACCOUNT).stat().st_mtime)
@@ -69,7 +69,7 @@ def _phase(job: Job, age_s: float) -> str:
     if not job.attempts:
         return "starting"
     if age_s >= _FRESH_S:
-        return f"its launcher has written nothing for {age_s:.0f} s"
+        return f"the launcher has written nothing for {age_s:.0f} s"
     last = job.attempts[-1]
     if last.ended_ns is not None:
         return "between two attempts"
@@ -79,7 +79,7 @@ def _phase(job: Job, age_s: float) -> str:
 
 
 def _ranks(job: Job, statuses: Mapping[int, RankStatus]) -> list[dict[str, Any]]:
-    """Return a row per rank: from its ring, or what its node has reported."""
+    """Return one row per rank, from its ring or from its node's last report."""
     runs = job.attempts[-1].runs if job.attempts else {}
     rows = []
     for rank in sorted({*runs, *statuses}):
