@@ -1,1 +1,1 @@
-"""How the agents of a job's nodes reach each other: the endpoint, messages, and their links."""
+"""Communication between the agents of a job's nodes: the endpoint, the messages, and the links."""

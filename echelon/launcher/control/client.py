@@ -1,10 +1,10 @@
-"""A node's link to a coordinator elsewhere: one session over gRPC streams, served by one thread.
+"""A node's link to a coordinator on another node: one session over gRPC streams, run by one thread.
 
-The thread dials until the deadline, greets, and then passes frames both ways; it sends an empty
-frame where nothing else has left for as long as the host allows. A stream that ends, or is silent
-for a third of the time that counts as a loss, is dialled again: the session resumes where it was.
-The coordinator is lost once its host refuses a connection, or once nothing was heard for the whole
-of that time, by a clock that stands still while this process does.
+The thread dials until the deadline, sends its greeting, and then passes frames both ways. It sends
+an empty frame if nothing else has left within the interval that the host sets. If a stream ends, or
+is silent for a third of the time that counts as a loss, the thread dials again and the session
+resumes where it was. The coordinator is lost once its host refuses a connection, or once nothing
+has arrived for the whole of that time. The clock for this stops while the process does not run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from echelon.launcher.control.session import Session
 from echelon.launcher.control.tls import TlsFiles
 
 METHOD = "/echelon.Control/Session"
-_GREETING_S = 30.0  # thousands of nodes may greet at once; each waits for its turn
+_GREETING_S = 30.0  # thousands of nodes may send greetings at once and have to queue
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -52,24 +52,24 @@ _DIAL_S = 0.25
 _TICK_S = 0.25
 _CLOSE_S = 3.0
 _PROBE_S = 2.0
-_TRIES = 3  # connections in the time that counts as a loss
+_TRIES = 3  # connections tried within the time that counts as a loss
 _LEAST_SILENCE_S = 2.0  # a busy machine may delay four heartbeats
 _REFUSED = "connection refused"
 _retired: list[asyncio.AbstractEventLoop] = []
 
 
 class GrpcLink:
-    """Dial `endpoint` (host:port) in the background until `join_timeout_s` has passed.
+    """A link that dials `endpoint` (host:port) in the background for up to `join_timeout_s`.
 
     Args:
         tls: None for plain connections.
-        lost_after_s: silence that counts as a loss, until the host says what does.
-        is_last: whether this process will have no other connection after this one.
+        lost_after_s: how much silence counts as a loss, until the host sends its own value.
+        is_last: whether this process will open no other connection after this one.
 
     Attributes:
-        is_connected: the coordinator has been reached.
+        is_connected: whether the coordinator has been reached.
         lost_because: why the link has ended.
-        last_error: what the latest attempt to connect came to.
+        last_error: the error of the latest attempt to connect.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GrpcLink:
         self._beat_s = BEAT_S
         self._endpoint = endpoint
         self._secret = secret
-        self._life: LifeSign | None = None  # from the first connection on: names resolve then
+        self._life: LifeSign | None = None  # set at the first connection, when names resolve
         self._hello = hello
         self._lived = LivedTime(_TICK_S, time.monotonic())
         self._deadline_s = self._now_lived_s() + join_timeout_s
@@ -109,19 +109,21 @@ class GrpcLink:
 
     def send(self, event: Event) -> None:
         """Send an event; never blocks."""
-        with contextlib.suppress(RuntimeError):  # the link has ended: its `None` says so
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the link has ended, which `take` reports with None
             self._loop.call_soon_threadsafe(self._put, pack(event))
 
     def fileno(self) -> int:
-        """Readable when commands may have arrived."""
+        """Return a descriptor that is readable when commands may have arrived."""
         return self._incoming.fileno()
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived; None, last: the coordinator is gone."""
+        """Return the commands that have arrived; a final None means the coordinator is lost."""
         return self._incoming.take()
 
     def close(self) -> None:
-        """Hang up; waits at most 3 s for what was sent to leave."""
+        """Close the link; waits at most 3 s for pending messages to leave."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._begin_closing)
         self._thread.join(_CLOSE_S)
@@ -152,11 +154,11 @@ class GrpcLink:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             if self._is_last:
                 self._loop.close()
-            else:  # gRPC has one poller for all loops, which calls into this one after its end
+            else:  # gRPC has one poller for all loops and still calls into this one after its end
                 _retired.append(self._loop)
 
     async def _session(self) -> None:
-        """Connect, and connect again, until the session is over.
+        """Connect, and reconnect after failures, until the session is over.
 
         Raises:
             LaunchError: the coordinator is lost.
@@ -193,11 +195,11 @@ class GrpcLink:
             if not isinstance(self._hello, Hello):
                 raise LaunchError(self.last_error or "connection closed")
             if self.is_connected:
-                # The stream broke: the next one takes the session up.
+                # The stream broke; the next one resumes the session.
                 self._deadline_s = self._heard_s + self._lost_after_s
 
     def _may_dial_again(self, error: BaseException) -> bool:
-        """Whether a greeting that failed may be repeated: a host that thousands greet is slow."""
+        """Return whether to repeat a failed greeting: a host with thousands of nodes is slow."""
         code = getattr(error, "code", None)
         if callable(code) and code() == grpc.StatusCode.UNAUTHENTICATED:
             return False
@@ -255,7 +257,7 @@ class GrpcLink:
 
     @property
     def _silence_s(self) -> float:
-        """How long a stream may be silent before another one is tried."""
+        """How long a stream may be silent before a new connection is tried."""
         return min(self._lost_after_s, max(self._lost_after_s / _TRIES, _LEAST_SILENCE_S))
 
     @property
@@ -268,7 +270,7 @@ class GrpcLink:
             if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 self.last_error = await _why_not(self._endpoint) or self.last_error
                 if self.is_connected and self.last_error == _REFUSED:
-                    raise LaunchError("connection closed, and refused since")
+                    raise LaunchError("connection closed, then refused")
             if self._now_lived_s() > self._deadline_s:
                 if self.is_connected:
                     raise LaunchError(f"no heartbeat for {self._lost_after_s:g} s")
@@ -320,7 +322,7 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
     Raises:
         LaunchError: the host has refused this node.
-        OSError: the stream has ended otherwise; gRPC calls that a fault of its caller.
+        OSError: the stream has ended for another reason; gRPC blames its caller for that.
     """
     try:
         await call.write(frame)
@@ -329,14 +331,14 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], frame: bytes) ->
 
 
 async def _why_ended(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> LaunchError | OSError:
-    """Return what ended a stream: a refusal by the host is final, all else may be tried again."""
+    """Return the reason why a stream ended: a refusal is final, all else may be tried again."""
     if await call.code() == grpc.StatusCode.UNAUTHENTICATED:
         return LaunchError(await call.details())
     return OSError("connection closed")
 
 
 async def _why_not(endpoint: str) -> str:
-    """Return why no connection can be made, "" if one can: gRPC does not say."""
+    """Return why no connection can be made, or "" if one can; gRPC does not report it."""
     host, _, port = endpoint.rpartition(":")
     try:
         opening = asyncio.open_connection(host.strip("[]"), int(port))
@@ -352,7 +354,7 @@ async def _why_not(endpoint: str) -> str:
 
 
 def open_channel(endpoint: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """Return a channel to "host:port"; `tls` None: a plain one."""
+    """Return a channel to "host:port"; if `tls` is None, a plain one."""
     if tls is None:
         return grpc.aio.insecure_channel(endpoint, options=OPTIONS)
     return grpc.aio.secure_channel(endpoint, tls.for_client(), options=OPTIONS)

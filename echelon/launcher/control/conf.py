@@ -1,7 +1,7 @@
-"""`--rdzv-conf`: how nodes meet and when one counts as lost.
+"""`--rdzv-conf`: how nodes meet and when a node counts as lost.
 
-torchrun's own keys are known: what has a counterpart here is taken, of the others it is said that
-they change nothing. Any other key is an error, so that a typing error is found.
+torchrun's own keys are accepted: those with a counterpart here take effect, and a note says that
+the others do not. Any other key is an error, so that typing errors are found.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ JOIN_TIMEOUT_S = 600.0
 LOST_AFTER_S = 15.0
 _MIN_LOST_AFTER_S = 1.0
 BEAT_S = 0.5
-_NODES_PER_BEAT = 220  # and second: about 300 us of the coordinator's processor each
-_BEATS_LOST = 3  # in a row, before a node is
+_NODES_PER_BEAT = 220  # per second: each costs the coordinator about 300 us of processor time
+_BEATS_LOST = 3  # in a row, before a node counts as lost
 _TORCHRUNS = frozenset(
     {
         "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt",
@@ -26,9 +26,9 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conf:
-    """What `--rdzv-conf` said."""
+    """The settings from `--rdzv-conf`."""
 
-    is_host: bool | None = None  # None: by node rank, else by address
+    is_host: bool | None = None  # None: decided by node rank, otherwise by address
     join_timeout_s: float = JOIN_TIMEOUT_S
     last_call_s: float | None = None  # None: adaptive
     lost_after_s: float = LOST_AFTER_S  # of silence
@@ -37,7 +37,7 @@ class Conf:
 
 
 def read_conf(settings: Mapping[str, str]) -> Conf:
-    """Make sense of the pairs.
+    """Interpret the settings.
 
     Raises:
         ValueError: an unknown key, or a value out of range.
@@ -47,8 +47,8 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
     }  # fmt: skip
     if unknown:
         raise ValueError(
-            f"--rdzv-conf: no setting {min(unknown)!r}; there are is_host, join_timeout, "
-            "last_call_timeout, lost_after and failover"
+            f"--rdzv-conf: unknown setting {min(unknown)!r}; the settings are is_host, "
+            "join_timeout, last_call_timeout, lost_after and failover"
         )
     last_call = settings.get("last_call_timeout")
     return Conf(
@@ -69,7 +69,7 @@ def read_conf(settings: Mapping[str, str]) -> Conf:
 
 
 def beat_s(num_nodes: int, lost_after_s: float) -> float:
-    """Return how often a node of so many reports, so that a coordinator's work stays bounded."""
+    """Return how often each of `num_nodes` nodes reports, to bound the coordinator's work."""
     return max(BEAT_S, min(num_nodes / _NODES_PER_BEAT, lost_after_s / _BEATS_LOST))
 
 
@@ -77,7 +77,7 @@ def _truth(name: str, text: str) -> bool:
     try:
         return _TRUTH[text.lower()]
     except KeyError:
-        raise ValueError(f"--rdzv-conf {name}={text}: say true or false") from None
+        raise ValueError(f"--rdzv-conf {name}={text}: must be true or false") from None
 
 
 def _seconds(name: str, value: str | float, least: float = 1e-3) -> float:

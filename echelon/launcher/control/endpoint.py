@@ -1,8 +1,9 @@
-"""Where the nodes of a job meet, and who hosts it.
+"""The endpoint at which the nodes of a job meet, and the node that hosts the job.
 
-The endpoint is what other nodes dial, and not what is bound: on Debian a machine's own name means
-127.0.1.1, and a service's address cannot be bound at all. Its owner is who says so (`is_host`),
-else node rank 0, else the node that has the address.
+The endpoint is the address that other nodes dial, which is not always the address that is bound: on
+Debian a machine's own name resolves to 127.0.1.1, and the address of a service cannot be bound at
+all. The host is the node with `is_host`, otherwise node rank 0, otherwise the node that owns the
+address.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ class Rendezvous:
 
     @property
     def stays_here(self) -> bool:
-        """Whether nothing leaves this machine."""
+        """Whether only this machine can reach the host."""
         return ipaddress.ip_address(self.bind).is_loopback
 
     @property
     def bind_address(self) -> str:
-        """What the host binds, as "host:port"."""
+        """The address that the host binds, as "host:port"."""
         return join(self.bind, self.port)
 
 
 def rendezvous(
     args: argparse.Namespace, conf: Conf, environ: Mapping[str, str]
 ) -> Rendezvous | None:
-    """Work out the meeting from the command line; None for a job of one node.
+    """Return the meeting that the command line describes, or None for a job of one node.
 
     Raises:
-        ValueError: what is missing or contradicts itself, in one line.
+        ValueError: an option is missing, invalid or contradicts another; the text is one line.
     """
     if args.standalone or args.nnodes == (1, 1):
         return None
@@ -70,8 +71,8 @@ def rendezvous(
     is_host = conf.is_host
     if is_host is None and args.node_rank >= 0:
         is_host = args.node_rank == 0
-    # A name may come to life after the node whose name it is (Kubernetes): only who needs it to
-    # know its own place must resolve it now.
+    # On Kubernetes a name may become resolvable only after its node has started. So it must be
+    # resolved now only if the node needs it to find out whether it is the host.
     addresses = _resolve(host, must_exist=is_host is None)
     local = [address for address in addresses if is_local(address)]
     if is_host is None:
@@ -92,7 +93,7 @@ def split(
     """Split "host:port" or "[v6]:port".
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the host is empty, or the port is invalid.
     """
     host, colon, port = endpoint.rpartition(":")
     if not colon or "]" in port:
@@ -107,12 +108,12 @@ def split(
 
 
 def join(host: str, port: int) -> str:
-    """Write "host:port", with brackets around an IPv6 address."""
+    """Return "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_local(address: str) -> bool:
-    """Whether a numeric address is one of this machine's."""
+    """Return whether a numeric address belongs to this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -136,7 +137,7 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
     """Return the job's secret, from a file or the environment.
 
     Raises:
-        ValueError: there is none, or others can read it.
+        ValueError: there is none, it is unusable, or others can read the file.
     """
     if path is None:
         secret = environ.get("ECHELON_SECRET", "").encode()
@@ -157,11 +158,11 @@ def read_secret(path: Path | None, environ: Mapping[str, str]) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    """Return a secret that the store accepts, and that cannot be guessed."""
+    """Return the secret if the store accepts it and it is long enough to resist guessing."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
-            f"{source}: a secret of {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed "
-            "(random ones: openssl rand -hex 32)"
+            f"{source}: a secret of {len(secret)} bytes, but at least {MIN_SECRET_BYTES} are "
+            "needed (create one: openssl rand -hex 32)"
         )
     try:
         secret.decode()

@@ -1,8 +1,8 @@
-"""Whether a launcher lives, asked of its machine's kernel: a listening socket that ends with it.
+"""The life sign of a launcher: a listening socket that its machine's kernel closes when it ends.
 
-The kernel accepts connections for a process that is stopped or starved, and refuses them at once
-when the process is gone, however it ended. So a node whose connection broke need not be back within
-a second and a half on a busy machine, and one that was killed is still noticed that fast.
+The kernel accepts connections for a process that is stopped or starved, and refuses them as soon as
+the process is gone, however it ended. So on a busy machine a node whose connection broke may take
+longer than 1.5 s to reconnect, while a killed one is still noticed that fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LifeSign:
     """A listener that no thread serves, at the address from which an endpoint is reached.
 
     Attributes:
-        port: 0 if it cannot be had.
+        port: 0 if no listener could be opened.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -33,7 +33,7 @@ class LifeSign:
             self.port = self._socket.getsockname()[1]
 
     def clear(self) -> None:
-        """Drop those who have asked, so that others can."""
+        """Accept and drop the waiting connections, so that there is room for others."""
         with contextlib.suppress(OSError):
             while self._socket is not None:
                 self._socket.accept()[0].close()
@@ -48,8 +48,8 @@ class LifeSign:
 async def is_gone(address: str, port: int) -> bool:
     """Return whether a machine refuses connections to a launcher's life sign; waits at most 1 s.
 
-    False where the launcher lives, and where nothing is known: the machine does not answer, or no
-    life sign could be had there.
+    False if the launcher lives, and also if nothing is known: the machine does not answer, or the
+    launcher has no life sign.
     """
     if port == 0:
         return False
@@ -64,7 +64,7 @@ async def is_gone(address: str, port: int) -> bool:
 
 
 def _own_addresses(endpoint: str) -> set[str]:
-    """Return the addresses of this machine from which an endpoint is reached; sends nothing.
+    """Return this machine's addresses from which an endpoint is reached; sends nothing.
 
     Raises:
         OSError: the endpoint's name is unknown.
@@ -79,10 +79,10 @@ def _own_addresses(endpoint: str) -> set[str]:
 
 
 def _listen(addresses: set[str]) -> socket.socket:
-    """Listen at the only address, or at all where the peer may see any of several.
+    """Listen at the only address, or at all addresses if the peer may see any of several.
 
     Raises:
-        OSError: it cannot be bound.
+        OSError: the address cannot be bound.
     """
     if len(addresses) == 1:
         (address,) = addresses

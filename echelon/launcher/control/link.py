@@ -1,7 +1,8 @@
 """An agent's link to the coordinator, and the mailbox by which other threads reach the loop.
 
-`LocalLink` is the coordinator's own node: no network, no thread. `client.GrpcLink` is every other
-node's. Both are owned by the agent's loop: it sends, watches `fileno()`, and takes what arrived.
+`LocalLink` serves the coordinator's own node and needs no network and no thread. `client.GrpcLink`
+serves all other nodes. The agent's loop owns either one: it sends, watches `fileno()`, and takes
+what has arrived.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class Mailbox(Generic[_T]):
         self._closed = False
 
     def fileno(self) -> int:
-        """Readable when something may have arrived."""
+        """Return a descriptor that is readable when items may have arrived."""
         return self._read_end
 
     @property
     def num_waiting(self) -> int:
-        """How many items have not been taken."""
+        """The number of items that have not been taken."""
         return len(self._items)
 
     def put(self, item: _T) -> None:
@@ -45,7 +46,7 @@ class Mailbox(Generic[_T]):
             self._items.append(item)
 
     def take(self) -> list[_T]:
-        """Return what has arrived."""
+        """Return the items that have arrived."""
         with self._lock:
             if not self._items:
                 return []
@@ -55,7 +56,7 @@ class Mailbox(Generic[_T]):
             return items
 
     def close(self) -> None:
-        """Free the pipe. Safe to call twice."""
+        """Close the pipe. Safe to call twice."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -74,13 +75,13 @@ class Link(Protocol):
         """Send an event; never blocks."""
 
     def fileno(self) -> int:
-        """Readable when commands may have arrived."""
+        """Return a descriptor that is readable when commands may have arrived."""
 
     def take(self) -> list[Command | None]:
-        """Return the commands that have arrived; None, last, means that the coordinator is gone."""
+        """Return the commands that have arrived; a final None means the coordinator is lost."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the link."""
 
 
 class LocalLink:
@@ -92,15 +93,15 @@ class LocalLink:
 
     @property
     def is_connected(self) -> bool:
-        """True: it is this process."""
+        """Always True: the coordinator is in this process."""
         return True
 
     def send(self, event: Event) -> None:
-        """Hand an event over."""
+        """Deliver an event to the coordinator."""
         self._deliver(event)
 
     def fileno(self) -> int:
-        """Readable when commands have arrived."""
+        """Return a descriptor that is readable when commands have arrived."""
         return self.commands.fileno()
 
     def take(self) -> list[Command | None]:
@@ -108,5 +109,5 @@ class LocalLink:
         return self.commands.take()
 
     def close(self) -> None:
-        """Free the mailbox."""
+        """Close the mailbox."""
         self.commands.close()

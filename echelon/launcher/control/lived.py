@@ -1,8 +1,8 @@
-"""A clock that stands still while its process does: by it, the silence of others is measured.
+"""A clock that stops while its process does not run, for measuring the silence of other nodes.
 
-A launcher that is stopped, suspended with its machine, or starved hears nothing, and all the others
-then look silent. What it did not live through is its own standstill and no evidence against them.
-Leases and permits are measured otherwise (`election.lease`): there, real time has to count.
+A launcher that is stopped, starved or suspended with its machine receives nothing, so all other
+nodes then look silent. Such a gap is the launcher's own standstill and no evidence against them.
+Leases and permits are measured differently (`election.lease`), because for them real time counts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ _KEPT = 64
 
 
 class LivedTime:
-    """Pure: the time is handed in, at each `tick` and each question, in seconds of any one clock.
+    """The clock. Pure: each call passes in the time, in seconds of any one clock.
 
     Args:
-        step_s: between two ticks at most so much counts; what is beyond it was a standstill.
+        step_s: the longest gap between two ticks that counts as running; the rest is standstill.
+        now_s: the current time.
     """
 
     def __init__(self, step_s: float, now_s: float) -> None:
@@ -26,7 +27,7 @@ class LivedTime:
         self._gaps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)  # sum at the end
 
     def tick(self, now_s: float) -> None:
-        """Note that the process runs."""
+        """Note that the process is running."""
         begin_s = self._last_s + self._step_s
         if now_s > begin_s:
             self._stood_s += now_s - begin_s

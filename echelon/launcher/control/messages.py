@@ -1,7 +1,7 @@
-"""What agents and the coordinator tell each other: plain records, carried as msgpack maps.
+"""The messages between agents and the coordinator: plain records, sent as msgpack maps.
 
-Events go to the coordinator, commands come from it. No stamp of one node's clock is ever compared
-with another's: ages travel instead.
+Events go to the coordinator, commands come from it. Stamps of one node's clock are never compared
+with another's; messages carry ages instead.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Hello:
     num_workers: int
     node_rank: int = -1  # -1: any
     version: int = VERSION
-    address: str = ""  # numeric, as the link saw it; what a node says of itself does not count
-    port: int = 0  # at which it would host the job in turn, 0: it would not
+    address: str = ""  # numeric, as seen by the link; the node's own claim is ignored
+    port: int = 0  # at which it could host the job; 0: it cannot
     holds: int = -1  # the world whose ranks it has, after the loss of a host
-    life_port: int = 0  # refuses connections once this launcher is gone; 0: none
+    life_port: int = 0  # refuses connections once this launcher has ended; 0: none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseReply:
-    """The answer to `LeaseBeat` or `Entrust`; `version`: of the mandate that this node holds."""
+    """The answer to `LeaseBeat` or `Entrust`; `version` is that of the mandate this node holds."""
 
     term: int
     number: int
@@ -47,7 +47,7 @@ class LeaseReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
-    """A node without a host asks for a vote, and who hosts the job; answered by `Vote`."""
+    """A node without a host asks for a vote and for the job's host; answered by `Vote`."""
 
     node: str
     term: int
@@ -58,7 +58,7 @@ class Poll:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renew:
-    """A host's beat to the witness; answered by `LeaseReply`. `number` 0: the mandate alone."""
+    """A host's beat to the witness; answered by `LeaseReply`. With `number` 0, only the mandate."""
 
     founder: str
     term: int
@@ -71,7 +71,7 @@ class Renew:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """A node that was admitted is connected again; `received`: the number of the last message."""
+    """An admitted node has reconnected; `received` is the number of its last received message."""
 
     node: str
     token: str
@@ -80,7 +80,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEnded:
-    """A worker has ended; `code` as in `subprocess`."""
+    """A worker has ended; `code` is as in `subprocess`."""
 
     attempt: int
     rank: int
@@ -91,13 +91,15 @@ class WorkerEnded:
 class Sights:
     """What a node sees of its living ranks.
 
-    `folded` stands for all ranks that record: [first rank, initialised, progress age in ms (-1:
-    none), oldest pending age in ms (-1: none), its rank, number of signs of progress so far, number
-    of dumps that torch wrote of itself]; [] if no rank records.
-    `ranks` has each other rank: [rank, initialised, progress age, pending age, number of signs of
+    `folded` combines all ranks that record: [first rank, initialised, progress age in ms (-1:
+    none), oldest pending age in ms (-1: none), the rank of that age, number of signs of progress so
+    far, number of dumps that torch wrote by itself]; it is [] if no rank records.
+
+    `ranks` holds each other rank: [rank, initialised, progress age, pending age, number of signs of
     activity, whether it has a ring, number of dumps].
-    `dumped_rank` is the rank among the folded ones that wrote the last of those dumps; -1: none.
-    The rest is what the folded ranks' own histories say, see `limits.node.Summary`.
+
+    `dumped_rank` is the folded rank that wrote the last of those dumps; -1 if none did. The
+    remaining fields summarise the folded ranks' own histories; see `limits.node.Summary`.
     """
 
     attempt: int
@@ -115,14 +117,15 @@ class Sights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laps:
-    """How a node's ranks advance, and what their time went into.
+    """How a node's ranks advance, and how they spent their time.
 
-    `laps` has steps that ended since the last report: [rank, first step, step after the last one,
-    age of the begin, age of the end, waited, spent on checkpoints, spent on data], all ages and
-    durations in us.
-    `ranks` has each rank: [rank, step (-1: none), age of its last sign of progress in ms (-1:
-    none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, then what
-    the unfinished step has spent as above, in us].
+    `laps` holds the steps that ended since the last report: [rank, first step, step after the last
+    one, age of the begin, age of the end, waited, spent on checkpoints, spent on data], with all
+    ages and durations in us.
+
+    `ranks` holds each rank: [rank, step (-1: none), age of its last sign of progress in ms (-1:
+    none), step of the last checkpoint saved (-1: none), number of checkpoints loaded, then what the
+    unfinished step has spent as above, in us].
     """
 
     attempt: int
@@ -132,7 +135,7 @@ class Laps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unkillable:
-    """A worker that lives on after SIGKILL; `why`: the wait channel, or what the kernel refused."""
+    """A worker survives SIGKILL; `why` is its wait channel, or what the kernel refused."""
 
     attempt: int
     rank: int
@@ -141,12 +144,12 @@ class Unkillable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpPart:
-    """A piece of a rank's dump, in order."""
+    """A part of a rank's dump; the parts are sent in order."""
 
     incident: int
     rank: int
     data: bytes
-    is_torchs: bool = False  # of torch's own recorder's dump
+    is_torchs: bool = False  # whether it belongs to torch's own dump
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,12 +157,12 @@ class Harvested:
     """All dumps of a node have been sent."""
 
     incident: int
-    exit_codes: list[list[int]]  # [rank, code] of the ended ones
+    exit_codes: list[list[int]]  # [rank, code] of the ranks that ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Idle:
-    """All workers of an attempt have ended here and nothing of them is left."""
+    """All workers of an attempt on this node have ended, and nothing of them is left."""
 
     attempt: int
     exit_codes: list[list[int]]  # [rank, code]
@@ -175,21 +178,21 @@ class StopAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Left:
-    """A node is gone. Made by the link, never sent."""
+    """A node has disconnected. Created by the link, never sent."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A visitor, which is not a node, asks for the job's state; sent again for each answer."""
+    """A status client, which is not a node, requests the job's state; sent for each answer."""
 
     version: int = VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statuses:
-    """What a node's ranks do. From the node to the coordinator, which passes it on."""
+    """What a node's ranks are doing. The node sends it to the coordinator, which forwards it."""
 
     visitor: str
     host: str
@@ -201,13 +204,13 @@ class Statuses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckIn:
-    """A node takes part in a check before the job; `port` is one that it listens at."""
+    """A node takes part in a check before the job; `port` is one at which it listens."""
 
     host: str
     port: int
     versions: list[list[str]]  # [name, version]
-    address: str = ""  # numeric, as the link saw it
-    token: str = ""  # that its listener asks for
+    address: str = ""  # numeric, as seen by the link
+    token: str = ""  # which its listener requires
     folder: str = ""  # where its part of the job would keep files
 
 
@@ -221,7 +224,7 @@ class Tock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaysTried:
-    """Which nodes were reached from here: [host, what went wrong or ""]."""
+    """Which nodes this node could reach: [host, what went wrong or ""]."""
 
     found: list[list[str]]
 
@@ -245,17 +248,17 @@ Event = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Welcome:
-    """The answer to a greeting, before any other message; the host's settings hold on all nodes."""
+    """The first answer to a greeting; all nodes use the settings that the host sends in it."""
 
-    token: str  # proves, at the next connection, whose session it is
+    token: str  # identifies the session at the next connection
     received: int
     lost_after_ms: int
-    beat_ms: int = 500  # how often both sides report at least
+    beat_ms: int = 500  # the longest time between two frames of either side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseBeat:
-    """The host holds its lease; with the reply `echo` this bounds how long ranks may run."""
+    """The host holds its lease; with the reply `echo`, this bounds how long ranks may run."""
 
     term: int
     host: str
@@ -268,7 +271,7 @@ class LeaseBeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrust:
-    """Keep this mandate, in the form of `pack_mandate`."""
+    """A command: keep this mandate, in the form of `pack_mandate`."""
 
     mandate: bytes
 
@@ -286,9 +289,9 @@ class Vote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Start this node's workers."""
+    """A command: start this node's workers."""
 
-    attempt: int  # folders' number on the coordinator's node
+    attempt: int  # the number of its folders on the coordinator's node
     restart: int
     max_restarts: int
     job_id: str
@@ -309,9 +312,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Signal the workers that still run, and kill after the grace those that then still do.
+    """A command: signal the running workers, and kill those that still run after the grace.
 
-    Only the first one of an attempt counts. `urgent`: do not finish collecting an incident first.
+    Only the first one of an attempt counts. If `urgent`, do not finish collecting an incident
+    first.
     """
 
     number: int
@@ -321,12 +325,12 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """Send SIGKILL to the workers that still run."""
+    """A command: send SIGKILL to the workers that still run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collect:
-    """Snapshot this node's ranks and send their dumps."""
+    """A command: take a snapshot of this node's ranks and send their dumps."""
 
     incident: int
     kind: str
@@ -335,14 +339,14 @@ class Collect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearUp:
-    """End what workers left behind, pass on the rest of their output, and answer `Idle`."""
+    """A command: end what workers left behind, pass on the rest of their output, answer `Idle`."""
 
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Show:
-    """Print something on this node, such as a verdict."""
+    """A command: print a text on this node, such as a verdict."""
 
     text: str
 
@@ -358,14 +362,14 @@ class Over:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TellStatus:
-    """Answer `Statuses`, for this visitor."""
+    """A command: answer `Statuses` for this status client."""
 
     visitor: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShown:
-    """To a visitor: how the job stands; as many `Statuses` follow as it has nodes."""
+    """The state of the job, for a status client; one `Statuses` per node follows."""
 
     job_id: str
     phase: str
@@ -376,14 +380,14 @@ class JobShown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """Answer `Tock` at once."""
+    """A command: answer `Tock` at once."""
 
     number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryWays:
-    """Connect to each of these: [host, address, port]."""
+    """A command: connect to each of these: [host, address, port]."""
 
     places: list[list[str]]
 
@@ -422,12 +426,12 @@ def unpack(data: bytes) -> Event | Command:
     """Return the message that `pack` wrote.
 
     Raises:
-        LaunchError: it is something else.
+        LaunchError: the bytes are not a valid message.
     """
     try:
         name, values = msgpack.unpackb(data, raw=False)
         kind = _KINDS[name]
-        # A newer version may have more fields: its greeting must be readable to be refused.
+        # A newer version may have more fields, but its greeting must be readable to be refused.
         known = {f.name: values[f.name] for f in fields(kind) if f.name in values}
         for field in fields(kind):
             _check(field.type, known.get(field.name, field.default))

@@ -1,8 +1,8 @@
-"""gRPC, loaded so that it writes nothing of its own to stderr.
+"""gRPC, imported in such a way that it prints nothing to stderr.
 
-A client with a wrong certificate would otherwise fill the job's output with its lines; what
-matters we say ourselves, in one. A GRPC_VERBOSITY that the user has set counts, and workers never
-see ours.
+Otherwise a client with a wrong certificate would fill the job's output with gRPC's own lines; the
+launcher reports what matters in one line. A GRPC_VERBOSITY that the user has set takes precedence,
+and the workers never see the launcher's value.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 _theirs = os.environ.get("GRPC_VERBOSITY")
-os.environ["GRPC_VERBOSITY"] = _theirs or "NONE"  # read once, as it is loaded
+os.environ["GRPC_VERBOSITY"] = _theirs or "NONE"  # read once, during the import
 
 import grpc  # noqa: E402
 import grpc.aio  # noqa: E402

@@ -1,9 +1,9 @@
-"""Seal messages with the job's secret, so that only members speak and no call can be replayed.
+"""Messages sealed with the job's secret: only members can send them, and none can be replayed.
 
-Both sides begin with a fresh nonce; keys for the two directions are derived from the secret and
-both nonces. A frame is `counter u64, MAC 32 bytes, body`, the MAC being HMAC-SHA256 over counter
-and body, and the counter must be the next one. It authenticates; it does not hide: beyond a
-trusted network, use TLS.
+Both sides begin with a fresh nonce; the keys for the two directions are derived from the secret and
+both nonces. A frame is `counter u64, MAC 32 bytes, body`. The MAC is HMAC-SHA256 over counter and
+body, and the counter must be the next one. Frames are authenticated but not encrypted: use TLS
+outside a trusted network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Seal:
     """One side of one session.
 
     Args:
-        secret: the job's.
+        secret: the job's secret.
         agent_nonce, host_nonce: from the two greetings.
         is_host: whether this is the coordinator's side.
     """
@@ -45,7 +45,7 @@ class Seal:
         self._received = 0
 
     def close(self, body: bytes) -> bytes:
-        """Return a frame with this body. Call in the order of sending."""
+        """Return a frame with this body. Call it in the order of sending."""
         counter = _COUNTER.pack(self._sent)
         self._sent += 1
         return counter + hmac.new(self._mine, counter + body, hashlib.sha256).digest() + body
@@ -54,7 +54,8 @@ class Seal:
         """Return the body of a frame.
 
         Raises:
-            LaunchError: it was not sealed by a member, or not in this place of this session.
+            LaunchError: no member sealed the frame, or it does not belong at this point of the
+                session.
         """
         counter, mac = frame[: _COUNTER.size], frame[_COUNTER.size : _COUNTER.size + _MAC_BYTES]
         body = frame[_COUNTER.size + _MAC_BYTES :]

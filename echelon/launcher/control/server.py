@@ -1,11 +1,11 @@
-"""The coordinator's end of all links: a gRPC server on a thread of its own.
+"""The coordinator's end of all links: a gRPC server on its own thread.
 
-One stream per node, and one per status client. A node that hangs up has left at once. One whose
-stream breaks may connect again, and its session continues: it is lost once its machine refuses
-connections to its life sign, or once it was silent for long, by a clock that stands still while
-this process does. A peer has to prove, frame by frame, that it knows the job's secret; one that
-does not within a few seconds is disconnected. Nodes that send more than the coordinator takes wait
-for it.
+There is one stream per node and one per status client. A node that hangs up has left at once. A
+node whose stream breaks may reconnect, and its session then continues. It is lost once its machine
+refuses connections to its life sign, or once it has been silent for too long; the clock for this
+stops while the server's process does not run. A peer must prove with every frame that it knows the
+job's secret, and is disconnected if it does not do so within a few seconds. Nodes that send faster
+than the coordinator can handle have to wait.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from echelon.launcher.control.seal import NONCE_BYTES, Seal, new_nonce
 from echelon.launcher.control.session import Session
 from echelon.launcher.control.tls import TlsFiles
 
-_GREETING_S = 15.0  # this side's own delay counts too, when thousands of nodes greet at once
+_GREETING_S = 15.0  # includes this side's own delay when thousands of nodes connect at once
 _CLOSE_S = 10.0
 _DRAIN_S = 5.0  # for the last messages to many nodes
 _GRACE_S = 0.5
-_RESUME_S = 1.5  # after a stream broke, between questions whether its node's launcher is gone
-_MAX_WAITING = 256  # messages, of which dumps have up to 1 MiB
+_RESUME_S = 1.5  # after a stream broke, between two checks whether the node's launcher is gone
+_MAX_WAITING = 256  # messages; one that carries a dump has up to 1 MiB
 _BEHIND_S = 0.01
-_LOOK_S = 1.0  # a loss is seen at most so late where beats are rarer
+_LOOK_S = 1.0  # the longest delay in detecting a loss if beats are rarer
 
 
 class ControlServer:
-    """Serve at `address` (host:port); events go to `events` as (node, event).
+    """A server at `address` (host:port); it puts events into `events` as (node, event).
 
     Args:
         tls: None for plain connections.
-        lost_after_s: silence after which a node is lost.
-        answer: answers a session of one question (`Poll`, `Renew`), on the server's thread; it
-            returns None for what begins a longer session.
-        is_open: whether this node hosts the job; else it answers polls only.
+        lost_after_s: after how much silence a node is lost.
+        answer: answers a session of one question (`Poll`, `Renew`) on the server's thread; it
+            returns None for a message that begins a longer session.
+        is_open: whether this node hosts the job; otherwise it only answers polls.
         beat_s: how often both sides send something.
 
     Raises:
@@ -109,17 +109,17 @@ class ControlServer:
             raise LaunchError(f"cannot serve at {address}: {self._problems[0]}")
 
     def send(self, node: str, command: Command) -> None:
-        """Send a command; never blocks. A node that has left gets nothing."""
+        """Send a command; never blocks. A command to a node that has left is dropped."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, command)
 
     def hang_up(self, node: str) -> None:
-        """End a node's session once what was sent has left."""
+        """End a node's session once all pending messages have left."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, node, None)
 
     def open(self, *, is_open: bool) -> None:
-        """Begin to admit nodes, or end all their sessions and answer polls only."""
+        """Begin to admit nodes, or end all their sessions and only answer polls."""
         self._is_open = is_open
         if not is_open:
             with contextlib.suppress(RuntimeError):
@@ -131,7 +131,7 @@ class ControlServer:
             member.wake.set()
 
     def close(self) -> None:
-        """End all sessions; waits at most 10 s for what was sent to leave."""
+        """End all sessions; waits at most 10 s for pending messages to leave."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_S)
@@ -184,7 +184,7 @@ class ControlServer:
         await server.stop(_GRACE_S)
 
     async def _tick(self) -> None:
-        """Have each member sent something, and lose the silent ones: one timer for all of them."""
+        """Request heartbeats and drop silent members: one timer for all of them."""
         while True:
             await asyncio.sleep(self._look_s)
             now_s = self._loop.time()
@@ -199,8 +199,8 @@ class ControlServer:
     async def _room(self) -> None:
         """Wait until the coordinator has caught up.
 
-        One task polls however many nodes wait: a poll for each of 1,024 would take the processor
-        time by which it is to catch up.
+        However many nodes wait, a single task polls: a poll for each of 1,024 nodes would take the
+        processor time that the coordinator needs to catch up.
         """
         if self._has_room is None:
             self._has_room = self._loop.create_task(self._poll_for_room())
@@ -215,7 +215,7 @@ class ControlServer:
         return self._lived.at(self._loop.time())
 
     def _is_silent(self, member: _Member) -> bool:
-        """Whether nothing was heard of a node for as long as counts as a loss."""
+        """Return whether nothing has arrived from a node for as long as counts as a loss."""
         return self._now_lived_s() - member.heard_s > self._lost_after_s
 
     async def _session(
@@ -263,12 +263,12 @@ class ControlServer:
             self._events.put((member.name, greeting))
 
     def _member_of(self, hello: Event | Command) -> _Member:
-        """Return whose stream this is, by its first message.
+        """Return the member to which this stream belongs, by its first message.
 
         Raises:
             _TryAgainError: a session of this node has not ended yet, or this node may be about to
                 host the job.
-            LaunchError: no session begins with that, or the one to resume has ended.
+            LaunchError: no session can begin with that message, or the one to resume has ended.
         """
         if not self._is_open:
             why = "this node does not host the job"
@@ -333,7 +333,7 @@ class ControlServer:
                     self._lose(member, why)
 
     async def _await_return(self, member: _Member) -> None:
-        """Lose a node whose stream broke, unless it connects again: then this is cancelled."""
+        """Drop a node whose stream broke; a reconnection cancels this task."""
         while True:
             await asyncio.sleep(_RESUME_S)
             if await is_gone(member.address, member.life_port) or self._is_silent(member):
@@ -354,7 +354,7 @@ class ControlServer:
                 await context.write(seal.close(frame))
                 member.note_sent(self._loop.time())
             if member.is_ending and state.is_delivered:
-                return  # what was only sent would be lost with the connection
+                return  # undelivered messages would be lost with the connection
             if state.owes_acknowledgement or member.owes_beat:
                 await context.write(seal.close(state.beat()))
                 member.note_sent(self._loop.time())
@@ -368,7 +368,7 @@ class ControlServer:
                 member.heard_s = self._now_lived_s()  # unread input does not count as silence
             try:
                 frame = await anext(frames)
-            except StopAsyncIteration:  # gRPC says the same of a connection that was reset
+            except StopAsyncIteration:  # gRPC reports a reset connection in the same way
                 raise OSError("connection closed") from None
             except asyncio.CancelledError:
                 if member.is_silent:
@@ -381,13 +381,13 @@ class ControlServer:
                 self._events.put((member.name, unpack(message)))  # type: ignore[arg-type]
             if state.has_hung_up:
                 return
-            # Room may have been made, or the last message have been acknowledged.
+            # There may be room again, or the last message may have been acknowledged.
             if member.is_ending or not state.is_idle or state.owes_acknowledgement:
                 member.wake.set()
 
 
 class _TryAgainError(LaunchError):
-    """A greeting cannot be accepted now, and may be later."""
+    """A greeting cannot be accepted now, but may be later."""
 
 
 class _Member:
@@ -397,7 +397,7 @@ class _Member:
         self.name = name
         self.can_resume = can_resume
         self.has_spoken = False  # since it was welcomed
-        self.greeting: Event | None = greeting  # until it has gone to the coordinator
+        self.greeting: Event | None = greeting  # until it has been passed to the coordinator
         self.token = secrets.token_hex(16)
         self.state = Session()
         self.wake = asyncio.Event()
@@ -406,14 +406,14 @@ class _Member:
         self.tasks: tuple[asyncio.Task[None], ...] = ()  # sender, receiver
         self.address = ""  # of its latest connection
         self.life_port = 0
-        self.awaiting: asyncio.Task[None] | None = None  # until it connects again
+        self.awaiting: asyncio.Task[None] | None = None  # runs until the node reconnects
         self.owes_beat = False
-        self.heard_s = heard_s  # by the clock of time that was lived
+        self.heard_s = heard_s  # by the clock that stops with this process
         self.sent_s = asyncio.get_running_loop().time()
         self.is_silent = False
 
     def note_sent(self, now_s: float) -> None:
-        """Note that a frame has left: it is a heartbeat too."""
+        """Note that a frame has left; it also counts as a heartbeat."""
         self.owes_beat = False
         self.sent_s = now_s
 
@@ -424,7 +424,7 @@ class _Member:
             self.tasks[1].cancel()
 
     def take_over(self) -> None:
-        """End the connection before this one."""
+        """End the previous connection."""
         self.stream += 1
         if self.awaiting is not None:
             self.awaiting.cancel()
@@ -433,7 +433,7 @@ class _Member:
 
 
 def _is_broken(task: asyncio.Task[None]) -> bool:
-    """Whether a stream ended by a fault: not by a goodbye, silence or a breach of the protocol."""
+    """Return whether a stream ended by a fault, not by a goodbye, silence or a protocol error."""
     if task.cancelled():
         return True
     error = task.exception()
@@ -449,7 +449,7 @@ def _check_free(address: str) -> None:
     """Check that an address can be bound; gRPC's own error takes many lines.
 
     Raises:
-        LaunchError: it cannot.
+        LaunchError: the address cannot be bound.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -460,5 +460,5 @@ def _check_free(address: str) -> None:
             probe.bind((host, int(port)))
             probe.listen()
         except OSError as err:
-            hint = "; does another job meet there?" if err.errno == errno.EADDRINUSE else ""
+            hint = "; does another job use this port?" if err.errno == errno.EADDRINUSE else ""
             raise LaunchError(f"cannot serve at {address}: {err.strerror or err}{hint}") from None

@@ -1,11 +1,11 @@
-"""What outlives a connection between a node and the coordinator: pure, no socket, no clock.
+"""The state of a session that outlives its connections. Pure: it has no socket and no clock.
 
-Messages are numbered, and kept until the other side has acknowledged them: where a connection
-broke, the next one continues, with nothing lost and nothing twice. How much may be on its way is
+Messages are numbered and kept until the other side has acknowledged them. When a connection breaks,
+the next one continues, so that nothing is lost and nothing arrives twice. The amount in flight is
 bounded: a node that sends gigabytes of dumps waits for the coordinator.
 
     frame: u64 number (0: none, only the acknowledgement; 2^64 - 1: the last frame of a side that
-           hangs up), u64 number received last, message
+           hangs up), u64 number of the last message received, message
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.errors import LaunchError
 WINDOW_BYTES = 4 << 20
 _ACK_BYTES = WINDOW_BYTES // 4
 _HEADER = struct.Struct("<QQ")
-_GOODBYE = (1 << 64) - 1  # without it, a stream that ends has broken
+_GOODBYE = (1 << 64) - 1  # a stream that ends without it has broken
 
 
 class Session:
@@ -26,16 +26,16 @@ class Session:
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, bytes]] = deque()  # not acknowledged yet
-        self._num_sent = 0  # of these, on the present connection
+        self._num_sent = 0  # how many of them, on the present connection
         self._sent_bytes = 0
         self._last = 0
-        self._unacknowledged_bytes = 0  # received, and not acknowledged
+        self._unacknowledged_bytes = 0  # received but not acknowledged
         self.received = 0
-        self.has_hung_up = False  # the other side
+        self.has_hung_up = False  # whether the other side has
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything was sent."""
+        """Whether everything has been sent."""
         return self._num_sent == len(self._kept)
 
     @property
@@ -44,21 +44,21 @@ class Session:
         return not self._kept
 
     def owe_acknowledgement(self) -> None:
-        """Acknowledge at once what was received: the other side waits for it to end."""
+        """Acknowledge at once what was received: the other side waits for this before it ends."""
         self._unacknowledged_bytes = _ACK_BYTES
 
     @property
     def owes_acknowledgement(self) -> bool:
-        """Whether the other side may be waiting for one."""
+        """Whether the other side may be waiting for an acknowledgement."""
         return self._unacknowledged_bytes >= _ACK_BYTES
 
     def put(self, message: bytes) -> None:
-        """Add a message to what is to be sent."""
+        """Queue a message for sending."""
         self._last += 1
         self._kept.append((self._last, message))
 
     def frame(self) -> bytes | None:
-        """Return the next frame to send; None if there is none, or too much is on its way."""
+        """Return the next frame to send; None if there is none, or if too much is in flight."""
         if self.is_idle or self._sent_bytes >= WINDOW_BYTES:
             return None
         number, message = self._kept[self._num_sent]
@@ -75,7 +75,7 @@ class Session:
         return self._head(_GOODBYE)
 
     def take(self, frame: bytes) -> bytes | None:
-        """Take in a frame; return its message, None if it has none or is a repetition.
+        """Handle a received frame; return its message, or None if it has none or is a repetition.
 
         Raises:
             LaunchError: a message is missing, or this is not a frame.

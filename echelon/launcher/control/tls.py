@@ -1,8 +1,8 @@
-"""TLS for the control plane, from certificates that the user brings.
+"""TLS for the control plane, with the user's own certificates.
 
-Nodes prove the job's secret in any case; certificates add that no third party can read along, and
-that a node knows its host before it speaks. The host needs a certificate; where it has the
-authority's too, it asks every node for one of its own.
+Nodes always prove that they know the job's secret. Certificates add two things: no third party can
+read the messages, and a node authenticates its host before it sends anything. The host needs a
+certificate. If it also has the CA's, it requires a certificate from every node.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """The contents of PEM files, None for one that was not given."""
+    """The contents of PEM files; None for a file that was not given."""
 
     cert: bytes | None
     key: bytes | None = field(repr=False)
     ca: bytes | None
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Return what the host serves with."""
+        """Return the host's credentials."""
         import grpc
 
         assert self.cert is not None
@@ -36,17 +36,17 @@ class TlsFiles:
         )
 
     def for_client(self) -> grpc.ChannelCredentials:
-        """Return what a node dials with; without an authority, the system's are trusted."""
+        """Return a node's credentials; without a CA file, the system's CAs are trusted."""
         import grpc
 
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
 def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles | None:
-    """Read the files that were named; None if none was.
+    """Read the files that were named; return None if none was.
 
     Raises:
-        ValueError: one is missing, or cannot be read.
+        ValueError: a file is missing, or cannot be read.
     """
     found: dict[str, bytes | None] = {}
     for name in ("cert", "key", "ca"):
@@ -56,11 +56,11 @@ def tls_files(args: argparse.Namespace, meeting: Rendezvous | None) -> TlsFiles 
         except OSError as err:
             raise ValueError(f"--rdzv-{name} {path}: {err.strerror}") from None
         if found[name] is not None and b"-----BEGIN" not in (found[name] or b""):
-            raise ValueError(f"--rdzv-{name} {path}: is not a PEM file")
+            raise ValueError(f"--rdzv-{name} {path}: not a PEM file")
     if not any(found.values()):
         return None
     if (found["cert"] is None) != (found["key"] is None):
-        raise ValueError("--rdzv-cert and --rdzv-key belong together")
+        raise ValueError("--rdzv-cert and --rdzv-key must be given together")
     if meeting is not None and meeting.is_host and found["cert"] is None:
         raise ValueError("the hosting node needs --rdzv-cert and --rdzv-key for TLS")
     return TlsFiles(**found)

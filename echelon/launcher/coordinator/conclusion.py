@@ -1,4 +1,4 @@
-"""How a job ends, by how its last world ended: what the report says, and the exit code."""
+"""The end of a job, derived from the end of its last world: the report and the exit code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echelon.launcher.job.report import EXIT_STALL, Report, exit_code
 def conclude(
     world: World, end: EndAttempt, report: Report, stop_signal: int
 ) -> tuple[EndedBy, int]:
-    """Note in the report what a job's last world leaves to say; return how the job ended.
+    """Complete the report with what a job's last world shows; return how the job ended.
 
     Args:
-        stop_signal: that the user sent to end the job, 0 for none.
+        stop_signal: the signal with which the user ended the job; 0 for none.
 
     Returns:
-        What ended it, and the exit code of its launchers.
+        What ended the job, and the exit code of its launchers.
     """
     if not end.failed:
         for incident in report.incidents:

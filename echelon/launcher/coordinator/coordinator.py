@@ -1,13 +1,14 @@
-"""The coordinator: gathers the nodes, starts worlds, collects incidents, and ends the job.
+"""The coordinator: it gathers the nodes, starts worlds, collects incidents, and ends the job.
 
-It lives on the node that owns the endpoint, on that agent's loop, and learns of nodes only through
-messages: its own node is one of them. What to do is decided by pure classes (`Roster`: which nodes
-take part; `decide.Attempt`: what a world's events ask for; `StallRule`: what counts as a stall);
-this carries it out. Each node reads its ranks' stacks before it stops them, so a stop is sent at
-once, also while an incident is being collected; only the end of an attempt waits for that. Verdicts
-arrive when they are ready (`Verdicts`); how long a restart waits for one is `Restarting`'s.
+It runs on the node that owns the endpoint, in that agent's loop, and knows nodes only through
+messages; its own node is one of them. Pure classes decide what to do (`Roster`: which nodes take
+part; `decide.Attempt`: which actions follow from a world's events; `StallRule`: what counts as a
+stall), and the coordinator carries it out. Each node reads its ranks' stacks before it stops them.
+So a stop is sent at once, even while an incident is being collected; only the end of an attempt
+waits for the incident. Verdicts arrive when they are ready (`Verdicts`); `Restarting` decides how
+long a restart waits for one.
 
-The order in which failures count is the order in which they arrive here, never a clock's.
+Failures are ordered by their arrival here, never by a clock.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # gRPC only where several nodes need it
 
 _CLEAR_S = 8.0
 _LOOK_S = 0.5
-_STEP_S = 2.0  # between two looks; what is beyond it was this process's own standstill
+_STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 _VERDICT_S = 120.0  # for the analyses at the end of the job
 _EXPLAIN_S = 15.0  # a state that lasts longer prints what it waits for
 _LOST = -1001  # exit code of a worker whose node was lost: no process ends with it
@@ -61,8 +62,8 @@ class Coordinator:
     """One job. The owner calls `take` for each message, and `step` after messages and deadlines.
 
     Args:
-        succession: decides, in a job with failover, whether a world may begin; None without.
-        observers: what reports on the job without deciding anything.
+        succession: decides, in a job with failover, whether a world may begin; otherwise None.
+        observers: the objects that report on the job without deciding anything.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Coordinator:
         self._world: World | None = None
         self._todo: deque[decide.Action] = deque()
         self._numbers = directory.next_attempt()
-        self._latest = -1  # attempt of this job that began
+        self._latest = -1  # the latest attempt of this job that began
         self._restarting = Restarting(options, self._roster, report, self._verdicts, terminal.say)
         self._restarts = self._restarting.restarts
         self._run = directory.path
@@ -157,7 +158,7 @@ class Coordinator:
     # ---- what comes in ----
 
     def take(self, node: str, event: m.Event) -> None:
-        """Take in a node's message."""
+        """Handle a message from a node."""
         if isinstance(event, m.Hello):
             self._join(node, event)
         elif isinstance(event, m.Left):
@@ -188,7 +189,7 @@ class Coordinator:
     ) -> None:
         world = self._world
         if world is None or event.attempt != world.number:
-            return  # of an attempt that is over
+            return  # from an attempt that is over
         if isinstance(event, m.WorkerEnded):
             self._note_ended(world, event.rank, event.code)
         elif isinstance(event, m.Sights):
@@ -237,7 +238,7 @@ class Coordinator:
                 self._note_ended(world, rank, _LOST)
 
     def _show_job(self, visitor: str) -> None:
-        """Report to a status client how the job stands, and have its nodes report their ranks."""
+        """Send the job's state to a status client, and let its nodes report their ranks."""
         world = self._world
         present = [] if world is None else world.present
         came = (
@@ -254,11 +255,11 @@ class Coordinator:
         self._tell(present, m.TellStatus(visitor=visitor))
 
     def _stop(self, node: str, number: int) -> None:
-        """The user asked one node's launcher to stop: end the job, or let that node leave it."""
+        """Handle a user's request to stop one launcher: end the job, or let that node leave it."""
         world = self._world
         is_host = node == self._options.node_name
         if not is_host and (world is None or node not in world.nodes):
-            self._members.let_go(node, number)  # it waits for a place: no rank depends on it
+            self._members.let_go(node, number)  # it waits for a place, so no rank depends on it
             return
         if world is None or self._ending is not None:
             self._stop_signal = number
@@ -311,14 +312,16 @@ class Coordinator:
         self._decide(world, decide.WorkerEnded(event.rank, 1, "could not be killed"))
 
     def _lived_ns(self) -> int:
-        """Return the time by which ranks are looked at: this process's standstills do not count."""
+        """Return the time by which ranks are judged; standstills of this process do not count."""
         return int(self._lived.at(time.monotonic()) * 1e9)
 
     def _look(self, world: World) -> None:
         self._look_early(world)
         was_stalled = world.rule.is_stalled
         stall = world.look(self._lived_ns())
-        running = world.attempt.phase is decide.Phase.RUNNING  # what is stopped moves, too
+        running = (
+            world.attempt.phase is decide.Phase.RUNNING
+        )  # ranks that are being stopped also move
         if was_stalled and not world.rule.is_stalled and running:
             self._incidents.note_progress(world)
             self._stalls.note_progress()
@@ -326,7 +329,7 @@ class Coordinator:
             self._decide(world, decide.StallSeen(stall.reason))
 
     def _look_early(self, world: World) -> None:
-        """Collect what exceeds its own history, unless a stall is known already."""
+        """Collect an incident if an operation exceeds its own history, unless there is a stall."""
         was_reported = world.limits.is_reported
         early = world.look_early(self._lived_ns())
         if world.rule.is_stalled or world.attempt.phase is not decide.Phase.RUNNING:
@@ -366,7 +369,7 @@ class Coordinator:
         self._explain_waiting(now_s)
 
     def _has_lapsed(self, succession: Succession) -> bool:
-        """Send beats; stop this node alone if it may not host the job any longer."""
+        """Send beats; stop this node alone if it may no longer host the job."""
         succession.step()
         world = self._world
         running = world is not None and world.clearing is None
@@ -376,13 +379,13 @@ class Coordinator:
         self._say(f"this node stops: {why}")
         self.is_over = True
         self._report.error = f"lost the right to host the job: {why}"
-        # To this node only: the others elect a host.
+        # Sent to this node only: the others elect a host.
         own = self._options.node_name
         self._send(own, m.Over(exit_code=1, ended_by=EndedBy.AGENT.value))
         return True
 
     def _inherit(self, succession: Succession, inherited: Inheritance) -> None:
-        """Continue another host's job: its world has lost that host, and with it its ranks."""
+        """Continue the job of a host that was lost together with its ranks."""
         mandate = inherited.mandate
         self._restarts.num_used, self._report.attempts = mandate.restarts, mandate.num_attempts
         self._numbers = max(self._numbers, mandate.attempt + 1)
@@ -399,7 +402,7 @@ class Coordinator:
             ]
             self._world, _ = self._world_of(members, mandate.attempt)
             gone = [one.name for one in members if one.name not in holders]
-            gone.sort(key=lambda name: name != inherited.former)  # the cause before what followed
+            gone.sort(key=lambda name: name != inherited.former)  # the cause first
             for name in gone:
                 self._lose_ranks(self._world, name)
         for name, event in inherited.events:
@@ -415,7 +418,7 @@ class Coordinator:
             self._say(f"waiting for {now_s - self._waits_since_s:.0f} s: {why}")
 
     def _why_waiting(self) -> str:
-        """Return what this state waits for; "" while ranks run."""
+        """Return what the present state waits for; "" while ranks run."""
         if self._ending is not None:
             return "the analysis of an incident"
         if self._world is not None:
@@ -432,7 +435,7 @@ class Coordinator:
             self._check_store()
         self._decide(world, decide.TimePassed())
         if self._incidents.is_complete(now_s):
-            self._look(world)  # the nodes have just sent what they see after the second look
+            self._look(world)  # the nodes have just reported what they see after the second look
             self._incidents.finish(world)
         self._stalls.step(now_s)
         self._act_all(world)
@@ -445,7 +448,7 @@ class Coordinator:
         self._store_died = bool(how)
 
     def _act_all(self, world: World) -> None:
-        """Carry out what is to be done; an incident waits for the one before it."""
+        """Carry out the pending actions; a new incident waits for the one being collected."""
         waiting: deque[decide.Action] = deque()
         while self._todo:
             action = self._todo.popleft()
@@ -539,7 +542,7 @@ class Coordinator:
         if world.clearing is None or (world.clearing and now_s < world.clear_deadline_s):
             return
         assert world.end is not None
-        self._verdicts.release()  # their victims are known now
+        self._verdicts.release()  # the ranks that suffered are known now
         self._stalls.clear()
         self._note_cleared(world, world.end)
         if not self._stop_signal and self._restarting.awaits_verdict(world, world.end, now_s):
@@ -563,7 +566,7 @@ class Coordinator:
             self._say(f"{here} of {low} required nodes connected; waiting for more")
 
     def _note_cleared(self, world: World, end: decide.EndAttempt) -> None:
-        """Report once that nothing is left of a world: what follows may wait for a verdict."""
+        """Report, once, that nothing is left of a world; the next step may await a verdict."""
         if not world.is_reported:
             world.is_reported = True
             how = end.ended_by.value
@@ -571,7 +574,7 @@ class Coordinator:
             self._observers.tell(told)
 
     def _check_verdicts(self, now_s: float) -> None:
-        """Conclude the job once its incidents are explained, or it is known that they will not."""
+        """Conclude the job once its incidents are explained, or the wait for that is over."""
         assert self._ending is not None
         world, end = self._ending
         stopped_by_user = self._stop_signal or end.ended_by in (EndedBy.SIGNAL, EndedBy.LEAVE)
@@ -581,7 +584,7 @@ class Coordinator:
         self._conclude(world, end)
 
     def _restart(self, world: World, end: decide.EndAttempt) -> bool:
-        """Return whether another attempt follows, and print why."""
+        """Return whether another attempt follows, and print the reason."""
         if world.unkillable or self._stop_signal:
             return False
         follows = self._restarting.decide(world, end)

@@ -1,20 +1,20 @@
-"""What to do next: events in, actions out, no clock, no process, no socket.
+"""The next actions of an attempt: events in, actions out. It has no clock, process or socket.
 
     RUNNING --a worker fails--> SETTLING --0.5 s, or all ended--> STOPPING --backstop--> KILLING
        |                                                             ^                     |
        +--a stall that lasts, with `stop`; a signal; a leave---------+          30 s: give up
        +--all succeeded--> over                     all ended in any phase: over <---------+
 
-The pause after the first failure lets its victims report how they ended (they notice within 0.1 s),
-so that the black boxes hold both cause and effect. It never grows: the second failure does not
-start it again. It ends early once all workers have ended, except after a stop signal that the
-launcher did not send: a scheduler that signals every process of a node signals the launcher too,
-and then no rank has failed. A worker that the others continue without changes no phase: it is
-collected after the same pause.
+The pause after the first failure lets the other ranks report how they ended (they notice within
+0.1 s), so that the black boxes hold both cause and effect. A second failure does not extend it. It
+ends early once all workers have ended, except after a stop signal that the launcher did not send: a
+scheduler that signals every process of a node signals the launcher too, and then no rank has
+failed. A lost worker without which the others continue changes no phase; its incident is collected
+after the same pause.
 
-The grace between SIGTERM and SIGKILL is measured on each node, from the moment at which its workers
-were signalled. The backstop here only catches a node that does not do so. A second request to stop
-changes the outcome and never the grace: impatience is handled on the node where it was shown.
+Each node measures the grace between SIGTERM and SIGKILL from the moment at which it signalled its
+workers. The backstop here only catches a node that fails to do so. A second request to stop changes
+the outcome but never the grace; the node that received the request handles the user's impatience.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 SETTLE_S = 0.5
-BACKSTOP_S = 30.0  # beyond the grace: a node may still be reading stacks when it is told to stop
+BACKSTOP_S = 30.0  # beyond the grace: a node may still be reading stacks when the stop arrives
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GIVE_UP_S = 35.0  # after SIGKILL; a node reports its unkillable ranks somewhat earlier
 
 
 class Phase(Enum):
-    """Where an attempt stands."""
+    """The state of an attempt."""
 
     RUNNING = "running"
     SETTLING = "settling"
@@ -40,12 +40,12 @@ class Phase(Enum):
 
 
 class EndedBy(Enum):
-    """What ended the job, as `report.json` says it."""
+    """What ended the job, as written to `report.json`."""
 
     WORKER = "worker"
     STALL = "stall"
     SIGNAL = "signal"
-    LEAVE = "leave"  # of an attempt only: a node leaves, the others continue
+    LEAVE = "leave"  # only of an attempt: a node leaves, and the others continue
     AGENT = "agent"
 
 
@@ -58,7 +58,7 @@ class WorkerEnded:
 
     rank: int
     code: int
-    how: str = ""  # in words, if not by its code
+    how: str = ""  # in words, if the code does not describe it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class StallSeen:
 
 @dataclass(frozen=True, slots=True)
 class SlowSeen:
-    """Something takes longer than its own history, and no rank does anything."""
+    """An operation takes longer than its own history suggests, and no rank is active."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StallExamined:
-    """The incident of a stall is complete; `lasts`: no rank has made progress since."""
+    """The incident of a stall is complete; `lasts` means that no rank has made progress since."""
 
     lasts: bool
 
@@ -99,7 +99,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """The user sent a launcher a signal, and the other nodes are enough to continue."""
+    """The user sent a launcher a signal, and the remaining nodes suffice to continue."""
 
     number: int
 
@@ -119,11 +119,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CollectIncident:
-    """Snapshot all ranks and explain.
+    """An action: take a snapshot of all ranks and explain it.
 
     Attributes:
-        is_early: a learned limit asks for it: nothing is stopped because of it.
-        is_survived: the attempt continues without the ranks that failed.
+        is_early: whether a learned limit requested it; nothing is then stopped because of it.
+        is_survived: whether the attempt continues without the ranks that failed.
     """
 
     kind: str
@@ -134,7 +134,7 @@ class CollectIncident:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """Signal all workers; each node kills those that still run after the grace.
+    """An action: signal all workers; each node kills those that still run after the grace.
 
     Attributes:
         urgent: do not wait until an incident has been collected.
@@ -146,12 +146,12 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class KillWorkers:
-    """Send SIGKILL to every worker that still runs."""
+    """An action: send SIGKILL to every worker that still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAttempt:
-    """All workers have ended, except those that cannot be killed."""
+    """An action: end the attempt; all workers have ended, except those that cannot be killed."""
 
     ended_by: EndedBy
     failed: bool
@@ -181,7 +181,7 @@ class Attempt:
         return tuple(sorted(self._running))
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """Return what an event asks for, in order. `now_s` is monotonic."""
+        """Return the actions that follow from an event, in order. `now_s` is monotonic."""
         if self.phase is Phase.OVER:
             return []
         if isinstance(event, WorkerEnded):
@@ -205,7 +205,7 @@ class Attempt:
         return [] if self._running or self._may_be_stopped else self._over()
 
     def _on_worker_lost(self, event: WorkerLost, now_s: float) -> list[Action]:
-        """Collect it a moment later, as a failure, so that others lost with it are part of it."""
+        """Note a loss; its incident is collected a moment later, together with further losses."""
         self._running.discard(event.rank)
         if not self._losses:
             self.deadline_s = now_s + SETTLE_S
@@ -221,7 +221,7 @@ class Attempt:
 
     @property
     def _may_be_stopped(self) -> bool:
-        """Whether the first failure may be a scheduler's stop that the launcher has yet to get."""
+        """Whether the first failure may come from a scheduler that also stops the launcher."""
         first = self._first_failure
         settles = self.phase is Phase.SETTLING
         return settles and first is not None and -first.code in _STOP_SIGNALS
@@ -246,7 +246,7 @@ class Attempt:
         elif self._ended_by is EndedBy.WORKER:
             self._ended_by = EndedBy.LEAVE
         if self.phase in (Phase.STOPPING, Phase.KILLING):
-            # Workers are signalled once, and keep their grace; only a node that still reads
+            # Workers are signalled once and keep their grace; only a node that is still reading
             # stacks has to hurry.
             return [StopWorkers(event.number, urgent=True)]
         if not self._running:

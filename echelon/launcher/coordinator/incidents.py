@@ -1,8 +1,8 @@
-"""The incidents of one job: collected from the nodes, explained, and shown.
+"""The incidents of one job: collecting them from the nodes, explaining them, and showing them.
 
-One is collected at a time. What cannot be kept (a full disk) is reported and given up: the end of
-the job matters more than its story. A stall that was examined goes back to the attempt as an event,
-since it may end the attempt; a failure has ended it already.
+One incident is collected at a time. An incident that cannot be stored (on a full disk) is reported
+and dropped: ending the job matters more than explaining it. An examined stall is passed back to the
+attempt as an event, since it may end the attempt; a failure has ended it already.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from echelon.launcher.job.rundir import RunDirectory
 from echelon.launcher.output.output import Terminal
 
 _COLLECT_S = 30.0  # a node that has not sent its dumps by then is left out
-_HURRIED_S = 5.0  # the same once the user has asked to stop
-_MAX_STALLS = 16  # incidents of stalls that are kept: each may have half a megabyte per rank
+_HURRIED_S = 5.0  # the same, after the user has asked to stop
+_MAX_STALLS = 16  # stall incidents to keep; each may take half a megabyte per rank
 
 
 class Incidents:
     """All incidents of a job; at most one of them is being collected.
 
     Args:
+        node_name: this node, which shows verdicts without a command.
         tell: sends a command to nodes.
-        node_name: this node, which shows verdicts without being told.
-        examined: takes a stall that was examined, with its incident if that is kept.
-        observers: what reports on the job.
+        examined: receives an examined stall, with its incident if that was kept.
+        observers: the objects that report on the job.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Incidents:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether nodes are still sending what they have."""
+        """Whether nodes are still sending their dumps."""
         return self._collection is not None
 
     @property
@@ -77,17 +77,17 @@ class Incidents:
         return frozenset() if self._collection is None else frozenset(self._collection.waiting)
 
     def deadline_s(self) -> float:
-        """Return when `check` gives up waiting."""
+        """Return when waiting for the nodes ends."""
         return float("inf") if self._collection is None else self._collection.deadline_s
 
     def hurry(self) -> None:
-        """The user wants the job to stop: wait less for the nodes."""
+        """Shorten the wait for the nodes, because the user wants the job to stop."""
         if self._collection is not None:
             hurried_s = time.monotonic() + _HURRIED_S
             self._collection.deadline_s = min(self._collection.deadline_s, hurried_s)
 
     def note_lost(self, node: str) -> None:
-        """Wait no longer for a node."""
+        """Stop waiting for a lost node."""
         if self._collection is not None:
             self._collection.waiting.discard(node)
 
@@ -97,7 +97,7 @@ class Incidents:
             self._collection.note_harvested(node, event)
 
     def note_progress(self, world: World) -> None:
-        """A stall has cleared: that of the incident being collected, or the last one's."""
+        """Note that a stall has cleared: that of the incident being collected, or the last one."""
         self._observers.tell(StallCleared(attempt=world.number))
         if self._collection is not None:
             self._collection.is_overtaken = True
@@ -109,9 +109,9 @@ class Incidents:
         self._say("stall cleared: ranks are making progress again")
 
     def covers_stall(self) -> bool:
-        """Whether the incident being collected is of a stall, and so of one seen just now too.
+        """Return whether the incident being collected also covers a stall that was just seen.
 
-        Where a stall clears node by node, the nodes that still wait look like the next one.
+        When a stall clears node by node, the nodes that still wait look like the next stall.
         """
         collection = self._collection
         if collection is None or collection.kind != "stall" or collection.is_early:
@@ -120,7 +120,7 @@ class Incidents:
         return True
 
     def begin(self, world: World, action: decide.CollectIncident) -> None:
-        """Ask all nodes for what they have."""
+        """Request dumps from all nodes."""
         self._observers.tell(
             IncidentBegan(
                 attempt=world.number,
@@ -131,7 +131,7 @@ class Incidents:
         )
         stalls = sum(incident.kind == "stall" for incident in self._report.incidents)
         if action.kind == "stall" and stalls >= _MAX_STALLS:
-            self._say(f"stall: {action.reason}; not collected: {stalls} are kept already")
+            self._say(f"stall: {action.reason}; not collected because {stalls} are already kept")
             event = decide.StallExamined(lasts=True)
             self._note_examined(world, event, None, is_early=action.is_early)
             return
@@ -162,7 +162,7 @@ class Incidents:
         self._tell(list(self._collection.waiting), collect)
 
     def keep(self, world: World | None, part: m.DumpPart) -> None:
-        """Write a piece of a dump."""
+        """Write a part of a dump."""
         if self._collection is None:
             return
         try:
@@ -171,7 +171,7 @@ class Incidents:
             self._give_up(world, err)
 
     def is_complete(self, now_s: float) -> bool:
-        """Whether the present incident has all it will get."""
+        """Return whether the present incident has received everything it can."""
         return self._collection is not None and self._collection.is_complete(now_s)
 
     def finish(self, world: World) -> None:
@@ -197,7 +197,7 @@ class Incidents:
         incident.ended = world.ended
         is_due = is_stall or collection.is_survived
         self.verdicts.begin(incident, world.present, is_due=is_due)
-        # Examining ranks that do not record makes them active: it does not count as progress.
+        # Examining ranks that do not record makes them active, which is not progress.
         is_withdrawn = is_stall and incident.recovered and world.records
         if is_withdrawn:
             self.verdicts.withdraw(incident)
@@ -214,12 +214,12 @@ class Incidents:
         *,
         is_early: bool,
     ) -> None:
-        """Hand on an examined stall, which may end its attempt; an early look never does."""
+        """Pass on an examined stall, which may end its attempt; an early look never ends it."""
         if not is_early:
             self._examined(world, event, incident)
 
     def _give_up(self, world: World | None, err: OSError) -> None:
-        """Leave out an incident that cannot be written."""
+        """Drop an incident that cannot be written."""
         self.verdicts.expect_none()
         collection = self._collection
         if world is not None and collection is not None and collection.kind == "stall":

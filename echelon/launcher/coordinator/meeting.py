@@ -1,11 +1,12 @@
 """The job's store server: a child process that ends with the agent.
 
-It is a process of its own so that neither a flood of output nor an analysis in the agent ever
-delays a rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends,
-however it ends, the pipe closes and the server exits. Nothing else ends it: a scheduler that sends
-SIGTERM to every process of a node leaves the ranks time to save, and they may meet here to do so.
-Through the same pipe the agent reports which addresses to let in, stores values for the ranks to
-read, and has all keys forgotten: every attempt meets at an empty store.
+It is a separate process so that neither a flood of output nor an analysis in the agent can delay a
+rank's rendezvous. Its standard input is a pipe from the agent: when the agent ends, for whatever
+reason, the pipe closes and the server exits. Nothing else ends it: a scheduler that sends SIGTERM
+to every process of a node gives the ranks time to save, and they may need the store to do so.
+
+Through the same pipe the agent sends the addresses to admit, values for the ranks to read, and the
+request to drop all keys: every attempt starts with an empty store.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ _CLOSE_S = 5.0
 
 
 class MeetingPlace(Protocol):
-    """Where the ranks of an attempt meet, as the coordinator sees it."""
+    """The place where an attempt's ranks meet, as the coordinator sees it."""
 
     host: str  # as ranks dial it
     port: int
 
     def admit(self, address: str) -> None:
-        """Let clients that cannot prove the secret in from a numeric address."""
+        """Admit clients from a numeric address although they cannot prove the secret."""
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read; each of the two is one word."""
+        """Store a value for the ranks to read; key and value are one word each."""
 
     def renew(self) -> None:
-        """Forget all that past attempts left."""
+        """Drop all that past attempts left."""
 
     def how_it_died(self) -> str:
-        """Return how the server ended or stopped, "" while it serves."""
+        """Return how the server ended or stopped, or "" while it serves."""
 
 
 class StoreProcess:
-    """A store server at a port of its own choice.
+    """A store server at a port that it chooses.
 
     Args:
         bind: the address to bind.
-        host: what ranks dial.
+        host: the address that ranks dial.
 
     Raises:
-        LaunchError: it did not start.
+        LaunchError: the server did not start.
     """
 
     def __init__(self, bind: str, host: str, secret: str) -> None:
@@ -90,24 +91,24 @@ class StoreProcess:
         return process
 
     def admit(self, address: str) -> None:
-        """Let torch's clients in from a numeric address; never blocks.
+        """Admit torch's clients from a numeric address; never blocks.
 
         Raises:
-            LaunchError: the server cannot be told.
+            LaunchError: the server cannot be reached.
         """
         self._admitted[address] = None
         self._tell(f"admit {address}")
 
     def publish(self, key: str, value: str) -> None:
-        """Store a value for the ranks to read; each of the two is one word. Never blocks.
+        """Store a value for the ranks to read; key and value are one word each. Never blocks.
 
         Raises:
-            LaunchError: the server cannot be told.
+            LaunchError: the server cannot be reached.
         """
         self._tell(f"publish {key} {value}")
 
     def how_it_died(self) -> str:
-        """Return how the server ended or stopped, "" while it serves."""
+        """Return how the server ended or stopped, or "" while it serves."""
         code = self._process.poll()
         if code is None:
             return "is stopped by a signal" if self._is_stopped() else ""
@@ -118,15 +119,15 @@ class StoreProcess:
             stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
         except OSError:
             return False
-        return stat.rpartition(b")")[2].split()[0] == b"T"  # not one that is traced
+        return stat.rpartition(b")")[2].split()[0] == b"T"  # but not if it is traced
 
     def renew(self) -> None:
-        """Drop all members and keys, or begin a new server, at another port, for one that is gone.
+        """Drop all members and keys; replace a server that is gone, at another port.
 
-        Waits at most 5 s for the server to say that it has, and 30 s for a new one.
+        Waits at most 5 s for the server's confirmation, and 30 s for a new server.
 
         Raises:
-            LaunchError: no server can be had.
+            LaunchError: no server can be started.
         """
         if not self._is_stopped() and self._is_renewed():
             return
@@ -152,8 +153,8 @@ class StoreProcess:
         assert pipe is not None
         try:
             os.write(pipe.fileno(), line.encode() + b"\n")
-        except OSError as err:  # it has ended, or has not read for very long
-            raise LaunchError(f"the store server cannot be told {line!r}: {err}") from err
+        except OSError as err:  # the server has ended, or has not read for very long
+            raise LaunchError(f"cannot send {line!r} to the store server: {err}") from err
 
     def close(self) -> None:
         """End the server; waits at most 5 s. Safe to call twice."""
@@ -176,7 +177,7 @@ class StoreProcess:
         try:
             return int(line)
         except ValueError:
-            if ready:  # the end of its output: it has ended, or is about to
+            if ready:  # end of file: the server has ended, or is about to
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_CLOSE_S)
             why = self.how_it_died() or f"no answer in {_START_S:g} s"

@@ -1,7 +1,7 @@
-"""Nodes as they connect and leave: who is admitted, who is refused, who is let go.
+"""Nodes that connect and leave: which are admitted, refused, or dismissed.
 
-`Roster` decides which of them take part in a world; this carries the outcome to the node, and lets
-its address in at the store.
+`Roster` decides which of them take part in a world. This module sends the outcome to the node, and
+admits the node's address at the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.launcher.options.options import Options
 
 
 class Membership:
-    """The nodes of one job, in the words of the protocol."""
+    """The nodes of one job, from the protocol's point of view."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Membership:
         self._say = say
 
     def join(self, hello: m.Hello) -> bool:
-        """Admit a node; return False if it was refused, and tell it why."""
+        """Admit a node, or send it the reason for its refusal and return False."""
         refusal = self._roster.join(self._node_of(hello), time.monotonic())
         if hello.version != m.VERSION:
-            refusal = f"it speaks version {hello.version} of the protocol, this job {m.VERSION}"
+            refusal = f"it uses protocol version {hello.version}, but this job uses {m.VERSION}"
         if refusal:
             text = f"rejected by the host: {refusal}"
             self._send(hello.node, m.Over(exit_code=1, ended_by="agent", text=text))
@@ -48,7 +48,7 @@ class Membership:
         return True
 
     def host_of(self, node: str) -> str:
-        """Return the name of the host that a node runs on."""
+        """Return the name of the host on which a node runs."""
         return next((one.host for one in self._roster.nodes if one.name == node), node)
 
     def let_go(self, node: str, number: int) -> None:
@@ -66,10 +66,10 @@ class Membership:
         )
 
     def _admit(self, hello: m.Hello) -> None:
-        """Let torch's own store clients, which cannot prove the secret, in from a member."""
+        """Admit a node's own torch store clients, which cannot prove the secret."""
         if not hello.address:
             return  # this node itself
         try:
             self._meeting.admit(hello.address)
         except LaunchError as err:
-            self._say(f"{err}; torch's own store clients on {hello.host} are not let in")
+            self._say(f"{err}; torch's own store clients on {hello.host} cannot connect")

@@ -1,7 +1,7 @@
-"""What the coordinator reports to observers: accounts, notices, metrics.
+"""The coordinator's reports to observers: accounts, notices, metrics.
 
-An observer decides nothing and is called on the coordinator's own thread, so it returns at once.
-One that fails costs what it would have reported, and never the job.
+An observer decides nothing. It is called on the coordinator's own thread, so it must return at
+once. An observer that fails loses its own report and never affects the job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.launcher.job.report import Incident
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptBegan:
-    """The nodes were told to start their ranks; `hosts`: host of each rank."""
+    """The nodes were told to start their ranks; `hosts` holds each rank's host."""
 
     attempt: int
     restart: int  # how many attempts there were before
@@ -24,7 +24,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnded:
-    """A rank has ended; `code` as in `subprocess`, None: lost with its node."""
+    """A rank has ended; `code` is as in `subprocess`, or None if it was lost with its node."""
 
     attempt: int
     rank: int
@@ -34,7 +34,7 @@ class RankEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncidentBegan:
-    """Ranks failed or make no progress; `kind`: "failure" or "stall"."""
+    """Ranks failed or make no progress; `kind` is "failure" or "stall"."""
 
     attempt: int
     kind: str
@@ -44,14 +44,14 @@ class IncidentBegan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallCleared:
-    """Ranks that stood still make progress again."""
+    """Ranks that had stalled make progress again."""
 
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictKnown:
-    """An incident was explained, as far as it can be."""
+    """An incident was explained, as far as possible."""
 
     incident: Incident
 
@@ -67,9 +67,9 @@ class AttemptEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarting:
-    """Another attempt follows; `decision`: the line that was printed about it."""
+    """Another attempt follows; `decision` is the line that was printed about it."""
 
-    attempt: int  # that ended
+    attempt: int  # the one that ended
     decision: str
 
 
@@ -101,7 +101,7 @@ class Observers:
     """All observers of one job.
 
     Args:
-        say: prints a line; used once for an observer that fails, which is then left out.
+        say: prints a line; used once for an observer that fails, which is then removed.
     """
 
     def __init__(self, say: Callable[[str], None], observers: Sequence[Observer] = ()) -> None:
@@ -115,4 +115,6 @@ class Observers:
                 observer(happening)
             except Exception as err:  # noqa: BLE001 -- see the module's text
                 self._observers.remove(observer)
-                self._say(f"{type(err).__name__} in a report about the job, left out: {err}")
+                self._say(
+                    f"a report about the job failed and is omitted: {type(err).__name__}: {err}"
+                )

@@ -1,8 +1,8 @@
-"""From the end of an attempt to the next one: wait for the verdict, decide, report, pause.
+"""From the end of an attempt to the next one: await the verdict, decide, report, pause.
 
-Under the smart policy a restart waits for its verdict, for a few seconds at most: small jobs are
-explained in one or two, and a job that restarts without it may repeat what cannot be helped. A
-verdict that is later counts for the decisions after it.
+Under the smart policy a restart waits for its verdict, for a few seconds at most. Small jobs are
+explained within one or two seconds, and a job that restarts without its verdict may repeat a
+failure that no restart can cure. A later verdict counts for the decisions after it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from echelon.launcher.incident.verdicts import Verdicts
 from echelon.launcher.job.report import Incident, Report
 from echelon.launcher.options.options import Options
 
-_MAX_TOLD = 16  # attempts that workers are told of: each node gets them
-VERDICT_S = 5.0  # that a restart waits for its verdict, after all ranks have ended
+_MAX_TOLD = 16  # attempts in the history that each node receives
+VERDICT_S = 5.0  # how long a restart waits for its verdict after all ranks have ended
 
 
 class Restarting:
-    """What follows the attempts of one job."""
+    """The decisions about what follows the attempts of one job."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Restarting:
         self.not_before_s = 0.0  # when the next world may begin
 
     def awaits_verdict(self, world: World, end: EndAttempt, now_s: float) -> bool:
-        """Whether the decision waits a little longer for the verdict of what ended an attempt."""
+        """Return whether the decision still waits for the verdict on what ended an attempt."""
         incident = incident_of(world, self._report.incidents, end.ended_by)
         is_open = incident is not None and self._verdicts.is_open(incident)
         changed = self._options.max_nodes > 1 and (world.lost or world.leaving)
@@ -119,7 +119,7 @@ class Restarting:
         return pack(known)
 
     def inherit(self, memory: str) -> None:
-        """Continue with what a former host knew; one that cannot be read costs one line."""
+        """Continue with a former host's memory; if it cannot be read, one line reports that."""
         try:
             known = unpack(memory)
         except ValueError as err:
@@ -130,7 +130,7 @@ class Restarting:
         self._report.decisions = list(known.decisions)
 
     def _revise(self) -> None:
-        """Take in verdicts that were late."""
+        """Update earlier failures with verdicts that have arrived since."""
         late, self._late = self._late, []
         for world, incident in late:
             if self._verdicts.is_open(incident):
@@ -152,7 +152,7 @@ class Restarting:
 def _to_json(
     world: World, decision: Decision, known: Sequence[Failure], num_used: int
 ) -> dict[str, Any]:
-    """Return a decision as report.json holds it."""
+    """Return a decision as an entry of report.json."""
     failure = known[0] if known else None
     return {
         "attempt": world.number,

@@ -1,11 +1,11 @@
-"""Whether a failed attempt is followed by another: pure, over the ends of attempts.
+"""The rule for whether another attempt follows a failed one. Pure, from the ends of attempts.
 
 A lost node changes the world and costs no restart, since a replacement or a smaller world may do
-better; but a node that is lost again and again just after the start (a pod that runs out of memory
+better. But a node that is lost repeatedly just after the start (a pod that runs out of memory
 whenever the model is built) would restart the world indefinitely. So after a few such losses in a
-row each of them costs a restart, as a failure does. What a failure is followed by is the policy's
-to decide (`policy/policy.py`), within `--max-restarts`. Leaves, preemptions and stops by the user
-are not failures.
+row, each further one costs a restart, as a failure does. The policy (`policy/policy.py`) decides
+what follows a failure, within `--max-restarts`. Leaves, preemptions and stops by the user are not
+failures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from echelon.launcher.coordinator.decide import EndAttempt, EndedBy
 from echelon.launcher.coordinator.policy.failure import Failure
 from echelon.launcher.coordinator.policy.policy import MAX_REMEMBERED, Action, Decision, decide
 
-SHORT_S = 60.0  # a world that lost a node sooner has hardly run
+SHORT_S = 60.0  # a world that loses a node sooner has hardly run
 FREE_LOSSES = 3  # in a row; from then on each costs a restart
 
 
@@ -31,8 +31,8 @@ class Restarts:
         after_stalls: whether a stall that ended an attempt counts as a failure.
 
     Attributes:
-        num_used: how many of them have been spent.
-        failures: those of the job so far, the latest ones, oldest first.
+        num_used: how many restarts have been used.
+        failures: the latest failures of the job, oldest first.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Restarts:
         return self._policy == "smart" and self.num_used < self._max
 
     def is_failure(self, end: EndAttempt) -> bool:
-        """Whether an attempt failed: it was not stopped from outside, and did not succeed."""
+        """Return whether an attempt failed: it neither succeeded nor was stopped from outside."""
         by = end.ended_by
         return end.failed and (by is EndedBy.WORKER or (by is EndedBy.STALL and self._after_stalls))
 
     def revise(self, attempt: int, failure: Failure) -> None:
-        """Replace what was known of an earlier failure: its verdict was late."""
+        """Replace what was known of an earlier failure, because its verdict has arrived since."""
         self.failures = [failure if one.attempt == attempt else one for one in self.failures]
 
     def next(
@@ -79,16 +79,17 @@ class Restarts:
         explain: Callable[[], Failure],
         others: Callable[[Sequence[str]], int] = lambda _: 0,
     ) -> Decision | None:
-        """Return what follows an attempt; None where nothing is to be decided.
+        """Return what follows an attempt; None if there is nothing to decide.
 
         Args:
-            lost: nodes were lost in the attempt that ended.
-            left: nodes left it on purpose.
+            end: how the attempt ended.
+            lost: whether nodes were lost in it.
+            left: whether nodes left it on purpose.
             lasted_s: how long it ran.
-            num_nodes: nodes that are connected now.
-            low: nodes that a world needs.
-            explain: returns what is known of the failure; called only where it counts.
-            others: returns how many nodes could take part without these.
+            num_nodes: how many nodes are connected now.
+            low: how many nodes a world needs.
+            explain: returns what is known of the failure; called only if that matters.
+            others: returns how many nodes could take part without the given ones.
         """
         is_leave = end.failed and end.ended_by is EndedBy.LEAVE
         if not (is_leave or self.is_failure(end)):
@@ -96,7 +97,7 @@ class Restarts:
         if self._is_free(lost, left, lasted_s) and num_nodes >= low:
             nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
             if lost:
-                explain()  # for the report and the next attempt; it counts against nothing
+                explain()  # for the report and the next attempt; it does not count as a failure
             return Decision(action=Action.CONTINUE, reason=f"continuing with {nodes}")
         over = self._why_over()
         if over:
@@ -109,7 +110,7 @@ class Restarts:
         return decision
 
     def _why_over(self) -> str:
-        """Return why no failure is followed by a restart any more, "" if one may be."""
+        """Return why no further restart is allowed, or "" if one is."""
         if self._policy == "never":
             return "--restart-policy never"
         if self.num_used < self._max:
@@ -129,7 +130,7 @@ class Restarts:
         )
 
     def _is_free(self, lost: bool, left: bool, lasted_s: float) -> bool:
-        """Whether nodes were lost or left, and not again and again just after the start."""
+        """Return whether nodes were lost or left, but not repeatedly just after the start."""
         if not self._is_elastic or not (lost or left):
             return False
         is_short = lost and lasted_s < SHORT_S

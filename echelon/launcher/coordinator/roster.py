@@ -1,14 +1,14 @@
-"""Who takes part in the next world: a pure class over joins, leaves and a clock handed in.
+"""The nodes of the next world: a pure class over joins, leaves and a clock that is passed in.
 
-A world begins once `max_nodes` are there, or every node of the last world that did not leave, or
-`min_nodes` are there and the last call has passed. The last call is adaptive: as long as it takes
-for two nodes started together to differ, and at most 3 s unless the user says otherwise. Nodes that
-come later, or beyond `max_nodes`, wait for the next world; at most `spares` of them. Nodes to avoid
-are chosen only where the others are fewer than `min_nodes`.
+A world begins once `max_nodes` nodes are connected; or all nodes of the last world that did not
+leave; or `min_nodes` are connected and the last call is over. The last call is adaptive: it allows
+for the difference between two nodes that were started together, and lasts at most 3 s unless the
+user sets it. Nodes that connect later, or beyond `max_nodes`, wait for the next world; at most
+`spares` of them may wait. Avoided nodes are chosen only if the others are fewer than `min_nodes`.
 
-Ranks follow the order of nodes: a node's own `--node-rank` first, then the coordinator's node, then
-host names in natural order. From then on nodes keep their places: a node of the last world is
-chosen before any other, and one that joins takes the place of one that was lost.
+Ranks follow the order of nodes: first by a node's own `--node-rank`, then the coordinator's node,
+then by host name in natural order. After that, nodes keep their places: a node of the last world is
+chosen before any other, and a node that joins takes the place of one that was lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_CALL_S = 3.0
-_LAST_CALL_STEP_S = 1.0  # after each join, at least so long for the next one
+_LAST_CALL_STEP_S = 1.0  # the wait after each join for the next one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Node:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sort key: see the module's docstring."""
+        """The sort key; see the module's docstring."""
         rank = self.node_rank if self.node_rank >= 0 else 1 << 30
         parts = re.split(r"(\d+)", self.host)
         natural = tuple((1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts)
@@ -58,8 +58,8 @@ class Roster:
         self._join_timeout_s = join_timeout_s
         self._last_call = last_call_s
         self._nodes: dict[str, Node] = {}
-        self._former: tuple[str, ...] = ()  # names of the last world, by place
-        self._awaited: frozenset[str] = frozenset()  # those of it that have not left since
+        self._former: tuple[str, ...] = ()  # names of the last world's nodes, by place
+        self._awaited: frozenset[str] = frozenset()  # those of them that have not left since
         self._avoided: frozenset[str] = frozenset()
         self._opened_s = 0.0
         self._enough_since_s: float | None = None
@@ -71,17 +71,17 @@ class Roster:
         return tuple(self._nodes.values())
 
     def resume(self, former: Sequence[str]) -> None:
-        """Continue with the nodes of a world that another host began: they keep their places."""
+        """Continue with the nodes of a world that another host began; they keep their places."""
         self._former = tuple(former)
         self._awaited = frozenset(name for name in former if name in self._nodes)
 
     def open(self, now_s: float) -> None:
-        """Begin to gather a world; nodes that are connected already count as joined now."""
+        """Begin to gather a world; nodes that are already connected count as joined now."""
         self._opened_s = self._latest_join_s = now_s
         self._enough_since_s = now_s if len(self._nodes) >= self._min else None
 
     def join(self, node: Node, now_s: float) -> str:
-        """Take a node in; return why it is refused, "" if it is not."""
+        """Add a node; return why it is refused, or "" if it is accepted."""
         if self.count_without(()) >= self._max + self._spares:
             nodes, spares = _count(self._max, "node"), _count(self._spares, "spare")
             return f"the job already has {nodes} and {spares}"
@@ -94,7 +94,7 @@ class Roster:
         return ""
 
     def avoid(self, names: Sequence[str]) -> None:
-        """Choose these nodes only where too few others are connected."""
+        """Choose these nodes only if too few others are connected."""
         self._avoided |= set(names)
 
     @property
@@ -103,23 +103,23 @@ class Roster:
         return tuple(sorted(self._avoided))
 
     def count_without(self, names: Sequence[str]) -> int:
-        """Return how many nodes are connected besides these and those that are avoided."""
+        """Return how many nodes are connected, not counting these and the avoided ones."""
         return len(self._nodes.keys() - self._avoided - set(names))
 
     def _eligible(self) -> dict[str, Node]:
-        """Return the nodes that the next world may have."""
+        """Return the nodes that may take part in the next world."""
         good = {name: node for name, node in self._nodes.items() if name not in self._avoided}
         return good if len(good) >= self._min else self._nodes
 
     def leave(self, name: str) -> None:
-        """Take a node out."""
+        """Remove a node."""
         self._nodes.pop(name, None)
-        self._awaited -= {name}  # it may connect again, but no world waits for it
+        self._awaited -= {name}  # it may reconnect, but no world waits for it
         if len(self._nodes) < self._min:
             self._enough_since_s = None
 
     def world(self, now_s: float) -> Sequence[Node] | None:
-        """Return the next world's nodes in rank order, None while it is not complete."""
+        """Return the next world's nodes in rank order, or None while it is incomplete."""
         if len(self._nodes) < self._min:
             return None
         nodes = self._eligible()
@@ -157,11 +157,11 @@ class Roster:
         return self._last_call_s()
 
     def has_failed(self, now_s: float) -> bool:
-        """Whether too few nodes came in time."""
+        """Return whether too few nodes connected in time."""
         return self._enough_since_s is None and now_s >= self._opened_s + self._join_timeout_s
 
     def shortage(self) -> str:
-        """Return a sentence: how many nodes connected, and which."""
+        """Return a sentence that says how many nodes connected, and which."""
         came = ", ".join(node.host for node in self._nodes.values()) or "none"
         return (
             f"{len(self._nodes)} of {self._min} required nodes connected within "

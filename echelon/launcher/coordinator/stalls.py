@@ -1,8 +1,9 @@
-"""Whether a stall that lasts ends its ranks now or later: `--on-stall restart` asks its verdict.
+"""The rule for when a lasting stall ends its ranks: `--on-stall restart` waits for the verdict.
 
-A hung program stays hung. A slow rank, a cut link, a disk that does not answer, or ranks that still
-load on a busy machine may recover, and a restart helps none of them: those are given time first,
-and progress within it ends the stall. Where a restart led to the same again, the next one has more.
+A hung program stays hung. A slow rank, a cut link, an unresponsive disk, or ranks that are still
+loading on a busy machine may recover, and a restart helps none of them. So these get time first,
+and progress within that time ends the stall. If a restart led to the same stall, the next one gets
+more time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from echelon.launcher.coordinator.world import World
 from echelon.launcher.job.report import Incident
 from echelon.launcher.options.options import Options
 
-VERDICT_S = 5.0  # that a stall waits for its verdict
+VERDICT_S = 5.0  # how long a stall waits for its verdict
 _MAX_DOUBLINGS = 4
 
 
@@ -26,7 +27,7 @@ class Stalls:
 
     Args:
         is_open: whether an incident still waits for its verdict.
-        end: takes a stall that is to end its attempt.
+        end: receives a stall that is to end its attempt.
         say: prints a line.
     """
 
@@ -39,19 +40,19 @@ class Stalls:
     ) -> None:
         self._asks = options.on_stall == "restart" and options.restart_policy == "smart"
         self._least_patience_s = PATIENCE * options.stall_timeout_s
-        self._num_in_vain = 0  # stalls of this job since the last progress that had time to pass
+        self._num_in_vain = 0  # stalls that were given time, since the last progress
         self._is_open = is_open
         self._end = end
         self._say = say
         self._world: World | None = None
-        self._incident: Incident | None = None  # whose verdict is awaited
+        self._incident: Incident | None = None  # the incident whose verdict is awaited
         self._until_s = float("inf")
-        self._is_late = False  # the verdict; the stall has time to pass until it is known
+        self._is_late = False  # whether the verdict is late; until it arrives, the stall may pass
 
     def on_examined(
         self, world: World, event: StallExamined, incident: Incident | None, now_s: float
     ) -> None:
-        """Take in a stall that was examined; `incident`: its own, None if none was kept."""
+        """Handle an examined stall; `incident` is its own, or None if none was kept."""
         if not (event.lasts and self._asks):
             self._end(world, event)
             return
@@ -66,7 +67,7 @@ class Stalls:
         self._is_late = False
 
     def note_progress(self) -> None:
-        """Forget the stall: it has passed."""
+        """Forget the stall: the ranks make progress again."""
         self.clear()
         self._num_in_vain = 0
 
@@ -75,7 +76,7 @@ class Stalls:
         return self._until_s
 
     def step(self, now_s: float) -> None:
-        """End the ranks of the stall once its verdict, or the time, says so."""
+        """End the stalled ranks once the verdict, or the time that has passed, requires it."""
         world, incident = self._world, self._incident
         if world is None:
             return
@@ -96,10 +97,10 @@ class Stalls:
         if not self._is_late:
             self._until_s = now_s + self._patience_s
         self._num_in_vain += 1
-        what = "a stall without explanation" if cause == UNKNOWN else cause
-        self._say(f"{what} may pass: ranks have {self._until_s - now_s:.0f} s to progress")
+        what = "an unexplained stall" if cause == UNKNOWN else cause
+        self._say(f"{what} may pass: ranks have {self._until_s - now_s:.0f} s to make progress")
 
     @property
     def _patience_s(self) -> float:
-        """How long this stall may last: longer, after restarts that led to the next one."""
+        """How long this stall may last: longer if earlier ones were given time in vain."""
         return self._least_patience_s * float(2 ** min(self._num_in_vain, _MAX_DOUBLINGS))

@@ -1,4 +1,4 @@
-"""A world as its nodes are told of it: which ranks each has, and where they meet. Pure."""
+"""The start of a world: which ranks each node gets, and where they meet. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from echelon.launcher.options.options import Options
 def world_of(
     nodes: Sequence[Node], number: int, options: Options, now_mono_ns: int
 ) -> tuple[World, list[int]]:
-    """Return an attempt of these nodes, in rank order, and each node's first rank.
+    """Return an attempt on these nodes, in rank order, and each node's first rank.
 
     Args:
-        now_mono_ns: of the clock by which its ranks will be looked at.
+        now_mono_ns: the present time of the clock by which its ranks will be judged.
     """
     return World.of(
         nodes,
@@ -43,13 +43,13 @@ def starts_of(
     resume: str = "",
     history: str = "",
 ) -> list[m.Start]:
-    """Return what to send to each node of a world, in their order.
+    """Return the command for each node of a world, in their order.
 
     Args:
         firsts: each node's first rank.
         restart: how many worlds have ended.
         resume: the job's newest committed checkpoint, "" if there is none.
-        history: JSON, how the attempts before this one ended.
+        history: JSON that says how the earlier attempts ended.
     """
     return [
         m.Start(

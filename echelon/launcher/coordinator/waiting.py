@@ -1,4 +1,4 @@
-"""What a job waits for, in words: printed when a state lasts longer than a user expects."""
+"""Descriptions of what a job waits for, printed when a state lasts longer than a user expects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from echelon.launcher.coordinator.roster import Roster
 from echelon.launcher.coordinator.world import World
 from echelon.launcher.options.options import Options
 
-_MAX_RANKS = 8  # named
+_MAX_RANKS = 8  # listed by number
 
 
 def why_roster_waits(roster: Roster, options: Options) -> str:
-    """Describe a world that is not complete."""
+    """Describe what an incomplete world waits for."""
     hosts = ", ".join(node.host for node in roster.nodes)
     few = f"{len(roster.nodes)} of {options.min_nodes} required nodes connected ({hosts})"
     meeting = options.rendezvous
@@ -25,7 +25,7 @@ def why_roster_waits(roster: Roster, options: Options) -> str:
 def why_world_waits(world: World, awaited: Collection[str]) -> str:
     """Describe what a world waits for, "" while its ranks run; `awaited` nodes owe diagnostics."""
     if world.clearing is not None and not world.clearing:
-        return "the verdict, before it is decided whether to restart"
+        return "the verdict, which decides whether to restart"
     if world.clearing:
         return f"processes that workers left behind on {_hosts(world, world.clearing)}"
     if world.attempt.phase in (decide.Phase.STOPPING, decide.Phase.KILLING):

@@ -1,4 +1,4 @@
-"""One attempt on all its nodes: who has which ranks, and what is known of each."""
+"""One attempt on all its nodes: which node has which ranks, and what is known of each rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class World:
     """An attempt, from `Start` until every node is idle.
 
     Attributes:
-        nodes: node -> its ranks.
-        hosts: node -> its host's name.
-        lost: nodes that are gone.
-        leaving: nodes whose user asked them to stop -> the signal, while the others continue.
-        unkillable: ranks that outlived SIGKILL -> why.
-        end: how it ended, once all workers have.
-        clearing: then: the nodes that are not idle yet.
-        is_reported: observers know that nothing is left of it.
+        nodes: each node's ranks.
+        hosts: each node's host name.
+        lost: the nodes that were lost.
+        leaving: nodes that were asked to stop while others continue, with the signal.
+        unkillable: ranks that survived SIGKILL, with the reason.
+        end: how it ended, once all workers have ended.
+        clearing: after that, the nodes that are not idle yet.
+        is_reported: whether observers know that nothing is left of it.
     """
 
     number: int
@@ -60,11 +60,12 @@ class World:
         report_s: float = 0.0,
         now_mono_ns: int | None = None,
     ) -> tuple[World, list[int]]:
-        """Return the attempt of these nodes, in rank order, and each node's first rank.
+        """Return the attempt on these nodes, in rank order, and each node's first rank.
 
         Args:
             report_s: the longest time between two reports of a node whose ranks run.
-            now_mono_ns: of the clock by which ranks will be looked at; None: the monotonic one.
+            now_mono_ns: the present time of the clock by which ranks will be judged; None means the
+                monotonic clock.
         """
         now_mono_ns = time.monotonic_ns() if now_mono_ns is None else now_mono_ns
         counts = [node.num_workers for node in nodes]
@@ -84,7 +85,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return sum(map(len, self.nodes.values()))
 
     @property
@@ -103,28 +104,28 @@ class World:
 
     @property
     def records(self) -> bool:
-        """Whether ranks record: what they show is their own progress, not what disturbed them."""
+        """Whether any rank records, so that its signs show its own progress, not a disturbance."""
         return any(key < 0 for key in self._sights)
 
     def node_of(self, rank: int) -> str:
-        """Return the node that has a rank."""
+        """Return the node of a rank."""
         if not self._node_of:
             self._node_of = {r: node for node, ranks in self.nodes.items() for r in ranks}
         return self._node_of[rank]
 
     def host_of(self, rank: int) -> str:
-        """Return the host that has a rank."""
+        """Return the host of a rank."""
         return self.hosts[self.node_of(rank)]
 
     def note_ended(self, rank: int, code: int | None) -> None:
-        """Note how a rank has ended; None: its node is lost."""
+        """Note how a rank has ended; None means that its node was lost."""
         self.ended[rank] = Ended(rank, code, len(self.ended))
         self._sights.pop(rank, None)
-        # Its node's row may still speak of it; the next one does not.
+        # Its node's row may still include it; the next row will not.
         self._sights.pop(_folded(self.nodes[self.node_of(rank)].start), None)
 
     def note_sights(self, node: str, event: m.Sights, now_mono_ns: int) -> None:
-        """Take in what a node sees of its ranks, in place of what it saw before."""
+        """Replace what a node saw of its ranks before by what it sees now."""
         for rank in self.nodes[node]:
             self._sights.pop(rank, None)
         self._sights.pop(_folded(self.nodes[node].start), None)
@@ -166,15 +167,15 @@ class World:
         )
 
     def look(self, now_mono_ns: int) -> Stall | None:
-        """Return a stall that is new. It takes a pass over all rows: once per tick."""
+        """Return a new stall, or None. It passes over all rows, so call it once per tick."""
         return self.rule.look(list(self._sights.values()), now_mono_ns)
 
     def look_early(self, now_mono_ns: int) -> Look | None:
-        """Return a look that the ranks' own histories ask for, before anything is a stall."""
+        """Return an early look if the ranks' own histories require one before there is a stall."""
         return self.limits.look([self._views.get(node) for node in self.present], now_mono_ns)
 
     def why_absent(self, rank: int, late: Collection[str]) -> str:
-        """Say why an incident has nothing of a rank; `late` nodes have not sent everything."""
+        """Explain why an incident has no dump of a rank; `late` nodes have not sent everything."""
         node = self.node_of(rank)
         lost, is_late = node in self.lost, node in late
         what = "is lost" if lost else "did not answer in time" if is_late else "sent none"
@@ -182,7 +183,7 @@ class World:
 
 
 def _folded(first_rank: int) -> int:
-    """Return the key of a node's folded row: no rank has it."""
+    """Return the key of a node's folded row, which is no rank's number."""
     return -1 - first_rank
 
 

@@ -1,1 +1,1 @@
-"""Succession of the hosting node: what every node keeps, who votes, and who may run ranks."""
+"""Succession of the hosting node: the replicated state, the votes, and the right to run ranks."""

@@ -1,32 +1,34 @@
-"""A node without a host: it asks the electors who hosts the job, and stands for it. Pure.
+"""A node without a host: it asks the electors for the job's host, and stands for election. Pure.
 
-It asks first whether a majority would vote for it, and only then for the votes. Electors begin in
-the order of ranks, each a little after the one before it, so that mostly the first one that remains
-is elected at the first attempt; after two have split the votes they try again at different times.
-A node that is not an elector only asks who hosts the job.
+It first asks whether a majority would vote for it, and only then asks for the votes. The electors
+begin in rank order, each a little after the previous one, so that usually the first remaining one
+is elected at the first attempt. If two candidates split the votes, they try again at different
+times. A node that is not an elector only asks for the job's host.
 """
 
 from __future__ import annotations
 
 from echelon.launcher.election.elector import VOTE_S, Answer, Canvass, Elector
 
-_ROUND_S = 1.0  # for the votes
+_ROUND_S = 1.0  # to wait for the votes
 _STAGGER_S = 0.2  # per place in the order of electors
-_RETRY_STAGGER_S = 0.4  # the same after the votes were split, on machines that must be slow
+_RETRY_STAGGER_S = 0.4  # the same after a split vote, which suggests slow machines
 _ASK_S = 0.3
 
 
 class Candidacy:
-    """The search for a host, from the loss of one.
+    """The search for a host after the loss of one.
 
     Args:
-        lost_term: the lost host's; one of an earlier term is not a host any more. The same one is
-            believed only after a while, since the other electors lose it a little later.
+        lost_term: the lost host's term. A host of an earlier term no longer counts as one. A host
+            of
+            the same term is accepted only after a while, because other electors notice the loss a
+            little later.
 
     Attributes:
-        found: endpoint and name of a host, None yet.
-        is_elected: a majority of the electors voted for this node.
-        was_early: some of them did so before their promise to the former host had expired.
+        found: endpoint and name of a host; None until one is found.
+        is_elected: whether a majority of the electors voted for this node.
+        was_early: whether an elector voted before its promise to the former host had expired.
     """
 
     def __init__(self, elector: Elector, lost_term: int, now_s: float) -> None:
@@ -38,8 +40,8 @@ class Candidacy:
         self._place = electors.index(elector.name) if elector.name in electors else -1
         self._next_ask_s = now_s
         self._stand_s = now_s + max(0, self._place - 1) * _STAGGER_S
-        self._asked: Canvass | None = None  # whose grants are counted
-        self._round_ends_s = float("-inf")  # of a binding one
+        self._asked: Canvass | None = None  # the question whose grants are counted
+        self._round_ends_s = float("-inf")  # the end of a binding round
         self._grants: set[str] = set()
         self._latest_term = max(elector.term, lost_term)
         self.found: tuple[str, str] | None = None
@@ -47,26 +49,26 @@ class Candidacy:
 
     @property
     def voters(self) -> frozenset[str]:
-        """The electors that voted for this node, itself among them."""
+        """The electors that voted for this node, including itself."""
         return frozenset(self._grants)
 
     @property
     def term(self) -> int:
-        """The term in which this node stands."""
+        """The term in which this node stands for election."""
         assert self._asked is not None
         return self._asked.term
 
     def deadline_s(self) -> float:
-        """Return when `due` is to be asked again."""
+        """Return when to call `due` again."""
         return self._next_ask_s
 
     def due(self, now_s: float) -> Canvass | None:
-        """Return what to ask all other electors now, None if nothing is due."""
+        """Return the question for all other electors, or None if none is due."""
         if self.is_elected or self.found is not None or now_s < self._next_ask_s:
             return None
         self._next_ask_s = now_s + _ASK_S
         if now_s < self._stand_s < self._next_ask_s:
-            self._next_ask_s = self._stand_s  # not later: another elector's turn comes soon
+            self._next_ask_s = self._stand_s  # no later, because another elector's turn comes soon
         asked = self._asked
         if asked is None or not asked.is_binding:
             asked = self._sound_out(now_s)
@@ -104,7 +106,7 @@ class Candidacy:
             self._next_ask_s = now_s
 
     def on_answer(self, name: str, asked: Canvass, answer: Answer, now_s: float) -> None:
-        """Take in an elector's answer to what it was asked."""
+        """Handle an elector's answer to a question."""
         self._latest_term = max(self._latest_term, answer.term)
         if answer.host and answer.endpoint and answer.host != self._elector.name:
             is_later = answer.term > self._lost_term
@@ -120,7 +122,7 @@ class Candidacy:
             return
         if not asked.is_binding:
             self._stand(now_s)
-        elif self._elector.term == asked.term:  # else it has voted for another since
+        elif self._elector.term == asked.term:  # otherwise it has since voted for another node
             self.was_early = self.was_early or answer.early
             self.is_elected = True
             self._elector.win(asked.term)

@@ -1,4 +1,4 @@
-"""Carries a node's polls to the electors, and their votes back."""
+"""The transport of a node's polls to the electors, and of their votes back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Canvasser:
-    """Asks electors; `votes` receives (elector, poll, vote)."""
+    """A sender of polls; `votes` receives (elector, poll, vote)."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._questions = Questions(secret, tls)

@@ -1,9 +1,9 @@
-"""An elector: one vote per term, granted to no node while the host may hold its lease. Pure.
+"""An elector: one vote per term, withheld while the host may still hold its lease. Pure.
 
-A vote is refused as long as the promise of the last beat holds, to a candidate that lacks a change
-this elector has (a majority holds every change that took effect, so no winner lacks one), and to a
-second candidate of a term. The promise is released early where the host's machine itself has said
-that its launcher is gone: its connection was closed, and a new one is refused.
+An elector refuses its vote while its promise after the last beat holds, to a candidate that lacks a
+change that this elector has (a majority holds every change that took effect, so no winner lacks
+one), and to a second candidate in the same term. The promise ends early if the host's machine
+itself shows that its launcher is gone: the connection was closed, and a new one is refused.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 
 from echelon.launcher.election.mandate import Mandate
 
-VOTE_S = 1.5  # a granted vote binds so long: for the winner to be heard of
+VOTE_S = 1.5  # how long a granted vote binds, so that the winner can announce itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canvass:
-    """A node asks electors for a vote, and who hosts the job.
+    """A node's request to an elector for a vote and for the job's host.
 
     Attributes:
-        term: in which it would host.
-        version: of the mandate that it holds.
-        is_binding: false for a question that commits no elector: a candidate stands only once a
-            majority would vote for it, and so never disturbs a host that the others still hear.
+        term: the term in which the node would host.
+        version: the version of the mandate that it holds.
+        is_binding: False for a question that commits no elector. A candidate stands for election
+            only once a majority would vote for it, so it never disturbs a host that others still
+            follow.
     """
 
     node: str
@@ -37,11 +38,11 @@ class Answer:
     """An elector's answer.
 
     Attributes:
-        term: the latest that it knows.
-        granted: it votes for the candidate in the term that was asked for.
-        early: it does so before its promise to the former host has expired.
-        host: the node that it takes for the host, "" if it knows none.
-        endpoint: that host's.
+        term: the latest term that it knows.
+        granted: whether it votes for the candidate in the requested term.
+        early: whether it does so before its promise to the former host has expired.
+        host: the node that it considers the host, "" if it knows none.
+        endpoint: that host's endpoint.
     """
 
     term: int
@@ -55,7 +56,7 @@ class Elector:
     """One node's vote.
 
     Args:
-        name: the node's own.
+        name: the node's own name.
         promise_s: how long a beat of the host binds it.
     """
 
@@ -65,7 +66,7 @@ class Elector:
         self.term = 0
         self.host = ""
         self.mandate: Mandate | None = None
-        self._named_version = (-1, -1)  # of the latest mandate that makes this node an elector
+        self._named_version = (-1, -1)  # version of the latest mandate with this node as an elector
         self._voted_for = ""
         self._promised_until_s = float("-inf")  # to the host
         self._bound_until_s = float("-inf")  # by the last vote
@@ -73,16 +74,16 @@ class Elector:
 
     @property
     def version(self) -> tuple[int, int]:
-        """That of the mandate it holds."""
+        """The version of the mandate that it holds."""
         return (-1, -1) if self.mandate is None else self.mandate.version
 
     def free_s(self, now_s: float) -> float:
-        """Return how long this elector may not vote yet."""
+        """Return for how long this elector may not vote yet."""
         promised_s = float("-inf") if self._released else self._promised_until_s
         return max(0.0, promised_s - now_s, self._bound_until_s - now_s)
 
     def on_beat(self, term: int, host: str, now_s: float) -> bool:
-        """Take in a host's beat; return False if a later host is known."""
+        """Handle a host's beat; return False if a later host is known."""
         if term < self.term or (self.host and term == self.term and host != self.host):
             return False
         self.term, self.host = term, host
@@ -93,7 +94,7 @@ class Elector:
         return True
 
     def on_mandate(self, mandate: Mandate) -> None:
-        """Keep a mandate, unless a later one, or a later host, is known."""
+        """Keep a mandate, unless a later mandate or a later host is known."""
         if mandate.term >= self.term and mandate.version > self.version:
             self.mandate = mandate
             if self.name in mandate.electors:
@@ -121,15 +122,15 @@ class Elector:
     def _may_vote(self, asked: Canvass, now_s: float) -> bool:
         if self.mandate is None:
             return False
-        # A later mandate may name other electors, and the candidate holds it.
+        # If the candidate holds a later mandate, that one may name other electors.
         if asked.version <= self.version and asked.node not in self.mandate.electors:
             return False
-        # A mandate that only removes this elector may be held by no other: a candidate that lacks
-        # it needs a majority of the remaining electors as well, and that decides.
+        # If the later mandates only remove this elector, perhaps no other node holds them: a
+        # candidate without them also needs a majority of the remaining electors, which decides.
         if asked.version < self._named_version:
             return False
         if asked.term == self.term and asked.node == self._voted_for and not self.host:
-            return True  # asked again: the answer was lost
+            return True  # a repeated question: the answer was lost
         return asked.term > self.term and self.free_s(now_s) == 0.0
 
     def _answer(self) -> Answer:

@@ -1,8 +1,8 @@
-"""Until when ranks of nodes that are lost may still run: no next world begins before that.
+"""Fences: no world begins before the ranks of lost nodes have ended for certain.
 
-A node whose connection broke is asked whether its launcher lives: where its machine refuses a
-connection to the launcher's port, the launcher is gone and its guard has killed its ranks. From a
-machine that does not answer nothing is known, and its permit has to run out.
+If a node's connection breaks, its launcher is probed. If the machine refuses a connection to the
+launcher's port, the launcher is gone and its guard has killed its ranks. If the machine does not
+answer, nothing is known, and the node's permit has to expire first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Fences:
         self._dead: set[str] = set()
 
     def wait_until(self, name: str, moment_s: float) -> None:
-        """Let no world begin before a moment."""
+        """Let no world begin before `moment_s`."""
         self._until_s[name] = max(moment_s, self._until_s.get(name, moment_s))
 
     def lose(self, name: str, endpoint: str, permit_ends_s: float, now_s: float) -> None:
-        """Fence a node that is lost, and find out in the background whether it is dead."""
+        """Fence a lost node, and find out in the background whether its launcher is dead."""
         if permit_ends_s <= now_s:
             return
         self._dead.discard(name)
@@ -40,7 +40,7 @@ class Fences:
             ).start()
 
     def until_s(self) -> float:
-        """Return when the last fence falls."""
+        """Return when the last fence ends."""
         return max(
             (until for name, until in self._until_s.items() if name not in self._dead),
             default=float("-inf"),

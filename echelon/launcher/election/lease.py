@@ -1,4 +1,4 @@
-"""Time limits that keep two worlds apart: pure, no clock of another node is ever read.
+"""The time limits that keep two worlds apart. Pure; no other node's clock is ever read.
 
     host                                  node
     beat n at h        ------------->     promise: no vote for another host until now + P
@@ -10,9 +10,9 @@
 
 Each side counts from a moment of its own clock that is earlier than the other side's event, so any
 delay of a message only shortens what it grants. A new host is elected by a majority whose promises
-have expired, so the former host's lease has expired, and with it every permit derived from it: all
-ranks of the former world are dead, or are being killed, before the next world may begin. The tenth
-by which the lease is shorter than the promise covers clocks that run at different rates.
+have expired. So the former host's lease has expired, and with it every permit derived from it: all
+ranks of the former world are dead, or are being killed, before the next world may begin. The lease
+is shorter than the promise by a tenth to allow for clocks that run at different rates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lease:
     """The host's right to run a world, as long as a majority of the electors replies.
 
     Args:
-        name: the host's own.
+        name: the host's own name.
         promise_s: how long an elector keeps its promise.
     """
 
@@ -58,7 +58,7 @@ class Lease:
         return self._last
 
     def acknowledge(self, name: str, number: int) -> None:
-        """Note the reply of a node to a beat; one too old to know counts for nothing."""
+        """Note a node's reply to a beat; a reply to a beat that is no longer known is ignored."""
         sent_s = self._sent.get(number)
         if sent_s is not None:
             self._acknowledged[name] = max(sent_s, self._acknowledged.get(name, sent_s))
@@ -66,10 +66,10 @@ class Lease:
     def remaining_s(
         self, electorates: Sequence[Sequence[str]], now_s: float, *, without: str = ""
     ) -> float:
-        """Return how long the lease lasts yet; 0 if it has expired, or never was.
+        """Return how much longer the lease lasts; 0 if it has expired or never began.
 
         Args:
-            without: an elector whose replies are not to count.
+            without: an elector whose replies do not count.
         """
         return min(self._of(electors, now_s, without) for electors in electorates)
 
@@ -88,7 +88,7 @@ class Lease:
 
 
 class Permit:
-    """How long this node's ranks may run, by what the host has granted."""
+    """How long this node's ranks may run, according to the host's grants."""
 
     def __init__(self) -> None:
         self._stamps: dict[int, float] = {}
@@ -104,7 +104,7 @@ class Permit:
         return self._last
 
     def extend(self, echo: int, remaining_s: float) -> None:
-        """Take in a grant: the lease lasted so long when the host had received reply `echo`."""
+        """Handle a grant: the lease had `remaining_s` left when the host received reply `echo`."""
         stamped_s = self._stamps.get(echo)
         if stamped_s is not None:
             self.expires_s = max(self.expires_s, stamped_s + remaining_s)

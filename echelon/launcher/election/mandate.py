@@ -1,14 +1,15 @@
-"""What a node needs to continue the job in the hosting node's place: the replicated state.
+"""The mandate: the replicated state with which a node can take over from the hosting node.
 
-The host sends every change of it to all nodes, with a version; a change takes effect once a
-majority of the electors holds it. Electors are the first nodes of the world in rank order, at most
-nine, so that the cost does not grow with the world. A change of the electors passes through a
-mandate that names both the former and the next ones and needs a majority of each (joint
-consensus): no two disjoint majorities can ever decide.
+The host sends every change to all nodes, with a version; a change takes effect once a majority of
+the electors holds it. Electors are the first nodes of the world in rank order, at most nine, so
+that the cost does not grow with the world. A change of the electors passes through a mandate that
+names both the former and the next electors and needs a majority of each (joint consensus). So two
+disjoint majorities can never decide.
 
-A world of two nodes has no majority that survives the host: its only elector is the host, so that
-it continues alone after the loss of the other node, and no node replaces it. A witness gives it
-one: it is the third elector there, and one more wherever the number of electing nodes is even.
+In a world of two nodes, no majority survives the loss of the host. So the host is the only elector:
+it continues alone after the loss of the other node, and that node cannot replace it. A witness
+changes this: it is the third elector of such a world, and an additional one whenever the number of
+electing nodes is even.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from echelon.errors import LaunchError
 
 MAX_ELECTORS = 9
 _LEAST_ELECTORS = 3
-WITNESS = "witness"  # its name as an elector; those of nodes end in random digits
+WITNESS = "witness"  # its name as an elector; the names of nodes end in random digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class Member:
     """A node of the world.
 
     Attributes:
-        endpoint: "host:port" at which it answers electors, and serves the job if it is elected.
+        endpoint: the "host:port" at which it answers electors, and serves the job if elected.
         num_workers: how many ranks it runs.
     """
 
@@ -45,15 +46,15 @@ class Mandate:
     """The state of one job at one version.
 
     Attributes:
-        term: that of the host which wrote it; every election begins a later one.
-        index: counts the mandates of a term.
+        term: the term of the host that wrote it; every election begins a later one.
+        index: the number of the mandate within its term.
         electorates: sets of electors; a decision needs a majority of each of them.
         members: the world's nodes in rank order.
         others: electors that are not in this world, as long as they have a vote.
         attempt: the world's number.
-        restarts: how many of `--max-restarts` are used.
+        restarts: how many of `--max-restarts` have been used.
         num_attempts: how many worlds have ended.
-        memory: what the restart policy knows, as `policy/memory.py` writes it.
+        memory: the restart policy's memory, as `policy/memory.py` writes it.
     """
 
     term: int
@@ -66,17 +67,17 @@ class Mandate:
     restarts: int = 0
     num_attempts: int = 0
     memory: str = ""
-    witness: str = ""  # its endpoint, "" without one
-    founder: str = ""  # the job's first host: no other job has it
+    witness: str = ""  # its endpoint, "" if there is none
+    founder: str = ""  # the job's first host, which no other job has
 
     @property
     def version(self) -> tuple[int, int]:
-        """A later mandate compares greater."""
+        """The version; that of a later mandate compares greater."""
         return self.term, self.index
 
     @property
     def electors(self) -> tuple[str, ...]:
-        """All names that have a vote."""
+        """The names of all electors."""
         return tuple(dict.fromkeys(name for one in self.electorates for name in one))
 
     @property
@@ -85,7 +86,7 @@ class Mandate:
         return all(len(one) >= _LEAST_ELECTORS for one in self.electorates)
 
     def member(self, name: str) -> Member | None:
-        """Return a member or another elector by name, None if it is neither."""
+        """Return a member or another elector by name; None if there is neither."""
         if name == WITNESS and self.witness:
             return Member(name=name, host=name, endpoint=self.witness, num_workers=0, node_rank=-1)
         return next((one for one in (*self.members, *self.others) if one.name == name), None)
@@ -102,8 +103,8 @@ def electors_of(
 
     Args:
         members: in rank order; those without an endpoint cannot vote.
-        host: the hosting node, an elector always.
-        has_witness: a witness answers; it votes where the nodes alone may come to a draw.
+        host: the hosting node, which is always an elector.
+        has_witness: whether a witness answers; it votes if the nodes alone could tie.
     """
     others = [one.name for one in members if one.endpoint and one.name != host]
     names = [host, *others[: MAX_ELECTORS - 1]]
@@ -113,7 +114,7 @@ def electors_of(
 
 
 def ballot_of(mandate: Mandate) -> Mandate:
-    """Return what the witness needs of a mandate: its electors alone."""
+    """Return the part of a mandate that the witness needs: its electors."""
     found = [mandate.member(name) for name in mandate.electors if name != WITNESS]
     members = tuple(one for one in found if one is not None)
     return replace(mandate, members=members, others=(), memory="")
@@ -143,10 +144,11 @@ def unpack_mandate(data: bytes) -> Mandate:
 
 
 def _check(mandate: Mandate) -> None:
-    """Hold the values that arrived against the types they must have.
+    """Check the types of the received values.
 
     Raises:
-        TypeError: one of them has another type.
+        TypeError: a value has the wrong type.
+        ValueError: an electorate is empty.
     """
     nodes = (*mandate.members, *mandate.others)
     numbers = (
@@ -159,8 +161,8 @@ def _check(mandate: Mandate) -> None:
         *(text for one in nodes for text in (one.name, one.host, one.endpoint)),
     )  # fmt: skip
     if not all(type(number) is int for number in numbers):
-        raise TypeError("a number was expected")
+        raise TypeError("expected a number")
     if not all(type(text) is str for text in texts):
         raise TypeError("expected text")
     if not mandate.electorates or not all(mandate.electorates):
-        raise ValueError("a mandate without electors")
+        raise ValueError("the mandate has no electors")

@@ -1,8 +1,8 @@
-"""The host's side: its lease, the mandate as it changes, and what is known of each node. Pure.
+"""The host's side: its lease, the changing mandate, and what is known of each node. Pure.
 
-A world may begin once three things hold: the mandate that describes it is held by a majority of
-the former and of the next electors, the lease lasts, and every rank of a former world that this
-world replaces is dead: its node has said so, or its permit has run out (`Fences`).
+A world may begin once three things hold: a majority of the former and of the next electors holds
+the mandate that describes it, the lease lasts, and every rank of the world that it replaces is
+dead, because its node has reported that or its permit has expired (`Fences`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from echelon.launcher.election.lease import Lease, beat_interval_s
 from echelon.launcher.election.mandate import WITNESS, Mandate, Member, electors_of
 
-KILL_S = 1.0  # a node's guard kills ranks whose permit has run out; the kernel takes its time
+KILL_S = 1.0  # the time that the kernel needs once a guard kills ranks whose permit has expired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What the host sends to each node.
+    """A host's message to each node.
 
     Attributes:
-        echo: the last reply that it received, 0 for none.
-        holds: the lease lasts without the witness's replies.
+        echo: the last reply that it received; 0 for none.
+        holds: whether the lease lasts without the witness's replies.
     """
 
     term: int
@@ -35,7 +35,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """A node's reply to a beat, or to a new mandate. `version`: of the mandate that it holds."""
+    """A node's reply to a beat or a mandate; `version` is that of the mandate it holds."""
 
     term: int
     number: int
@@ -55,7 +55,7 @@ class Office:
     """The office of the host `name` in one term.
 
     Args:
-        mandate: what it starts from: an elected host's is the former host's.
+        mandate: the state from which it starts: for an elected host, that of the former host.
         promise_s: how long electors keep their promise.
     """
 
@@ -65,15 +65,15 @@ class Office:
         self.promise_s = promise_s
         self.mandate = replace(mandate, term=term, index=0)
         self.is_deposed = False
-        self._is_following = False  # the witness, that appeared or vanished
-        self._next = self.mandate.electorates[-1]  # alone once they are settled
+        self._is_following = False  # whether a change of the witness is in progress
+        self._next = self.mandate.electorates[-1]  # the only electorate once it is settled
         self._lease = Lease(name, promise_s)
         self._nodes: dict[str, _Node] = {}
         self._next_beat_s = float("-inf")
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that are connected, but for the host itself."""
+        """The connected nodes, except the host itself."""
         return tuple(self._nodes)
 
     # ---- beats ----
@@ -85,12 +85,12 @@ class Office:
         self._next_beat_s = float("-inf")
 
     def remove(self, name: str) -> float:
-        """Forget a node; return when its ranks are dead at the latest."""
+        """Forget a node; return by when its ranks are dead."""
         node = self._nodes.pop(name, None)
         return float("-inf") if node is None else node.permit_ends_s + KILL_S
 
     def deadline_s(self) -> float:
-        """Return when `beats` has something to send."""
+        """Return when `beats` next has something to send."""
         return self._next_beat_s
 
     def beats(self, now_s: float) -> list[tuple[str, Beat]]:
@@ -102,7 +102,7 @@ class Office:
         return [(name, self._beat(name, number, now_s)) for name in self._nodes]
 
     def beat_to(self, names: Iterable[str], now_s: float) -> list[tuple[str, Beat]]:
-        """Return beats that are not due yet: a world begins with a fresh permit."""
+        """Return extra beats, so that a new world begins with a fresh permit."""
         number = self._lease.beat(now_s)
         return [(name, self._beat(name, number, now_s)) for name in names if name in self._nodes]
 
@@ -124,12 +124,12 @@ class Office:
         return lasts and not self.is_deposed
 
     def is_heard(self, name: str, now_s: float) -> bool:
-        """Return whether a node has replied within the time that an elector's promise lasts."""
+        """Return whether a node has replied within the duration of an elector's promise."""
         node = self._nodes.get(name)
         return node is not None and now_s - node.replied_s < self.promise_s
 
     def on_reply(self, name: str, reply: Reply, now_s: float) -> None:
-        """Take in a node's reply."""
+        """Handle a node's reply."""
         if reply.term > self.term:
             self.is_deposed = True
         node = self._nodes.get(name)
@@ -142,7 +142,7 @@ class Office:
             node.index = max(node.index, reply.version[1])
 
     def remaining_s(self, now_s: float) -> float:
-        """Return how long ranks may run yet; 0 once a majority is out of reach."""
+        """Return how much longer ranks may run; 0 once a majority is out of reach."""
         if self.is_deposed:
             return 0.0
         return self._lease.remaining_s(self.mandate.electorates, now_s)
@@ -159,11 +159,11 @@ class Office:
         has_witness: bool = False,
         memory: str | None = None,
     ) -> None:
-        """Make the mandate of a next world; the former electors have a say until it is held.
+        """Create the mandate of the next world; the former electors vote until it is settled.
 
         Args:
-            has_witness: the witness answers.
-            memory: the restart policy's; None: as before.
+            has_witness: whether the witness answers.
+            memory: the restart policy's memory; None keeps the present one.
         """
         self._is_following = False
         electors = self._next = electors_of(members, self.name, has_witness=has_witness)
@@ -184,7 +184,7 @@ class Office:
         )
 
     def withdraw(self) -> bool:
-        """Let proposed electors go, if only the host had a vote before; return whether it did.
+        """Drop proposed electors if only the host had a vote before; return whether that was so.
 
         No decision was possible without the host, so none was taken.
         """
@@ -206,7 +206,7 @@ class Office:
         )
 
     def is_held_by(self, names: Iterable[str]) -> bool:
-        """Return whether all of these nodes hold it, and have replied to a beat."""
+        """Return whether all of these nodes hold the mandate."""
         index = self.mandate.index
         return all(
             name == self.name or (name in self._nodes and self._nodes[name].index >= index)
@@ -214,9 +214,9 @@ class Office:
         )
 
     def follow_witness(self, now_s: float) -> bool:
-        """Let the witness vote while it answers, and no longer: it must not be missed itself.
+        """Let the witness vote only while it answers, so that its own loss does no harm.
 
-        Only while a world runs. Returns whether there is another mandate, to be sent.
+        Call this only while a world runs. It returns whether there is a new mandate to send.
         """
         mandate = self.mandate
         if self._is_following:
@@ -237,7 +237,7 @@ class Office:
         return True
 
     def settle(self) -> None:
-        """Let the former electors go, once `is_held`."""
+        """Drop the former electors, once `is_held`."""
         electorates = (self._next,)
         if self.mandate.electorates != electorates:
             self.mandate = replace(

@@ -1,4 +1,4 @@
-"""Questions for a vote and their answers, as they are sent and as the electors take them."""
+"""Conversions between polls and votes as they are sent, and as the electors use them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from echelon.launcher.election.elector import Answer, Canvass
 
 
 def asked_of(poll: m.Poll) -> Canvass:
-    """Return what a poll asks."""
+    """Return the question in a poll."""
     first, second = (*poll.version, -1, -1)[:2]
     return Canvass(
         node=poll.node, term=poll.term, version=(first, second), is_binding=poll.is_binding
@@ -15,7 +15,7 @@ def asked_of(poll: m.Poll) -> Canvass:
 
 
 def poll_of(asked: Canvass, founder: str) -> m.Poll:
-    """Return a question as it is sent, in the job of this founder."""
+    """Return a question as a poll to send, for the job of this founder."""
     return m.Poll(
         node=asked.node, term=asked.term, version=list(asked.version),
         is_binding=asked.is_binding, founder=founder,
@@ -23,7 +23,7 @@ def poll_of(asked: Canvass, founder: str) -> m.Poll:
 
 
 def answer_of(vote: m.Vote) -> Answer:
-    """Return what a vote answers."""
+    """Return the answer in a vote."""
     return Answer(
         term=vote.term, granted=vote.granted, early=vote.early, host=vote.host,
         endpoint=vote.endpoint,
@@ -31,7 +31,7 @@ def answer_of(vote: m.Vote) -> Answer:
 
 
 def vote_of(answer: Answer) -> m.Vote:
-    """Return an answer as it is sent."""
+    """Return an answer as a vote to send."""
     return m.Vote(
         term=answer.term, granted=answer.granted, early=answer.early, host=answer.host,
         endpoint=answer.endpoint,

@@ -1,7 +1,7 @@
-"""Carries questions to other launchers and their answers back: one call each, on a thread.
+"""The transport of questions to other launchers and of their answers, one call for each.
 
-A question is a session of one message, sealed like every other: a peer that does not know the job's
-secret gets no answer, and neither is one that does not arrive within a second.
+A question is a session of one message, sealed like every other one. A peer that does not know the
+job's secret gets no answer, and an answer that does not arrive within a second is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSE_S = 3.0
 
 
 class Questions:
-    """One thread that asks; no call blocks."""
+    """One thread that sends questions; no call blocks."""
 
     def __init__(self, secret: bytes, tls: TlsFiles | None) -> None:
         self._secret = secret
@@ -42,7 +42,7 @@ class Questions:
         """Ask the launcher at "host:port"; never blocks.
 
         Args:
-            on_answer: called on the thread, unless there is no answer.
+            on_answer: called on the thread; not called if there is no answer.
         """
         with contextlib.suppress(RuntimeError):
             asking = self._ask(endpoint, question, on_answer)
@@ -71,7 +71,7 @@ class Questions:
             async with open_channel(endpoint, self._tls) as channel:
                 answer = await asyncio.wait_for(self._call(channel, question), _ANSWER_S)
         except (grpc.RpcError, LaunchError, OSError, asyncio.TimeoutError):
-            return  # it is lost as well, or not reached from here
+            return  # it is lost as well, or cannot be reached from here
         on_answer(answer)
 
     async def _call(self, channel: grpc.aio.Channel, question: Event) -> Event | Command:

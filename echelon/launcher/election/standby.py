@@ -1,8 +1,8 @@
-"""A node's readiness to continue the job: its vote, its permit, its listener, its canvass.
+"""A node's readiness to continue the job: its vote, permit, listener, and search for a host.
 
-Every node of a job with failover has one, the host too. The listener is open from the start, since
-the moment at which it is needed is the wrong one to find out that a port is taken. Votes are given
-on the listener's thread, all else happens on the agent's loop.
+Every node of a job with failover has a standby, including the host. The listener is opened at the
+start, because the moment of a takeover would be too late to find out that a port is taken. Votes
+are given on the listener's thread; all else happens on the agent's loop.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from echelon.launcher.election.lease import Permit, now_s
 from echelon.launcher.election.mandate import Mandate, unpack_mandate
 from echelon.launcher.election.polls import answer_of, asked_of, poll_of, vote_of
 
-_OVERDUE_SHARE = 0.75  # of the promise: ranks are examined before their permit runs out
+_OVERDUE_SHARE = 0.75  # of the promise, so that ranks are examined before their permit expires
 
 
 class Standby:
     """One node's part in the succession.
 
     Args:
-        name: the node's own.
+        name: the node's own name.
         bind_address: "host:port" of the listener.
-        promise_s: how long a beat of the host binds this node, until the host says how long.
-        is_open: this node hosts the job from the start.
+        promise_s: how long a beat of the host binds this node, until the host sends its own value.
+        is_open: whether this node hosts the job from the start.
 
     Attributes:
         server: the listener.
         former: the host that was lost last.
-        events: what nodes send to it, once it is open.
+        events: messages from nodes, once the listener is open.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -68,21 +68,21 @@ class Standby:
 
     @property
     def term(self) -> int:
-        """The latest that is known."""
+        """The latest term that is known."""
         return self._elector.term
 
     @property
     def mandate(self) -> Mandate | None:
-        """What this node would continue from."""
+        """The state from which this node would continue."""
         return self._elector.mandate
 
     @property
     def candidacy(self) -> Candidacy | None:
-        """The search for a host, None while there is one."""
+        """The search for a host; None while there is a host."""
         return self._candidacy
 
     def close(self) -> None:
-        """Close the listener; waits for what was sent to leave."""
+        """Close the listener; waits for pending messages to leave."""
         if self._canvasser is not None:
             self._canvasser.close()
         self.server.close()
@@ -91,7 +91,7 @@ class Standby:
     # ---- with a host ----
 
     def on_beat(self, beat: m.LeaseBeat) -> m.LeaseReply:
-        """Take in a host's beat; return what to reply."""
+        """Handle a host's beat; return the reply."""
         with self._lock:
             self.promise_s = self._elector.promise_s = beat.promise_ms / 1e3
             if self._elector.on_beat(beat.term, beat.host, now_s()):
@@ -99,7 +99,7 @@ class Standby:
         return self._reply(beat.number)
 
     def on_entrust(self, command: m.Entrust) -> m.LeaseReply:
-        """Keep a mandate; return what to reply.
+        """Keep a mandate; return the reply.
 
         Raises:
             LaunchError: it is malformed.
@@ -108,12 +108,12 @@ class Standby:
         return self._reply(0)
 
     def keep(self, mandate: Mandate) -> None:
-        """Keep a mandate: another host's, or this node's own."""
+        """Keep a mandate, another host's or this node's own."""
         with self._lock:
             self._elector.on_mandate(mandate)
 
     def hold(self, term: int) -> None:
-        """As the host: vote for no other node, as long as the lease lasts."""
+        """As the host, vote for no other node while the lease lasts."""
         with self._lock:
             self._elector.on_beat(term, self.name, now_s())
 
@@ -127,7 +127,7 @@ class Standby:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the host that this node follows has sent no beat for long."""
+        """Whether the host that this node follows has sent no beat for too long."""
         elector = self._elector
         if self._candidacy is not None or elector.host in ("", self.name):
             return False
@@ -149,11 +149,11 @@ class Standby:
             self._canvasser = Canvasser(self._secret, self._tls)
 
     def found_host(self) -> None:
-        """End the search: this node connects to a host, or is one."""
+        """End the search: this node connects to a host, or is the host."""
         self._candidacy = None
 
     def seek(self) -> Candidacy | None:
-        """Take in votes, and ask for them where that is due; return the search."""
+        """Handle votes, and send polls when they are due; return the search."""
         candidacy, canvasser, mandate = self._candidacy, self._canvasser, self.mandate
         if candidacy is None or canvasser is None or mandate is None:
             return candidacy
@@ -169,7 +169,7 @@ class Standby:
         return candidacy
 
     def fileno(self) -> int:
-        """Readable when votes may have arrived; only while there is a search."""
+        """Return a descriptor that is readable when votes may have arrived; needs a search."""
         assert self._canvasser is not None
         return self._canvasser.votes.fileno()
 

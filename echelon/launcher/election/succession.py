@@ -1,7 +1,7 @@
-"""What the coordinator of a job with failover asks before it begins a world, and at each step.
+"""The conditions under which a host with failover may begin a world and continue to host it.
 
-It sends mandates and beats, fences nodes that are lost, and says when this host has to stop: once
-its lease has run out, the others may elect another host, and two worlds must never run.
+It sends mandates and beats, fences lost nodes, and reports when this host has to stop: once its
+lease has expired, the others may elect another host, and two worlds must never run at once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Succession:
     """The host's part of the succession of one job.
 
     Args:
-        endpoint: this host's, as other nodes dial it.
-        inherited: what was taken over from a former host, None at the start of a job.
+        endpoint: this host's endpoint, as other nodes dial it.
+        inherited: the state taken over from a former host; None at the start of a job.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Succession:
         self.inherited = inherited
         self.waits_for = ""
         self._has_world = False
-        self._witness_due_s = float("-inf")  # a world waits so long for its first answer
+        self._witness_due_s = float("-inf")  # how long a world waits for its first answer
         if office.mandate.witness:
             office.add(WITNESS)
             self._witness_due_s = now_s() + _WITNESS_S
@@ -60,11 +60,11 @@ class Succession:
 
     @property
     def mandate(self) -> Mandate:
-        """The present one."""
+        """The present mandate."""
         return self._office.mandate
 
     def remaining_s(self) -> float:
-        """Return how long this host's lease lasts yet."""
+        """Return how much longer this host's lease lasts."""
         return self._office.remaining_s(now_s())
 
     def deadline_s(self) -> float:
@@ -83,7 +83,7 @@ class Succession:
         self._send(hello.node, m.Entrust(mandate=pack_mandate(self.mandate)))
 
     def lose(self, name: str) -> None:
-        """Fence a node that is lost."""
+        """Fence a lost node."""
         ends_s = self._office.remove(name)
         self._fences.lose(name, self._endpoints.get(name, ""), ends_s, now_s())
         if name in self._proposed:
@@ -92,7 +92,7 @@ class Succession:
                 self._publish()
 
     def on_reply(self, name: str, event: m.LeaseReply) -> None:
-        """Take in a node's reply."""
+        """Handle a node's reply."""
         self._office.on_reply(name, reply_of(event), now_s())
 
     def step(self) -> None:
@@ -109,9 +109,9 @@ class Succession:
                 self._say_majority(len(self.mandate.members))
 
     def why_lapsed(self, *, has_world: bool) -> str:
-        """Return why this host has to stop, "" while it may continue.
+        """Return why this host has to stop, or "" while it may continue.
 
-        Without ranks that run it waits somewhat longer for nodes to connect again.
+        Without running ranks, it waits somewhat longer for nodes to reconnect.
         """
         if self._office.is_deposed:
             return "another node was elected to host the job"
@@ -120,7 +120,7 @@ class Succession:
             return ""
         electors = self.mandate.electors
         return (
-            f"no majority of the {len(electors)} electing nodes answers; "
+            f"no majority of the {len(electors)} electing nodes replies; "
             "they may continue without this node"
         )
 
@@ -133,13 +133,13 @@ class Succession:
         num_attempts: int,
         memory: str = "",
     ) -> bool:
-        """Return whether a world of these nodes may begin; propose it if that is still to be done.
+        """Return whether a world of these nodes may begin; if it is new, propose it.
 
-        It may once a majority holds the mandate that describes it, all its nodes are reached, and
-        all ranks of lost nodes are dead.
+        It may begin once a majority holds the mandate that describes it, all its nodes hold it as
+        well, and all ranks of lost nodes are dead.
         """
         if now_s() < self._witness_due_s and not self._office.is_heard(WITNESS, now_s()):
-            self.waits_for = "the witness to answer"
+            self.waits_for = "an answer from the witness"
             return False
         names = tuple(node.name for node in nodes)
         if names != self._proposed:
@@ -153,9 +153,9 @@ class Succession:
             self._publish()
         office = self._office
         if not office.is_held() or not office.is_held_by(names):
-            self.waits_for = "the nodes to confirm the next world"
+            self.waits_for = "confirmation of the next world by its nodes"
         elif now_s() < self._fences.until_s():
-            self.waits_for = "the ranks of a lost node to have ended for certain"
+            self.waits_for = "certainty that the ranks of a lost node have ended"
         else:
             self.waits_for = ""
         return not self.waits_for and self.remaining_s() > 0

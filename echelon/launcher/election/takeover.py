@@ -1,9 +1,9 @@
-"""The first moments of an elected host: it waits for the other nodes, and for its lease.
+"""The first moments of an elected host, in which it waits for the other nodes and for its lease.
 
-Nothing is decided before a majority holds its mandate. What the nodes report is kept for the
-coordinator, which takes over with `Inheritance` once the nodes of the last world have connected, or
-have had their time to. Without a lease within the time that counts as a loss this node becomes a
-member again.
+Nothing is decided before a majority holds its mandate. The nodes' reports are kept for the
+coordinator, which takes over with an `Inheritance` once the nodes of the last world have connected,
+or have had the time to do so. If it obtains no lease in time, this node becomes an ordinary member
+again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from echelon.launcher.election.mandate import WITNESS, Mandate, pack_mandate
 from echelon.launcher.election.office import KILL_S, Beat, Office, Reply
 
 _ASSEMBLE_S = 3.0  # for the nodes of the last world
-_VOTERS_S = 15.0  # for those of them that are known to live: they may still examine their ranks
+_VOTERS_S = 15.0  # for those known to be alive, which may still be examining their ranks
 Send = Callable[[str, m.Command], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inheritance:
-    """What a coordinator begins with in place of nothing.
+    """The state with which a coordinator takes over.
 
     Attributes:
-        mandate: the former host's last one.
+        mandate: the former host's last mandate.
         former: that host's name.
         hellos: the nodes that are connected.
         events: what they have reported since.
-        fenced_until_s: ranks of nodes that are not connected are dead then, by `lease.now_s`.
+        fenced_until_s: by then, the ranks of unconnected nodes are dead; by `lease.now_s`.
     """
 
     mandate: Mandate
@@ -41,13 +41,13 @@ class Inheritance:
 
 
 class Takeover:
-    """An elected host without a coordinator yet.
+    """An elected host that has no coordinator yet.
 
     Args:
         former: the lost host's name.
-        voters: electors that voted for this host.
-        was_early: it was elected before the former lease had expired for certain.
-        send: to a node.
+        voters: the electors that voted for this host.
+        was_early: whether it was elected before the former lease had expired for certain.
+        send: sends a command to a node.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Takeover:
         if mandate.witness:
             office.add(WITNESS)
         self._began_s = now_s()
-        # A dead launcher's guard takes a moment too; a node that is cut off keeps its permit.
+        # A dead launcher's guard also takes a moment; a node that is cut off keeps its permit.
         self._ranks_end_s = self._began_s + (2 if was_early else 1) * KILL_S
         self._permits_end_s = self._ranks_end_s + (office.promise_s if was_early else 0.0)
 
@@ -81,11 +81,11 @@ class Takeover:
         return self.office.is_deposed or (late and self.office.remaining_s(now_s()) <= 0)
 
     def deadline_s(self) -> float:
-        """Return when `step` is to be called again, by `lease.now_s`."""
+        """Return when to call `step` again, by `lease.now_s`."""
         return min(self.office.deadline_s(), now_s() + 0.1)
 
     def step(self, events: Iterable[tuple[str, m.Event]]) -> Inheritance | None:
-        """Take in events and send what is due; return the inheritance once it can be taken."""
+        """Handle events and send what is due; return the inheritance once it is complete."""
         for name, event in events:
             self._take(name, event)
         for name, beat in self.office.beats(now_s()):
@@ -123,7 +123,7 @@ class Takeover:
 
 
 def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
-    """Return a beat as it is sent."""
+    """Return a beat as a message to send."""
     return m.LeaseBeat(
         term=beat.term, host=beat.host, number=beat.number, echo=beat.echo,
         remaining_ms=beat.remaining_ms, promise_ms=int(promise_s * 1e3), holds=beat.holds,
@@ -131,6 +131,6 @@ def beat_message(beat: Beat, promise_s: float) -> m.LeaseBeat:
 
 
 def reply_of(event: m.LeaseReply) -> Reply:
-    """Return a reply as the office takes it."""
+    """Return the reply in a message."""
     first, second = (*event.version, -1, -1)[:2]
     return Reply(term=event.term, number=event.number, stamp=event.stamp, version=(first, second))

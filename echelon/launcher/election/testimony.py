@@ -1,4 +1,4 @@
-"""The host's line to the witness: what it sends there as to any node, a question each."""
+"""The host's link to the witness, which carries the same messages as to a node, as questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from echelon.launcher.election.questions import Questions
 
 
 class Testimony:
-    """Asks the witness for its replies, which go to `events` as a node's do."""
+    """A sender of questions to the witness; `events` receives its replies like those of a node."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Testimony:
         self._events = events
 
     def send(self, command: Command) -> None:
-        """Send a beat, or a new mandate with the next one; never blocks."""
+        """Send a beat, or a new mandate; never blocks."""
         if isinstance(command, Entrust):
             mandate = unpack_mandate(command.mandate)
             self._mandate, self._term = pack_mandate(ballot_of(mandate)), mandate.term
-            # At once, too: a world may wait for it.
+            # Sent at once as well, because a world may wait for it.
             self._ask(Renew(
                 founder=self._founder, term=mandate.term, host="", number=0, holds=False,
                 promise_ms=0, mandate=self._mandate,

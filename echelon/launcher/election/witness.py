@@ -1,10 +1,10 @@
-"""A voter without ranks: it lets one of two nodes continue where the other is lost. Pure.
+"""A voter without ranks: it lets one of two nodes continue if the other is lost. Pure.
 
-The witness is an `Elector` per job, and keeps nothing else: whom it has promised not to replace,
-for how long, and which nodes may ask. It writes nothing to a disk. One that was started again does
-not know what it promised, so it votes in no job until that job's host registers it; and a host may
-do so only while its lease lasts without the witness's own reply: one that lost the others may have
-been replaced, with the vote that was forgotten.
+The witness is one `Elector` per job and keeps nothing else: which host it has promised not to
+replace, for how long, and which nodes may ask. It writes nothing to disk. A restarted witness does
+not know its promises, so it votes in no job until that job's host registers it. A host may do so
+only while its lease lasts without the witness's own reply. Otherwise, a host that has lost the
+other nodes may already have been replaced, with the vote that the witness has forgotten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from echelon.launcher.election.elector import Answer, Canvass, Elector
 from echelon.launcher.election.mandate import WITNESS, Mandate
 
 _KEEP_S = 86_400.0
-UNKNOWN_TERM = -1  # of a job that the witness does not know
+UNKNOWN_TERM = -1  # for a job that the witness does not know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,8 +23,8 @@ class Renewal:
     """A host's beat to the witness.
 
     Attributes:
-        number: of the beat, 0 for a mandate that no beat carries.
-        holds: the lease lasts without the witness's reply.
+        number: the number of the beat; 0 for a mandate without a beat.
+        holds: whether the lease lasts without the witness's reply.
     """
 
     term: int
@@ -37,7 +37,7 @@ class Renewal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The witness's reply. `number`: of the beat that it acknowledges, 0 for none."""
+    """The witness's reply; `number` is that of the acknowledged beat, or 0 for none."""
 
     term: int
     number: int = 0
@@ -45,14 +45,14 @@ class Renewed:
 
 
 class Witness:
-    """The witness of any number of jobs, each known by its founder's unique name."""
+    """The witness of any number of jobs; each is known by its founder's unique name."""
 
     def __init__(self) -> None:
         self._electors: dict[str, Elector] = {}
         self._renewed_s: dict[str, float] = {}
 
     def on_renewal(self, founder: str, renewal: Renewal, now_s: float) -> Renewed:
-        """Take in a host's beat, or a new mandate; return what to reply."""
+        """Handle a host's beat or a new mandate; return the reply."""
         elector = self._electors.get(founder)
         if elector is None:
             if not renewal.holds:
@@ -75,7 +75,7 @@ class Witness:
         return elector.on_canvass(asked, now_s)
 
     def _forget(self, now_s: float) -> None:
-        """Forget jobs that ended long ago: whether they did is not reported here."""
+        """Forget jobs without a beat for a day; the end of a job is not reported here."""
         for founder, renewed_s in list(self._renewed_s.items()):
             if renewed_s < now_s - _KEEP_S:
                 del self._electors[founder], self._renewed_s[founder]

@@ -1,4 +1,4 @@
-"""`echelon witness`: serve a vote to jobs of two nodes, from a third machine."""
+"""`echelon witness`: a voter for jobs of two nodes, on a third machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.launcher.options.texts import not_negative
 
 
 class WitnessServer:
-    """A witness at an address; its answers are given on the server's thread alone.
+    """A witness at an address; only the server's thread gives answers.
 
     Raises:
         LaunchError: the address cannot be bound.
@@ -49,7 +49,7 @@ class WitnessServer:
             asked = asked_of(question)
             return vote_of(self._witness.on_canvass(question.founder, asked, now_s()))
         if not isinstance(question, m.Renew):
-            raise LaunchError("a witness serves here, which hosts no job")
+            raise LaunchError("this is a witness, which hosts no job")
         renewed = self._witness.on_renewal(question.founder, _renewal(question), now_s())
         return m.LeaseReply(
             term=renewed.term, number=renewed.number, stamp=renewed.number,
@@ -65,16 +65,16 @@ def _renewal(renew: m.Renew) -> Renewal:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGTERM or SIGINT; return 0, 1 if it cannot serve, or 2 for bad usage."""
+    """Serve until SIGTERM or SIGINT; return 0, or 1 if it cannot serve, or 2 for bad usage."""
     parser = Parser(
         prog="echelon witness",
-        description="Vote in jobs of two nodes, so that one continues where the other is lost: "
-        "for `echelon run --rdzv-witness`, on a third machine.",
+        description="Vote in jobs of two nodes, so that one can continue if the other is lost. "
+        "Run it on a third machine, for `echelon run --rdzv-witness`.",
     )
     parser.add_argument("--version", action="version", version=f"echelon {__version__}")
     parser.add_argument(
         "--port", type=not_negative, default=WITNESS_PORT, metavar="PORT",
-        help=f"where to listen (default {WITNESS_PORT}; 0: any free one, which is printed)",
+        help=f"port to listen on (default {WITNESS_PORT}; 0: any free port, which is printed)",
     )  # fmt: skip
     parser.add_argument(
         "--bind", default="0.0.0.0", metavar="ADDRESS",  # noqa: S104 -- peers prove the secret
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--rdzv-secret-file", type=Path, metavar="FILE",
-        help="the secret of the jobs; or set ECHELON_SECRET",
+        help="file with the secret of the jobs; or set ECHELON_SECRET",
     )  # fmt: skip
     for name in ("cert", "key", "ca"):
         parser.add_argument(f"--rdzv-{name}", type=Path, metavar="FILE", help="TLS, as for run")

@@ -1,1 +1,1 @@
-"""Each node's part: its workers, their guard, environment, processors, control groups and rings."""
+"""One node's part of a job: workers, guard, environment, processors, control groups and rings."""

@@ -1,14 +1,15 @@
-"""What a worker does, seen from outside: for programs that record nothing.
+"""A worker's activity as seen from outside, for programs that record nothing.
 
-Processor time of the worker and of all that it started, output, and bytes on its connections. The
-store's connection does not count: clients ask it about time-outs for as long as they hang.
+The signs of activity are processor time of the worker and its descendants, output, and bytes on its
+connections. The store's connection does not count, because hanging clients keep polling it.
 
-A worker that does nothing inside a collective of torch's Gloo backend has an operation pending, as
-a ring would say. A Gloo thread that waits for the interpreter's lock looks the same at one look: it
-waits with a timeout. But it wakes two hundred times per second to ask for the lock.
+An inactive worker inside a collective of torch's Gloo backend has a pending operation, as a ring
+would show. At a single look, a Gloo thread that waits for the interpreter's lock is
+indistinguishable: it also waits with a timeout. But it wakes two hundred times per second to
+request the lock.
 
-Threads that only poll a clock never reach zero processor time, so less than a fiftieth of a
-core is none. Connections are looked at only once a worker has done nothing for a while.
+Threads that only poll a clock never reach zero processor time, so less than a fiftieth of a core
+counts as none. Connections are examined only after a worker has been inactive for a while.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Activity:
     """One worker, seen from outside. Stamps are monotonic ns.
 
     Args:
-        quiet_s: without a sign, after which connections are looked at.
-        looks_inside: whether threads are looked at then, too, for the calls that they wait in.
+        quiet_s: after this long without a sign of activity, connections are examined.
+        looks_inside: whether threads are then examined too, for the calls in which they wait.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class Activity:
         self._woke_ns = now_mono_ns
         self.last_mono_ns = now_mono_ns
         self.num_signs = 0
-        self.has_met = False  # it has a connection to the store
-        self.is_in_collective = False  # and does nothing else
+        self.has_met = False  # whether it has had a connection to the store
+        self.is_in_collective = False  # inside one, and otherwise inactive
 
     def look(self, num_printed_bytes: int, now_mono_ns: int) -> None:
-        """Note what it has done since the last look."""
+        """Note what the worker has done since the last look."""
         ticks = self._cpu_ticks()
         elapsed_s = (now_mono_ns - self._since_ns) / 1e9
         self.is_in_collective = False
@@ -74,14 +75,14 @@ class Activity:
             self.is_in_collective = num_waiting > self._num_polling(pid, now_mono_ns)
 
     def rest(self, num_printed_bytes: int, now_mono_ns: int, ticks: int | None = None) -> None:
-        """Count from now: what it has done so far was noted, or was requested by the launcher."""
+        """Restart the counts: earlier activity was noted, or was caused by the launcher."""
         self._ticks = self._cpu_ticks() if ticks is None else ticks
         self._since_ns = now_mono_ns
         self._printed = num_printed_bytes
         self._carried = None
 
     def _num_polling(self, pid: int, now_mono_ns: int) -> int:
-        """Count the Gloo threads that woke often since they were looked at last."""
+        """Return the number of Gloo threads that woke often since the last look."""
         before, self._wakes = self._wakes, _gloo_wakes(pid)
         elapsed_s = (now_mono_ns - self._woke_ns) / 1e9
         self._woke_ns = now_mono_ns
@@ -102,7 +103,7 @@ class Activity:
         return before is not None and carried != before
 
     def _cpu_ticks(self) -> int:
-        """Count the processor time of the worker and of all below it, dead ones included."""
+        """Return the processor time of the worker and its descendants, including ended ones."""
         return sum(_cpu_ticks(pid) for pid in (self._pid, *descendants(self._pid)))
 
 

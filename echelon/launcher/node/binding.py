@@ -1,13 +1,13 @@
-"""`--numa-binding`: which processors each worker of this node may use.
+"""`--numa-binding`: the processors that each worker of this node may use.
 
     node          all of the NUMA node of its GPU
     socket        all of that node's socket
-    exclusive     a share of that node's cores, which no other worker has
-    core-complex  one group of cores with a last-level cache of their own
+    exclusive     a share of that node's cores, which no other worker gets
+    core-complex  a group of cores that share a last-level cache
 
-The worker with local rank r has the r-th visible GPU. Where there are no GPUs, or more workers than
+The worker with local rank r has the r-th visible GPU. If there are no GPUs, or more workers than
 GPUs, workers are spread evenly over the NUMA nodes. Only processors that the launcher itself may
-use are handed out. What a machine does not tell (its nodes, its caches) counts as one.
+use are assigned. A machine that does not report its nodes or caches counts as having one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def bind(mode: str, num_workers: int, environ: Mapping[str, str]) -> list[frozen
 
 
 def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
-    """Describe what was bound, and how much of it the machine imposed."""
+    """Return a line for the user that lists the processors of each worker."""
     if len(processors) > 1 and len(set(processors)) == 1:
-        shown = f"this machine has one such place: all ranks get processors {runs(processors[0])}"
+        shown = f"only one choice on this machine: all ranks get processors {runs(processors[0])}"
     else:
         each = ", ".join(f"{rank}: {runs(cpus)}" for rank, cpus in enumerate(processors))
         shown = f"processors by local rank: {each}"
@@ -44,7 +44,7 @@ def describe(mode: str, processors: Sequence[frozenset[int]]) -> str:
 
 
 class Topology:
-    """A machine's processors, as /sys shows them, of which `allowed` may be used."""
+    """A machine's processors, as /sys shows them; only those in `allowed` may be used."""
 
     def __init__(self, sys: Path, allowed: frozenset[int]) -> None:
         self._cpu = sys / "devices/system/cpu"
@@ -52,7 +52,7 @@ class Topology:
         self._allowed = allowed
 
     def bind(self, mode: str, num_workers: int, gpus: Sequence[int]) -> list[frozenset[int]]:
-        """Return the processors of each worker; `gpus` has the NUMA node of each GPU.
+        """Return the processors of each worker; `gpus` holds the NUMA node of each GPU.
 
         Raises:
             LaunchError: there are too few for this binding.
@@ -97,8 +97,8 @@ class Topology:
     def _part(
         self, mode: str, groups: Sequence[frozenset[int]], index: int, count: int
     ) -> frozenset[int]:
-        """Return the share of one of `count` workers in the groups of cores of its node."""
-        if mode == "core-complex":  # as many as there are; then they are shared
+        """Return one of `count` workers' share of the core groups of its node."""
+        if mode == "core-complex":  # if there are too few, workers share them
             return groups[index % len(groups)]
         if len(groups) < count:
             raise LaunchError(
@@ -130,7 +130,7 @@ class Topology:
     def _grouped(
         self, cpus: frozenset[int], siblings: Callable[[int], frozenset[int]]
     ) -> list[frozenset[int]]:
-        """Split processors by who belongs with whom, in order of their lowest."""
+        """Group processors with their siblings, ordered by the lowest number in each group."""
         groups: dict[int, set[int]] = {}
         for cpu in sorted(cpus):
             groups.setdefault(min(siblings(cpu) or {cpu}), set()).add(cpu)
@@ -138,7 +138,7 @@ class Topology:
 
 
 def _numbers(path: Path) -> frozenset[int]:
-    """Read the kernel's list of numbers, `0-3,8`; empty where there is none."""
+    """Parse the kernel's list format, such as `0-3,8`; the result is empty if there is no file."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -151,7 +151,7 @@ def _numbers(path: Path) -> frozenset[int]:
 
 
 def runs(numbers: frozenset[int]) -> str:
-    """Write numbers as the kernel does: `0-3,8`."""
+    """Format numbers as the kernel does: `0-3,8`."""
     text: list[str] = []
     start = last = -2
     for number in sorted(numbers):

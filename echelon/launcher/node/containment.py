@@ -1,8 +1,8 @@
-"""A control group for each worker, where the machine delegates them (version 2).
+"""A control group (version 2) for each worker, if the machine delegates them.
 
-With one, a worker and all that it starts are ended by one write that no fork outruns and no missing
-permission stops. Without one, the guard's walk over its descendants does the work. A group has no
-limits of its own: those of the launcher's group still hold.
+With a group, a single write ends a worker and all that it has started, and neither a fork nor a
+missing permission can prevent that. Without one, the guard walks over its descendants instead. The
+groups set no limits; those of the launcher's group still apply.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Containment:
     """The groups of one launcher's workers.
 
     Attributes:
-        folder: None where no groups can be made.
+        folder: None if no groups can be created.
     """
 
     def __init__(self) -> None:
         self.folder = _make_folder()
 
     def group(self, name: str) -> str:
-        """Make a worker's group; return its path, "" if there can be none."""
+        """Create a worker's group; return its path, or "" if it cannot be created."""
         if self.folder is None:
             return ""
         group = self.folder / name
@@ -38,7 +38,7 @@ class Containment:
         return str(group)
 
     def close(self) -> None:
-        """Remove what is empty; the guard removes the rest. Safe to call twice."""
+        """Remove the empty groups; the guard removes the rest. Safe to call twice."""
         if self.folder is not None:
             with contextlib.suppress(OSError):
                 for group in self.folder.iterdir():

@@ -1,19 +1,19 @@
-"""The environment of a worker: torchrun's variables, and where its black box goes.
+"""The environment of a worker: torchrun's variables, and the location of its black box.
 
-A worker inherits the launcher's own environment. What is set here:
+A worker inherits the launcher's own environment, with these variables set:
 
 | variable | meaning |
 |---|---|
 | RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE
   ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_* TORCH_NCCL_ASYNC_ERROR_HANDLING
   | as torchrun sets them |
-| CUDA_VISIBLE_DEVICES | with --virtual-local-rank: this worker's GPU; LOCAL_RANK is 0 then |
+| CUDA_VISIBLE_DEVICES | with --virtual-local-rank: this worker's GPU; LOCAL_RANK is then 0 |
 | OMP_NUM_THREADS | 1 with several workers, unless the user has set it |
 | ECHELON_RANK_DIR | RUN/rank_<r>/attempt_<n>: ring, stacks and logs of this worker |
 | ECHELON_ATTEMPT | n |
 | ECHELON_JOB_ID | the job's name |
 | ECHELON_JOB_FILE | RUN/job.json (0600): endpoint and secret |
-| ECHELON_RECORDER_SIZE | operations that the black box keeps |
+| ECHELON_RECORDER_SIZE | how many operations the black box keeps |
 | ECHELON_RESUME | the job's newest committed checkpoint, if there is one |
 | ECHELON_ATTEMPTS | JSON file: how the attempts before this one ended |
 | ECHELON_ON_LOSS | with --on-loss shrink: "shrink" |
@@ -43,7 +43,7 @@ _OURS_ALONE = (
 class Attempt:
     """One start of this node's workers."""
 
-    number: int  # of its folders: RUN/rank_<r>/attempt_<number>
+    number: int  # in the names of its folders: RUN/rank_<r>/attempt_<number>
     restart: int  # within this job
     max_restarts: int
     job_id: str
@@ -72,10 +72,10 @@ class Attempt:
 def worker_environment(
     base: Mapping[str, str], attempt: Attempt, rank: int, rank_dir: Path
 ) -> dict[str, str]:
-    """Return the whole environment of a worker.
+    """Return the complete environment of a worker.
 
     Raises:
-        ValueError: a virtual local rank, and no GPU for it.
+        ValueError: a virtual local rank was requested, but there is no GPU for it.
     """
     env = dict(base)
     env.update(

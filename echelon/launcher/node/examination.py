@@ -1,4 +1,4 @@
-"""The snapshot of this node's ranks for one incident, taken step by step beside the loop's work."""
+"""A snapshot of this node's ranks for one incident, taken in steps while the loop keeps running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Examination:
     """One incident on this node, until its dumps have been handed over.
 
     Attributes:
-        command: what asked for it.
+        command: the request for the snapshot.
         due_s: when the next step is due; monotonic.
     """
 
@@ -30,7 +30,7 @@ class Examination:
         self._steps = harvest_steps(workers, occasion, lambda: self._is_urgent)
 
     def hurry(self) -> None:
-        """Wait for nothing any more: the user wants the job to stop."""
+        """Skip all further waiting: the user wants the job to stop."""
         self._is_urgent = True
         self.due_s = 0.0
 
@@ -44,7 +44,7 @@ class Examination:
         return None
 
     def send(self, records: Sequence[Record], tell: Callable[[m.Event], None]) -> None:
-        """Send the ranks' dumps in parts, each with torch's own if there is one."""
+        """Send the ranks' dumps in parts, each with torch's own dump if there is one."""
         for worker, record in zip(self._workers, records, strict=True):
             self._send_dump(worker.rank, pack_dump(record), tell, is_torchs=False)
             if worker.torch is not None:
@@ -66,10 +66,10 @@ def keep_alone(
     occasion: Occasion,
     reason: str,
 ) -> Path:
-    """Keep a snapshot in this node's run directory; return the incident's folder.
+    """Write a snapshot to this node's run directory; return the incident's folder.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the snapshot cannot be written.
     """
     number, folder = directory.open_incident()
     for worker, record in zip(workers, records, strict=True):

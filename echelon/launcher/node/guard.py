@@ -1,22 +1,21 @@
-"""The guard: the parent of a node's workers, and the end of everything they start.
+"""The guard: the parent process of a node's workers, which ends everything that they start.
 
-Run as a program of its own (`python -I -S guard.py FD`), single-threaded, importing nothing of the
-package. It is there for two things that the agent cannot do itself: it forks without threads
-beside it, and it outlives the agent by the moment that is needed to end the workers if the agent is
-killed.
+It is run as a separate program (`python -I -S guard.py FD`), is single-threaded, and imports
+nothing from the package. It exists for two things that the agent itself cannot do: it forks without
+other threads in the process, and it outlives a killed agent just long enough to end the workers.
 
-* Each worker leads its own session and gets a death signal tied to this process.
-* The guard is the child subreaper: whatever a worker leaves behind, also after `setsid`, becomes
-  the guard's child and is found by walking its descendants.
-* It is the only parent, so the pid of a worker it addresses was not reaped and cannot have been
-  reused; any other process is addressed by a pidfd, taken before its parentage is checked again.
-* It never waits for the agent to read: what it has to report is kept until the socket takes it.
-* Nothing that it meets ends it before its work is done: a process that may not be signalled is
-  reported, a missing /proc leaves it with its direct children.
+* Each worker leads its own session and gets a death signal that is tied to this process.
+* The guard is the child subreaper: any process that a worker leaves behind, even after `setsid`,
+  becomes the guard's child and is found by walking its descendants.
+* The guard is the only parent, so a worker's pid has not been reaped and cannot have been reused.
+  Any other process is addressed by a pidfd, which is opened before its parentage is checked again.
+* It never waits for the agent to read: its reports are kept until the socket accepts them.
+* No error ends it before its work is done: a process that may not be signalled is reported, and
+  without /proc it still handles its direct children.
 
-The agent talks to it over a Unix stream socket: a u32 length, then JSON; descriptors of a worker's
-streams travel with the request. End of file on that socket means that the agent is gone: everything
-is killed.
+The agent talks to it over a Unix stream socket. A message is a u32 length and then JSON; the
+descriptors of a worker's streams travel with the request. End of file on that socket means that the
+agent has died, so everything is killed.
 
     agent -> guard   spawn {index, argv, env, cwd, processors, group} + 3 descriptors
                      signal {index, signal, alone} | sweep {signal} | hold {folder} | fence {at_s}
@@ -24,10 +23,10 @@ is killed.
     guard -> agent   started {index, pid} | failed {index, error}
                      exited {index, code, mono_ns} | swept {count, denied}
 
-`group` is a cgroup of the worker's own, "" where none can be made; `alone` spares the worker's
-children: forked data loaders have no handler for the user's own signals. After the moment of a
-`fence` (of the clock that counts while suspended) no worker may run: the guard kills them all, also
-while the agent is stopped, and starts none until a later fence.
+`group` is the worker's own cgroup, or "" if none can be created. `alone` spares the worker's
+children, because forked data loaders have no handler for the user's own signals. After the moment
+of a `fence` (on the clock that also counts while suspended) no worker may run: the guard kills them
+all, even while the agent is stopped, and starts none until a later fence is set.
 """
 
 from __future__ import annotations
@@ -58,13 +57,15 @@ _KILL_ROUNDS = 200  # a fork bomb may outrun one walk over its tree; this bounds
 
 
 class Guard:
-    """Serve one agent until it hangs up."""
+    """A server for one agent, until that agent closes the connection."""
 
     def __init__(
         self, agent: socket.socket, prctl: ctypes._NamedFuncPointer, ignored: frozenset[int]
     ) -> None:
         self._agent = agent
-        self._ignored = ignored  # when the guard was started, as by nohup: workers inherit it
+        self._ignored = (
+            ignored  # ignored when the guard was started, as under nohup; workers inherit this
+        )
         self._output = bytearray()
         self._groups: list[str] = []  # cgroups of workers
         self._prctl = prctl
@@ -73,17 +74,17 @@ class Guard:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._input = b""
         self._descriptors: list[int] = []
-        self._rings: dict[str, str] = {}  # rank's folder -> folder in memory that has its ring
-        self._held: set[str] = set()  # such folders, locked until this process ends
+        self._rings: dict[str, str] = {}  # rank's folder -> folder in memory that holds its ring
+        self._held: set[str] = set()  # folders for rings, locked until this process ends
         self._fence_s = float("inf")
-        self._is_fenced = False  # the moment has passed
-        self._is_agent_done = False  # it will hang up, having said so
+        self._is_fenced = False  # whether the fence's moment has passed
+        self._is_agent_done = False  # whether the agent has announced its end
 
     def run(self) -> None:
-        """Obey the agent; when it is gone, kill everything and return."""
+        """Carry out the agent's requests; when the agent has ended, kill everything and return."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        poll = select.poll()  # not select: its limit is 1024 descriptors
+        poll = select.poll()  # not select(), which is limited to 1024 descriptors
         poll.register(self._wake_read, select.POLLIN)
         try:
             while True:
@@ -101,11 +102,11 @@ class Guard:
                 if of_agent & ~select.POLLOUT and not self._receive():
                     return
         except OSError:
-            return  # the agent is gone in the middle of a message
+            return  # the agent died in the middle of a message
         finally:
             if not self._is_agent_done:
                 died = f"the launcher (pid {self._agent_pid}) died{_where_none_can_start()}"
-                _print(f"{died}; ending all that it started")
+                _print(f"{died}; ending all processes that it started")
             self._kill_everything()
             for rank_dir, folder in self._rings.items():
                 _bring_home(rank_dir, folder)
@@ -153,7 +154,7 @@ class Guard:
             self._say(event="swept", count=count, denied=denied)
 
     def _until_fence_ms(self) -> int | None:
-        """Return how long workers may run yet, rounded up; None without a fence to enforce."""
+        """Return how long workers may still run, rounded up; None without a fence to enforce."""
         if self._is_fenced or self._fence_s == float("inf"):
             return None
         left_s = self._fence_s - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -193,10 +194,10 @@ class Guard:
         self._say(event="started", index=message["index"], pid=pid)
 
     def _fork(self, message: dict[str, object], streams: list[int]) -> tuple[int, str]:
-        """Start a worker; return its pid and why it could not start, "" if it did.
+        """Start a worker; return its pid, and the reason if it could not start, otherwise "".
 
         Raises:
-            OSError: there can be no further process.
+            OSError: no further process can be created.
         """
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
@@ -209,10 +210,10 @@ class Guard:
             self._become_worker(message, streams, write_end)
         os.close(write_end)
         with os.fdopen(read_end, "rb") as pipe:
-            return pid, pipe.read().decode("utf-8", "replace")  # end of file: exec has succeeded
+            return pid, pipe.read().decode("utf-8", "replace")  # an empty text: exec has succeeded
 
     def _hold(self, folder: str) -> None:
-        """Keep a folder for rings: no other launcher clears it up while the guard lives."""
+        """Lock a folder for rings: no other launcher cleans it up while the guard lives."""
         self._held.add(folder)
         try:
             fd = os.open(folder + "/home", os.O_RDONLY | os.O_CLOEXEC)
@@ -221,9 +222,9 @@ class Guard:
         fcntl.flock(fd, fcntl.LOCK_SH)  # held by the open descriptor
 
     def _allow_agent(self) -> None:
-        """Let the agent's children read this process's stacks, where Yama allows ancestors only.
+        """Let the agent's children read this process's stacks if Yama restricts that to ancestors.
 
-        The exception that is made here survives exec, and not a fork: it covers the worker alone.
+        The permission survives exec but not fork, so it covers only the worker itself.
         """
         try:
             with open(_YAMA) as file:
@@ -236,18 +237,18 @@ class Guard:
     def _become_worker(
         self, message: dict[str, object], streams: list[int], write_end: int
     ) -> None:
-        """In the child: never returns."""
+        """Become the worker, in the child process; never returns."""
         try:
             guard = os.getppid()
             os.setsid()
             self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != guard:  # it died before the signal was tied to it
+            if os.getppid() != guard:  # it died before the death signal was set
                 os._exit(1)
             self._allow_agent()
             signal.set_wakeup_fd(-1)
             for number in _ignorable():
                 if number not in self._ignored:
-                    signal.signal(number, signal.SIG_DFL)  # exec keeps what is ignored
+                    signal.signal(number, signal.SIG_DFL)  # exec keeps ignored signals ignored
             if message["group"]:
                 _enter_group(str(message["group"]))
             for target, source in enumerate((streams[2], streams[0], streams[1])):
@@ -268,7 +269,7 @@ class Guard:
             os._exit(127)
 
     def _signal(self, index: int, number: int, alone: bool) -> None:
-        """Signal a worker, with its whole process group unless `alone`."""
+        """Signal a worker, together with its process group unless `alone` is set."""
         for pid, known in self._workers.items():
             if known == index:
                 _try(os.kill if alone else os.killpg, pid, number)
@@ -288,7 +289,7 @@ class Guard:
                 self._say(event="exited", index=index, code=code, mono_ns=now)
 
     def _sweep(self, number: int) -> tuple[int, list[int]]:
-        """Signal all descendants but workers; return how many, and those that must live."""
+        """Signal all descendants except workers; return their number and the denied pids."""
         if number == signal.SIGKILL and not self._workers:
             for group in self._groups:
                 _kill_group(group)
@@ -318,8 +319,9 @@ class Guard:
         self._flush()
 
     def _flush(self) -> None:
-        """Send what the socket takes now. Waiting for the agent could mean waiting for ourselves:
-        it may be sending to this process.
+        """Send what the socket accepts now.
+
+        Waiting for the agent could mean a deadlock: the agent may be sending to this process.
         """
         try:
             sent = self._agent.send(self._output, socket.MSG_DONTWAIT)
@@ -329,7 +331,7 @@ class Guard:
 
 
 def _print(text: str) -> None:
-    """Print a line where the launcher printed its own."""
+    """Print a line to the launcher's stderr."""
     try:
         os.write(2, f"echelon: {text}\n".encode())
     except OSError:
@@ -337,7 +339,7 @@ def _print(text: str) -> None:
 
 
 def _where_none_can_start() -> str:
-    """Return what to add of a launcher that may have died because no thread can be started."""
+    """Return a note for the report of the agent's death if no process can be started here."""
     try:
         pid = os.fork()
         if pid == 0:
@@ -349,7 +351,7 @@ def _where_none_can_start() -> str:
 
 
 def _bring_home(rank_dir: str, folder: str) -> None:
-    """Move a ring from memory to its rank's folder, as the agent does if it lives to do it."""
+    """Move a ring from memory to its rank's folder, as the agent would have done."""
     link = rank_dir + "/ring"
     try:
         away = os.readlink(link)
@@ -362,11 +364,11 @@ def _bring_home(rank_dir: str, folder: str) -> None:
         os.unlink(away)
         os.rmdir(os.path.dirname(away))
     except OSError:
-        return  # no link: nothing was recorded, or the agent was here first
+        return  # without a link, nothing was recorded, or the agent has moved the ring
 
 
 def _copy_sparse(source: io.BufferedReader, target: io.BufferedWriter) -> None:
-    """Copy a file; blocks of zeros, which are most of a ring, become holes."""
+    """Copy a file; blocks of zeros, which make up most of a ring, become holes."""
     zeros = bytes(_BLOCK_BYTES)
     while block := source.read(_BLOCK_BYTES):
         if block == zeros[: len(block)]:
@@ -382,11 +384,11 @@ def _remove_if_empty(folder: str) -> None:
             os.unlink(folder + "/home")
         os.rmdir(folder)
     except OSError:
-        return  # the agent did it; or the disk could not take a ring, which stays
+        return  # the agent has removed it, or a ring stays because the disk is full
 
 
 def descendants(root: int) -> list[int]:
-    """Return the pids of all living processes below `root`, parents first; [] without a /proc."""
+    """Return the pids of all living processes below `root`, parents first; [] without /proc."""
     children: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
@@ -423,7 +425,7 @@ def _reap_one() -> bool:
 
 
 def _signal_stray(pid: int, number: int) -> bool:
-    """Signal a process below this one, unless its pid is another's by now.
+    """Signal a process below this one, unless its pid now belongs to another process.
 
     Returns:
         False if it may not be signalled.
@@ -474,7 +476,7 @@ def _enter_group(group: str) -> None:
         with open(group + "/cgroup.procs", "w") as file:
             file.write("0")
     except OSError:
-        return  # the worker is found by its parent anyway
+        return  # the worker is found by its parentage anyway
 
 
 def _kill_group(group: str) -> None:
@@ -488,13 +490,13 @@ def _kill_group(group: str) -> None:
 def _remove_group(group: str) -> None:
     try:
         os.rmdir(group)
-        os.rmdir(os.path.dirname(group))  # the last worker's
+        os.rmdir(os.path.dirname(group))  # succeeds after the last worker's group
     except OSError:
         return
 
 
 def _ignorable() -> list[int]:
-    """Every signal whose default would end or stop the guard, and that is not its own fault."""
+    """Return the signals that could end or stop the guard, except those of its own faults."""
     keep = {*_UNCATCHABLE, *_OWN_FAULTS, signal.SIGCHLD}
     return [number for number in signal.valid_signals() if number not in keep]
 
@@ -512,7 +514,7 @@ def main() -> None:
         if before == signal.SIG_IGN and number not in _PYTHONS:
             ignored.add(int(number))
     agent = socket.socket(fileno=int(sys.argv[1]))
-    agent.set_inheritable(False)  # a worker holding it would hide the agent's end
+    agent.set_inheritable(False)  # a worker that held it would hide the agent's end
     Guard(agent, prctl, frozenset(ignored)).run()
 
 

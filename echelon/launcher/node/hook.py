@@ -1,8 +1,8 @@
-"""`--before-restart CMD`: a shell command that this node runs before its workers start again.
+"""`--before-restart CMD`: a shell command that this node runs before its workers restart.
 
-It runs under the guard, as workers do, so nothing of it outlives the job. It is told why there is a
-restart by variables, and gets a limited time. If it fails or takes too long, that is one line and
-the workers start all the same: a command that cleans up must not be able to end a job.
+It runs under the guard, as workers do, so nothing of it outlives the job. Environment variables
+give the reason for the restart, and its time is limited. If it fails or takes too long, one line
+reports that and the workers start anyway: a cleanup command must not be able to end a job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from echelon.launcher.control import messages as m
 from echelon.launcher.node.workers import Workers
 
-FIRST_INDEX = 1 << 20  # the guard knows it by this number plus its attempt's; no worker has it
+FIRST_INDEX = 1 << 20  # plus the attempt's number: the hook's index at the guard, never a worker's
 _UNKILLABLE_S = 5.0
 _SHELL = ("/bin/sh", "-c")
 _BLOCK_BYTES = 1 << 14
@@ -27,10 +27,10 @@ _MAX_LINE_BYTES = 4096
 
 
 class Hook:
-    """One run of the command, from its start until it has ended.
+    """One run of the command, from its start to its end.
 
     Raises:
-        LaunchError: the guard is gone, or there are no descriptors left.
+        LaunchError: the guard has died, or no descriptors are left.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Hook:
             selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._pass_on(pipe))
 
     def tick(self, now_s: float) -> bool:
-        """Kill it once its time is over; return True if it outlives that: wait no longer."""
+        """Kill the command when its time is over; return True if it survives that."""
         if now_s < self.due_s:
             return False
         if self._is_late:
@@ -69,14 +69,14 @@ class Hook:
         return False
 
     def kill(self) -> None:
-        """Kill it; its end is reported as any other."""
+        """Kill the command; its end is reported like any other."""
         self._guard.signal(self.index, signal.SIGKILL)
 
     def note_end(self, code: int | None, error: str = "") -> None:
-        """Print how it failed, if it did, and the rest of its output.
+        """Print the rest of the command's output, and how it failed if it did.
 
         Args:
-            code: None: it could not be started.
+            code: its exit code; None if it could not be started.
         """
         for pipe in list(self._rest):
             self._pass_on(pipe)
@@ -85,15 +85,15 @@ class Hook:
         if self._is_late:
             how = f"took longer than {self._limit_s:g} s and was killed"
         if how:
-            self._say(f"--before-restart {how}; the workers start all the same")
+            self._say(f"--before-restart {how}; the workers start anyway")
 
     def close(self) -> None:
-        """Close its pipes."""
+        """Close the command's pipes."""
         for pipe in list(self._rest):
             self._drop(pipe)
 
     def _pass_on(self, pipe: int) -> None:
-        """Print what it has written."""
+        """Print what the command has written."""
         if pipe not in self._rest:
             return
         with contextlib.suppress(BlockingIOError):
@@ -116,7 +116,7 @@ class Hook:
 
 
 def environment(base: Mapping[str, str], start: m.Start) -> dict[str, str]:
-    """Return the command's environment: the launcher's own, and why there is a restart."""
+    """Return the command's environment: the launcher's own, plus the reason for the restart."""
     env = {name: value for name, value in base.items() if name != "ECHELON_SECRET"}
     last = _last_decision(start.history)
     env.update(

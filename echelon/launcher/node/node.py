@@ -1,9 +1,9 @@
 """A node's part of a job: its workers, their output, their rings.
 
-It obeys commands and reports events. It knows nothing of other nodes and decides nothing, but for
-the time that its own workers get: what they do goes to the coordinator, through `tell`, whether
-that lives in this process or elsewhere. Nothing here blocks the agent's loop for long: an incident
-is collected step by step, in `tick`.
+It carries out commands and reports events. It knows nothing of other nodes and makes no decisions,
+except about how long its own workers may take to stop. Events go to the coordinator through `tell`,
+whether the coordinator lives in this process or elsewhere. Nothing here blocks the agent's loop for
+long: an incident is collected step by step, in `tick`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from echelon.launcher.status.status import RankStatus, silent, status_of
 from echelon.recorder.format.schema import Record
 from echelon.recorder.read import read_ring
 
-_DRAIN_S = 1.0  # for what ended workers left in their pipes
+_DRAIN_S = 1.0  # for the output that ended workers left in their pipes
 _SWEEP_S = 2.0
 _NOT_STARTED = 127
-_LIMITS_S = 10.0  # between two times at which the learned limits are written
+_LIMITS_S = 10.0  # between two writes of the learned limits
 
 
 class NodeAgent:
@@ -82,13 +82,13 @@ class NodeAgent:
         self._laps: LapReports | None = None
         self._grace = Grace()
         self._examination: Examination | None = None
-        self._kept: Sequence[Record] | None = None  # a snapshot that no coordinator has asked for
+        self._kept: Sequence[Record] | None = None  # a snapshot that no coordinator has requested
         self._stop_after_examination: m.Stop | None = None
         self._denied: list[int] = []
         self._containment = Containment()
         self._workers: list[Worker] = []
         self._hook: Hook | None = None
-        self._not_started = range(0)  # ranks of an attempt that ended before they had begun
+        self._not_started = range(0)  # ranks whose attempt ended before they started
         self._start: m.Start | None = None
         self._num_ended = 0
         self._swept: int | None = None
@@ -99,10 +99,10 @@ class NodeAgent:
             guard.hold(str(self._memory.folder))
 
     def _bind(self) -> Sequence[frozenset[int] | None]:
-        """Return the processors of each worker, None for all that the launcher has.
+        """Return the processors of each worker; None means all that the launcher may use.
 
         Raises:
-            LaunchError: there are too few, or too few GPUs.
+            LaunchError: there are too few processors or too few GPUs.
         """
         options = self._options
         if options.virtual_local_rank:
@@ -118,16 +118,16 @@ class NodeAgent:
 
     @property
     def where_rings_lie(self) -> str:
-        """The end of a sentence, "" if they lie in the run directory."""
+        """The end of a sentence about the rings; "" if they are in the run directory."""
         return str(self._memory)
 
     @property
     def has_workers(self) -> bool:
-        """Whether some worker has not ended."""
+        """Whether at least one worker has not ended."""
         return any(worker.exit_code is None for worker in self._workers)
 
     def deadline_s(self) -> float:
-        """When `tick` must be called, at the latest."""
+        """Return when `tick` must be called, at the latest."""
         due = [self._terminal.deadline_s or float("inf")]
         if self._examination is not None:
             due.append(self._examination.due_s)
@@ -138,7 +138,7 @@ class NodeAgent:
         return min(due)
 
     def tick(self) -> None:
-        """Do what is due: show output held back, continue collecting, kill workers out of time."""
+        """Do what is due: show held output, continue a snapshot, kill workers after their grace."""
         self._terminal.tick()
         if self._hook is not None and self._hook.tick(time.monotonic()):
             self._end_hook(-signal.SIGKILL)
@@ -163,25 +163,25 @@ class NodeAgent:
             self._start_workers(command)
 
     def _begin_hook(self, command: m.Start) -> bool:
-        """Run the user's command first, if this is a restart and there is one."""
+        """Run the user's command first if this is a restart; return whether it was started."""
         text, limit_s = self._options.before_restart, self._options.before_restart_timeout_s
         if not (text and command.restart):
             return False
         try:
             self._hook = Hook(text, command, limit_s, self._guard, self._selector, self._say)
         except LaunchError as err:
-            self._say(f"--before-restart: {err}; the workers start all the same")
+            self._say(f"--before-restart: {err}; the workers start anyway")
         return self._hook is not None
 
     def _end_hook(self, code: int | None, error: str = "") -> None:
-        """The user's command has ended: start the workers."""
+        """Start the workers after the user's command has ended."""
         hook, self._hook = self._hook, None
         assert hook is not None
         hook.note_end(code, error)
         self._start_workers(hook.start)
 
     def _give_up_start(self) -> None:
-        """Start no workers: the attempt ends before they have begun."""
+        """Cancel a start that still waits for the user's command; its ranks count as ended."""
         hook, self._hook = self._hook, None
         if hook is None:
             return
@@ -202,7 +202,7 @@ class NodeAgent:
         self._laps = LapReports(command, self._workers, self._sighting.words)
         for local_rank, rank in enumerate(attempt.ranks):
             folder = self._directory.make_rank_dir(rank, attempt.number)
-            with contextlib.suppress(OSError):  # a full disk: the worker finds no history
+            with contextlib.suppress(OSError):  # on a full disk, the worker finds no history
                 (folder / "attempts.json").write_text(command.history)
             env = environment.worker_environment(os.environ, attempt, rank, folder)
             env.update(self._memory.environment())
@@ -221,16 +221,17 @@ class NodeAgent:
             )
             source = Source(rank, command.node_rank, command.num_nodes > 1)
             logs = self._options.logs.folder(folder, self._job_logs, attempt.number, local_rank)
-            with contextlib.suppress(OSError):  # its files will say that they cannot be made
+            with contextlib.suppress(OSError):  # opening the files will report the error
                 logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._workers[-1].logs = logs
             for number, pipe in enumerate(pipes, start=1):
                 self._add_stream(number, pipe, source, logs, local_rank)
 
     def stop(self, command: m.Stop) -> None:
-        """Signal all workers, and let those that still run after the grace be killed.
+        """Signal all workers, and kill those that still run after the grace period.
 
-        Stacks are read first, unless it is urgent. Only the first time of an attempt counts.
+        Stacks are read first, unless the command is urgent. Only the first call in an attempt
+        counts.
         """
         self._give_up_start()
         if self._grace.is_running:
@@ -242,7 +243,7 @@ class NodeAgent:
             return
         self._grace.begin(command.grace_ms / 1e3, time.monotonic())
         self._end_workers(command.number)
-        # A process stopped by a signal takes SIGTERM only once it runs again.
+        # A stopped process handles SIGTERM only once it runs again.
         self._end_workers(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -253,7 +254,7 @@ class NodeAgent:
         self._end_workers(signal.SIGKILL)
 
     def _end_workers(self, number: int) -> None:
-        """Signal workers: from then on they count as stopped by the launcher."""
+        """Signal the running workers; from then on they count as stopped by the launcher."""
         for worker in self._workers:
             if worker.exit_code is None:
                 worker.stopped_by_agent = True
@@ -279,28 +280,28 @@ class NodeAgent:
                     self._tell(event)
 
     def pass_on(self, number: int) -> None:
-        """Pass one of the user's own signals on to all workers, and not to their children."""
+        """Forward one of the user's own signals to all workers, but not to their children."""
         for worker in self._workers:
             self._guard.signal(worker.local_rank, number, alone=True)
 
     @property
     def attempt(self) -> int:
-        """The world whose ranks this node has, -1: none yet."""
+        """The attempt whose ranks this node runs; -1 if it has run none."""
         return -1 if self._start is None else self._start.attempt
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether `keep_snapshot` has kept one that was not collected since."""
+        """Whether `keep_snapshot` took a snapshot that has not been collected since."""
         return self._kept is not None
 
     def keep_snapshot(self) -> None:
-        """Snapshot this node's ranks for the next coordinator: the last one is lost."""
+        """Take a snapshot of this node's ranks for the next coordinator; the last one is lost."""
         self._examination = self._stop_after_examination = None
         if self._kept is None and self.has_workers:
             self._kept = harvest(self._workers, self._occasion("failure"), self._pump)
 
     def report_again(self) -> None:
-        """Report to another coordinator which ranks have ended."""
+        """Report to a new coordinator which ranks have ended."""
         ended = [worker for worker in self._workers if worker.exit_code is not None]
         for worker in sorted(ended, key=lambda worker: worker.exit_order):
             assert worker.exit_code is not None
@@ -308,13 +309,13 @@ class NodeAgent:
             self._tell(event)
 
     def collect(self, command: m.Collect) -> None:
-        """Begin to snapshot this node's ranks; their dumps are sent once they are complete."""
+        """Begin a snapshot of this node's ranks; their dumps are sent once they are complete."""
         self._finish_examining()
         self._examination = Examination(command, self._workers, self._occasion(command.kind))
         self._examine_on()
 
     def _examine_on(self) -> None:
-        """Take the next step, and the one after the last: send the dumps."""
+        """Take the next step of the snapshot; after the last step, send the dumps."""
         examination = self._examination
         assert examination is not None
         records = examination.step() if self._kept is None else self._kept
@@ -324,7 +325,7 @@ class NodeAgent:
         examination.send(records, self._tell)
         if self._sighting is not None:
             self._sighting.rest()
-        self.look(at_once=True)  # whether a stall still lasts is decided by what is seen now
+        self.look(at_once=True)  # whether a stall still lasts depends on what is seen now
         incident = examination.command.incident
         self._tell(m.Harvested(incident=incident, exit_codes=self._exit_codes()))
         if self._stop_after_examination is not None:
@@ -332,16 +333,16 @@ class NodeAgent:
             self.stop(stop)
 
     def _finish_examining(self) -> None:
-        """Complete a snapshot without waiting for anything else."""
+        """Complete a snapshot without further waiting."""
         while self._examination is not None:
             self._examination.hurry()
             self._examine_on()
 
     def collect_alone(self, reason: str) -> Path:
-        """Keep an incident of this node's own, when no coordinator can be reached.
+        """Write an incident of this node alone, because no coordinator can be reached.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the incident cannot be written.
         """
         self._examination = None
         occasion = self._occasion("failure")
@@ -361,7 +362,7 @@ class NodeAgent:
         )
 
     def clear_up(self) -> None:
-        """End what workers left behind, pass on the rest of their output, and report it."""
+        """End the processes that workers left behind, pass on remaining output, and report it."""
         self._finish_examining()
         deadline_s = time.monotonic() + _SWEEP_S
         denied = self._denied
@@ -373,7 +374,7 @@ class NodeAgent:
         self._swept = None
         if denied:
             pids = ", ".join(map(str, sorted(set(denied))))
-            self._say(f"not permitted to kill what workers left behind: pid {pids}")
+            self._say(f"not permitted to kill processes that workers left behind: pid {pids}")
             denied.clear()
         deadline_s = time.monotonic() + _DRAIN_S
         while self._streams and time.monotonic() < deadline_s:
@@ -411,7 +412,7 @@ class NodeAgent:
     # ---- what is seen ----
 
     def look(self, *, at_once: bool = False) -> None:
-        """Report the state of the live ranks, except while an incident disturbs them."""
+        """Report the state of the live ranks, unless an incident is being collected."""
         laps = None if self._laps is None else self._laps.look()
         if laps is not None:
             self._tell(laps)
@@ -423,7 +424,7 @@ class NodeAgent:
         self._keep_limits()
 
     def _keep_limits(self) -> None:
-        """Write what the ranks have learned beside the first one's ring, for `echelon status`."""
+        """Write the learned limits beside the first worker's ring, for `echelon status`."""
         now_s = time.monotonic()
         if self._sighting is None or now_s < self._next_limits_s:
             return
@@ -434,7 +435,7 @@ class NodeAgent:
         return sum(s.num_bytes for s in self._streams.values() if s.source.rank == rank)
 
     def tell_status(self, visitor: str) -> None:
-        """Report to a status client what this node's ranks do."""
+        """Report to a status client what this node's ranks are doing."""
         rows = [self._status(worker).pack() for worker in self._workers]
         self._tell(
             m.Statuses(
@@ -474,7 +475,7 @@ class NodeAgent:
 
     def _take_news_of_hook(self, news: Started | Failed | Exited) -> None:
         if self._hook is None or news.index != self._hook.index:
-            return  # of one that was given up
+            return  # from a hook that was cancelled
         if isinstance(news, Failed):
             self._end_hook(None, news.error)
         elif isinstance(news, Exited):
@@ -510,7 +511,7 @@ class NodeAgent:
         self._selector.register(pipe, selectors.EVENT_READ, lambda: self._pass_output(stream))
 
     def _open(self, path: Path, mode: str) -> BinaryIO | None:
-        """Open a file for output; None where that is impossible, which is said."""
+        """Open a file for output; if that fails, report it and return None."""
         try:
             return cast(BinaryIO, path.open(mode))
         except OSError as err:
@@ -532,7 +533,7 @@ class NodeAgent:
         del self._streams[stream.pipe]
         stream.close()
 
-    # ---- small things ----
+    # ---- helpers ----
 
     def _attempt(self, command: m.Start) -> environment.Attempt:
         ranks = range(command.first_rank, command.first_rank + command.num_workers)

@@ -1,12 +1,13 @@
-"""How long this node waits for its user, the coordinator and its workers: pure, time handed in.
+"""How long this node waits for its user, the coordinator and its workers. Pure: time is passed in.
 
-Two deadlines that no other part keeps:
+It keeps two deadlines:
 
 * A user's request to stop goes to the coordinator. If no command to stop follows within a few
-  seconds, the node stops alone. A person who asks again (Ctrl-C, not a scheduler's repeated signal)
-  after a second does not want to wait: this node's workers, and only these, are killed.
-* Workers that were told to stop are killed after the grace, counted from their signal; a rank that
-  outlives SIGKILL is named after a few seconds and given up half a minute later.
+  seconds, the node stops on its own. A second Ctrl-C at least a second later means that the user
+  does not want to wait (a scheduler's repeated signal does not); this node's workers, and only
+  these, are then killed.
+* Workers that were asked to stop are killed when their grace period is over, counted from the
+  signal. A rank that survives SIGKILL is reported after a few seconds and abandoned after 30 s.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
-ANSWER_S = 5.0  # for the coordinator to react to a request to stop
-_AGAIN_S = 1.0  # the shell and the kernel may both signal; a person takes longer
-_NAME_S = 5.0  # SIGKILL to naming the ranks that live on
-UNKILLABLE_S = 30.0  # SIGKILL to giving them up
+ANSWER_S = 5.0  # for the coordinator to answer a request to stop
+_AGAIN_S = 1.0  # the shell and the kernel may both send a signal; a person takes longer
+_NAME_S = 5.0  # from SIGKILL to the report of the ranks that survive it
+UNKILLABLE_S = 30.0  # from SIGKILL to abandoning them
 
 
 class Asked(Enum):
@@ -39,7 +40,7 @@ class UserRequest:
     _hurried: bool = False
 
     def on(self, number: int, now_s: float) -> Asked:
-        """Take in a stop signal."""
+        """Handle a stop signal and return its meaning."""
         if not self.first:
             self.first, self._first_s = number, now_s
             return Asked.STOP
@@ -49,18 +50,18 @@ class UserRequest:
         return Asked.HURRY
 
     def answer(self) -> None:
-        """Note that the coordinator reacted."""
+        """Note that the coordinator responded."""
         self._is_answered = True
 
     def deadline_s(self) -> float:
-        """Return when this node stops alone; infinity if nothing is asked, or all is answered."""
+        """Return when this node stops on its own; infinity if no request is unanswered."""
         if not self.first or self._is_answered:
             return float("inf")
         return self._first_s + ANSWER_S
 
 
 class Due(Enum):
-    """What the grace of stopping workers asks for."""
+    """What is due while workers are being stopped."""
 
     NOTHING = "nothing"
     KILL = "kill"
@@ -69,7 +70,7 @@ class Due(Enum):
 
 
 class Grace:
-    """The time of workers between their signal and their end."""
+    """The time between the signal to the workers and their end."""
 
     def __init__(self) -> None:
         self._kill_s = float("inf")
@@ -78,11 +79,11 @@ class Grace:
 
     @property
     def is_running(self) -> bool:
-        """Whether workers were told to stop, or killed."""
+        """Whether workers were asked to stop, or killed."""
         return self._kill_s < float("inf") or self._killed_s < float("inf")
 
     def begin(self, grace_s: float, now_s: float) -> None:
-        """Note that workers were signalled; only the first time counts."""
+        """Note that workers were signalled; only the first call counts."""
         if not self.is_running:
             self._kill_s = now_s + grace_s
 
@@ -91,7 +92,7 @@ class Grace:
         self._killed_s = min(self._killed_s, now_s)
 
     def due(self, now_s: float) -> Due:
-        """Return what is due now, once each. Call it while workers still run."""
+        """Return what is due now, each action once. Call it while workers still run."""
         if self._killed_s == float("inf"):
             return Due.KILL if now_s >= self._kill_s else Due.NOTHING
         if not self._named and now_s >= self._killed_s + _NAME_S:
@@ -103,7 +104,7 @@ class Grace:
         return Due.NOTHING
 
     def deadline_s(self) -> float:
-        """Return when to ask `due` again."""
+        """Return when to call `due` again."""
         if self._killed_s == float("inf"):
             return self._kill_s
         if not self._named:

@@ -1,17 +1,17 @@
-"""Keep the rings of a job in memory while it runs.
+"""Memory for the rings of a running job.
 
-[Note: why rings are not on the disk] A mapped file on a disk's file system is written back by the
-kernel, and the next store to such a page waits for the journal. While something else keeps the
-disk busy (a checkpoint is enough) every rank then stands still for seconds, in a plain store to
-memory. So the launcher gives the rings a folder in /dev/shm: it belongs to the node too, outlives
-the ranks, and never waits. Once the workers have ended, each ring is moved to its place in the run
-directory; the guard does the same if the agent is killed, so that nothing stays in memory.
+[Note: why rings are not on the disk] The kernel writes back a file that is mapped from a disk's
+file system, and the next store to such a page waits for the journal. While anything else keeps the
+disk busy (a checkpoint is enough), every rank then stops for seconds in a plain store to memory. So
+the launcher gives the rings a folder in /dev/shm: like the disk, it belongs to the node and
+outlives the ranks, but a store to it never waits. Once the workers have ended, each ring is moved
+to its place in the run directory. The guard does the same if the agent is killed, so that nothing
+stays in memory.
 
-If agent and guard are killed together, the next launcher on the node does it: a folder says in
-`home` which run it belongs to, and agent and guard hold a lock on that file as long as they live.
-
-Where /dev/shm is not a tmpfs, or too small (containers often give it 64 MB), the rings stay where
-the recorder puts them.
+If agent and guard are killed together, the next launcher on the node cleans up: the file `home` in
+the folder names the run to which it belongs, and agent and guard hold a lock on that file as long
+as they live. If /dev/shm is not a tmpfs, or is too small (containers often give it 64 MB), the
+rings stay where the recorder puts them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from echelon.recorder.write.place import bring_home, file_system
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 -- a private folder is made in it
 _PREFIX = "echelon-"
-_HOME = "home"  # a file in the folder; guard.py knows the name too
-_SHARE = 4  # take at most this part of what is free
+_HOME = "home"  # a file in the folder; guard.py also uses the name
+_SHARE = 4  # use at most 1/4 of the free space
 
 
 class RingMemory:
     """A private folder in memory for this node's rings, or none.
 
     Attributes:
-        folder: None if rings lie where the recorder puts them.
+        folder: None if the rings are where the recorder puts them.
     """
 
     def __init__(self, folder: Path | None, lock: int = -1) -> None:
@@ -47,7 +47,7 @@ class RingMemory:
 
     @classmethod
     def for_run(cls, run_dir: Path, options: Options) -> RingMemory:
-        """Make the folder if it is of use: see the note above."""
+        """Create the folder if it is useful: see the note above."""
         if options.recorder_size == 0 or "ECHELON_RING_DIR" in os.environ:
             return cls(None)
         if file_system(_MEMORY) != "tmpfs" or file_system(run_dir) == "tmpfs":
@@ -66,11 +66,11 @@ class RingMemory:
             return cls(None)
 
     def __str__(self) -> str:
-        """Describe where the rings lie while the job runs."""
+        """Describe where the rings are while the job runs."""
         return "" if self.folder is None else f"; rings in {_MEMORY} while it runs"
 
     def environment(self) -> dict[str, str]:
-        """Return what tells a worker's recorder."""
+        """Return the variable that names the folder to a worker's recorder."""
         return {} if self.folder is None else {"ECHELON_RING_DIR": str(self.folder)}
 
     def bring_home(self, rank_dir: Path) -> None:
@@ -81,7 +81,7 @@ class RingMemory:
             print(f"echelon: {rank_dir / 'ring'} stays in memory: {err}", file=sys.stderr)
 
     def close(self) -> None:
-        """Remove the folder; what could not be collected stays, and was said."""
+        """Remove the folder; rings that could not be moved stay and have been reported."""
         if self.folder is not None:
             _remove_if_empty(self.folder)
             os.close(self._lock)
@@ -89,7 +89,7 @@ class RingMemory:
 
 
 def _clear_up_after_the_killed() -> None:
-    """Collect the rings of echelon's launchers that were killed together with their guard."""
+    """Recover the rings of launchers that were killed together with their guard."""
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
@@ -103,10 +103,10 @@ def _clear_up_after_the_killed() -> None:
 
 
 def _bring_all_home(folder: Path) -> None:
-    """Put each ring in place of its link; remove those whose run directory is gone.
+    """Move each ring to its run directory; remove those whose run directory no longer exists.
 
     Raises:
-        OSError: a run directory cannot hold its rings; they stay.
+        OSError: a run directory cannot hold its rings; they stay in memory.
     """
     run_dir = Path((folder / _HOME).read_text())
     for link in run_dir.glob("rank_*/attempt_*/ring"):
@@ -135,7 +135,7 @@ def _lock(folder: Path, how: int) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder with no ring left in it."""
+    """Remove a folder that holds no rings."""
     with contextlib.suppress(OSError):
         if all(path.name == _HOME for path in folder.iterdir()):
             (folder / _HOME).unlink()

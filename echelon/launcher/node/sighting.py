@@ -1,9 +1,9 @@
 """What this node sees of its living ranks, for the stall rule.
 
-Ranks that record are folded into one row, so that a coordinator's work grows with the nodes and not
-with the ranks: the rule asks for the oldest pending operation, the latest progress, and whether
-anything moved. Ranks that record nothing are seen from outside, and each keeps its row: which of
-them wait for which others matters.
+Ranks that record are folded into one row, so that a coordinator's work grows with the number of
+nodes and not of ranks: the rule needs only the oldest pending operation, the latest progress, and
+whether anything moved. Ranks that record nothing are seen from outside and keep a row each, because
+it matters which of them wait for which others.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from echelon.launcher.node.activity import Activity
 from echelon.recorder.read import LiveRing
 from echelon.recorder.stall.watchdog import Sight
 
-_STEP_S = 2.0  # between two looks; what is beyond it was this process's own standstill
+_STEP_S = 2.0  # between two looks; a longer gap counts as this process's own standstill
 
 
 class Sighting:
-    """Look at the workers of one attempt. Their silence counts only while this process runs.
+    """The state of one attempt's workers. Their silence counts only while this process runs.
 
     Args:
-        store_port: of the connections that do not count as activity.
-        num_printed: how many bytes a rank has printed.
+        start: the command that started the attempt.
+        workers: the workers to look at.
+        num_printed: returns how many bytes a rank has printed.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Sighting:
         self._workers = workers
         self._num_printed = num_printed
         self._rings: dict[int, LiveRing] = {}
-        self._activities: dict[int, Activity] = {}  # of ranks without a ring, and hooked ones
+        self._activities: dict[int, Activity] = {}  # of ranks without a ring, and of hooked ranks
         self._num_signs: dict[int, int] = {}
         self._num_dumps: dict[int, int] = {}
-        self._dumped_rank = -1  # of the recording ranks, the one whose dump appeared last
+        self._dumped_rank = -1  # the recording rank whose dump appeared last
         self._num_moves = 0
         self._lived = LivedTime(_STEP_S, time.monotonic_ns() / 1e9)
         self._limits: NodeLimits | None = None
@@ -57,7 +58,7 @@ class Sighting:
         self._reports = Reports(start.sights_ms / 1e3, start.stall_timeout_ms)
 
     def report(self, *, at_once: bool = False) -> m.Sights | None:
-        """Look, and return what is worth telling the coordinator now; None if nothing is."""
+        """Look at the ranks; return the sights if they must be reported now, otherwise None."""
         sights = self.look()
         if sights is None or not self._reports.is_due(sights, time.monotonic(), at_once=at_once):
             return None
@@ -77,7 +78,7 @@ class Sighting:
             if ring is None or ring.is_closed:
                 rows.append([worker.rank, *self._from_outside(worker, now), own_dumps])
             else:
-                if not ring.is_hooked:  # seen from outside again, it counts from that moment
+                if not ring.is_hooked:  # if it is hooked again, its activity counts from then on
                     self._activities.pop(worker.rank, None)
                 sights.append(self._sight(ring, worker, now))
                 own[worker.rank] = own_dumps
@@ -99,23 +100,23 @@ class Sighting:
         return self._limits.sum_up(sights, lambda then: self._age_s(now, then))
 
     def watched(self) -> list[Row]:
-        """Return what the ranks' own histories are, the most frequent first."""
+        """Return the ranks' own histories, the most frequent first."""
         return [] if self._limits is None else self._limits.rows()
 
     def _note_dumps(self, own: dict[int, int]) -> None:
-        """Note whose dump is new; of several that appeared at once, the lowest rank's."""
+        """Note which rank has a new dump; if several appeared at once, the lowest rank."""
         new = [rank for rank, num in own.items() if num > self._num_dumps.get(rank, 0)]
         if new:
             self._dumped_rank = min(new)
         self._num_dumps.update(own)
 
     def words(self, worker: Worker) -> tuple[int, ...] | None:
-        """Return the live words of a rank's ring, None while it has none."""
+        """Return the live words of a rank's ring; None while it has no ring."""
         ring = self._ring(worker)
         return None if ring is None else ring.words()
 
     def rest(self) -> None:
-        """Forget what an incident's own questions made ranks do: that was not a sign of life."""
+        """Ignore the activity that an incident's requests caused in the ranks."""
         for rank, activity in self._activities.items():
             activity.rest(self._num_printed(rank), time.monotonic_ns())
         if self._limits is not None:
@@ -157,8 +158,8 @@ class Sighting:
     def _sight(self, ring: LiveRing, worker: Worker, now: int) -> Sight:
         """Look at a rank that records.
 
-        A program that hooks record marks no phases of its own: a long evaluation shows in what it
-        uses and prints, and not in its ring.
+        A program that is recorded through hooks marks no phases. A long evaluation in it shows in
+        its resource use and its output, not in its ring.
         """
         sight = ring.sight(worker.rank)
         if ring.is_hooked:
@@ -169,10 +170,10 @@ class Sighting:
         return sight
 
     def _from_outside(self, worker: Worker, now: int) -> list[int]:
-        """Look at a rank that has no ring, not yet or never, or that is exiting and has closed it.
+        """Look at a rank without an open ring: it has none yet, has none at all, or is exiting.
 
-        Destructors may take long on a busy machine: as long as they use processor time, nothing
-        hangs.
+        Destructors may take long on a busy machine; as long as they use processor time, they do not
+        count as a hang.
         """
         activity = self._active(worker, now)
         age_ms = self._age_ms(now, activity.last_mono_ns)
@@ -197,11 +198,11 @@ class Sighting:
 
 
 class Reports:
-    """When a node reports what it sees: pure.
+    """The rule for when a node reports its sights. Pure.
 
-    Thousands of nodes that report at each look are more than a coordinator can take, so ranks that
-    show nothing unusual are reported rarely. What has waited for half the limit, what did so when
-    it was reported last, and ranks that begin or end something are reported at once.
+    Thousands of nodes that reported at every look would overload a coordinator, so a node reports
+    rarely while its ranks show nothing unusual. It reports at once if ranks have waited for half
+    the limit, if they did so at the last report, or if they begin or end something.
     """
 
     def __init__(self, every_s: float, stall_timeout_ms: int) -> None:
@@ -212,7 +213,7 @@ class Reports:
         self._was_unusual = False
 
     def is_due(self, sights: m.Sights, now_s: float, *, at_once: bool = False) -> bool:
-        """Return whether to report this; if so, it counts as reported."""
+        """Return whether to report these sights; if so, they count as reported."""
         folded = sights.folded
         ages = [max(row[2], row[3]) for row in sights.ranks]
         ages += [max(folded[2], folded[3])] if folded else []

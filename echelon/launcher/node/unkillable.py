@@ -1,4 +1,4 @@
-"""Why a process that was killed is still there."""
+"""The reason why a killed process still exists."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from echelon.host.process import sample
 
 
 def why_it_lives(pid: int) -> str:
-    """Explain why a process that was killed is still there: its state, and what it waits for."""
+    """Explain why a killed process still exists, by its state and the place where it waits."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return "it has ended, and its parent has yet to notice"
+        return "it has ended, but its parent has not noticed yet"
     except PermissionError:
         return f"this launcher may not signal it: it runs as user {_user_of(pid)}"
     seen = sample(pid)

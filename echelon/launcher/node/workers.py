@@ -1,6 +1,6 @@
-"""The agent's side of the guard: start workers, signal them, learn of their ends.
+"""The agent's side of the guard: start workers, signal them, receive their exits.
 
-Nothing here waits for long: `events()` returns what has arrived; the agent's loop watches
+Nothing here waits for long: `events()` returns what has arrived, and the agent's loop watches
 `fileno()`.
 """
 
@@ -30,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker runs."""
+    """A worker was started."""
 
     index: int
     pid: int
@@ -46,7 +46,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker has ended; `code` as in `subprocess`: -9 is SIGKILL."""
+    """A worker has ended; `code` is as in `subprocess`: -9 is SIGKILL."""
 
     index: int
     code: int
@@ -55,7 +55,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Processes that workers had left behind were signalled; `denied`: pids that may not be."""
+    """Processes that workers left behind were signalled; `denied` lists pids that may not be."""
 
     count: int
     denied: list[int]
@@ -71,7 +71,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 class Workers:
-    """The workers of this node, through their guard.
+    """The workers of this node, managed through their guard.
 
     Raises:
         LaunchError: the guard cannot be started.
@@ -99,7 +99,7 @@ class Workers:
         )
 
     def fileno(self) -> int:
-        """Readable when events may have arrived."""
+        """Return a descriptor that is readable when events may have arrived."""
         return self._socket.fileno()
 
     def spawn(
@@ -113,15 +113,15 @@ class Workers:
         group: str = "",
         has_stdin: bool = False,
     ) -> tuple[int, int]:
-        """Ask for a worker; return the read ends of its stdout and stderr, owned by the caller.
+        """Request a worker; return the read ends of its stdout and stderr, owned by the caller.
 
         Args:
-            processors: what it may use; None: all that the launcher may.
+            processors: those that it may use; None means all that the launcher may use.
             group: a cgroup of its own.
-            has_stdin: it reads the launcher's stdin; else it reads nothing.
+            has_stdin: whether it reads the launcher's stdin; otherwise it reads nothing.
 
         Raises:
-            LaunchError: the guard is gone, or there are no descriptors left.
+            LaunchError: the guard has died, or no descriptors are left.
         """
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as sent:
             try:
@@ -143,30 +143,30 @@ class Workers:
         return ends[0][0], ends[1][0]
 
     def hold(self, folder: str) -> None:
-        """Have the guard keep a folder for rings, and remove it if the agent is killed."""
+        """Let the guard hold a folder for rings, and remove it if the agent is killed."""
         self._send({"do": "hold", "folder": folder})
 
     def signal(self, index: int, number: int, *, alone: bool = False) -> None:
-        """Signal a worker's process group, or it alone; nothing happens if it has ended."""
+        """Signal a worker, with its process group unless `alone`; does nothing if it has ended."""
         self._send({"do": "signal", "index": index, "signal": int(number), "alone": alone})
 
     def fence(self, at_s: float) -> None:
-        """Have all workers killed at a moment of CLOCK_BOOTTIME, in place of the one before."""
+        """Kill all workers at a moment of CLOCK_BOOTTIME; this replaces the previous moment."""
         self._send({"do": "fence", "at_s": at_s})
 
     def sweep(self, number: int) -> None:
-        """Signal what ended workers left behind; answered by `Swept`."""
+        """Signal the processes that ended workers left behind; `Swept` is the answer."""
         self._send({"do": "sweep", "signal": int(number)})
 
     def events(self) -> list[Event]:
-        """Return the events that have arrived; blocks only if none has.
+        """Return the events that have arrived; blocks only if there are none.
 
         Raises:
-            LaunchError: the guard is gone, and with it its workers and all that they started.
+            LaunchError: the guard has died, and with it its workers and all that they started.
         """
         try:
             data = self._socket.recv(65536)
-        except OSError:  # it ended with input unread
+        except OSError:  # the guard died with unread input
             data = b""
         if not data:
             _kill_descendants()
@@ -183,7 +183,7 @@ class Workers:
         return events
 
     def close(self) -> None:
-        """Kill whatever is left and end the guard; waits at most 5 s. Safe to call twice."""
+        """Kill all that is left and end the guard; waits at most 5 s. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.send(_framed({"do": "end"}), socket.MSG_DONTWAIT)
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -210,15 +210,15 @@ def _framed(message: dict[str, Any]) -> bytes:
 
 
 def _become_subreaper() -> None:
-    """Be the parent of what a guard that was killed leaves behind."""
+    """Become the parent of the processes that a killed guard leaves behind."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_descendants() -> None:
-    """Kill everything below this process, now that no guard can: the job is over.
+    """Kill all descendants of this process, because the guard no longer can: the job is over.
 
-    The store and a running analysis are among it; both are done with.
+    This includes the store and a running analysis, which are no longer needed.
     """
     deadline_s = time.monotonic() + _CLOSE_S
     while (left := descendants(os.getpid())) and time.monotonic() < deadline_s:

@@ -17,4 +17,4 @@ def test_an_observer_that_fails_is_left_out_and_the_others_are_told_on():
     observers.tell(first)
     observers.tell(last)
     assert seen == [first, last]
-    assert said == ["OSError in a report about the job, left out: disk full"]
+    assert said == ["a report about the job failed and is omitted: OSError: disk full"]

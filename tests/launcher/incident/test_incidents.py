@@ -104,7 +104,7 @@ def test_no_more_than_a_few_stalls_are_kept(tmp_path, monkeypatch, stalls):
     stalls.append(Stall("rank 0 waits", 0))
     job.look()
     assert len(job.commands(m.Collect, job.other)) == 2
-    assert "not collected: 2 are kept already" in job.terminal.text
+    assert "not collected because 2 are already kept" in job.terminal.text
     assert [stop.number for stop in job.commands(m.Stop, job.other)] == [signal.SIGTERM]
 
 

@@ -348,7 +348,7 @@ def test_a_signal_reaches_the_workers_and_ends_the_job(script, start, run_dir, n
     job.wait_for("got SIGUSR1", 2)
     job.process.send_signal(number)
     assert job.end() == code, job.lines
-    assert not job.has("died; ending all that it started")
+    assert not job.has("died; ending all processes that it started")
     assert sum(f"got {number.name}" in line for line in job.lines) == 2
     report = read_json(run_dir / "report.json")
     assert (report["ended_by"], report["incidents"]) == ("signal", [])
@@ -372,7 +372,7 @@ def test_nothing_outlives_an_agent_that_is_killed(script, start, run_dir, monkey
     in_memory = link.resolve()
     job.process.kill()
     job.end()
-    line = f"the launcher (pid {job.process.pid}) died; ending all that it started"
+    line = f"the launcher (pid {job.process.pid}) died; ending all processes that it started"
     assert sum(line in printed for printed in job.lines) == 1, job.lines
     assert left(mark) == []
     assert read(link).live[Live.STEP] == 1

@@ -74,7 +74,9 @@ def test_too_few_cores_for_all_is_one_line(machine):
 def test_a_machine_that_tells_nothing_counts_as_one_place(tmp_path):
     bound = Topology(tmp_path, frozenset({0, 1})).bind("node", 2, [])
     assert bound == [frozenset({0, 1})] * 2
-    assert "one such place: all ranks get processors 0-1" in describe("node", bound)
+    assert "only one choice on this machine: all ranks get processors 0-1" in describe(
+        "node", bound
+    )
 
 
 def test_gpus_lie_where_the_bus_says(tmp_path):

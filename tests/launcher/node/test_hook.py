@@ -134,7 +134,7 @@ def test_workers_start_once_the_command_has_ended(node):
 def test_a_command_that_fails_is_reported_and_the_workers_start(node, news, line):
     node.report(news)
     assert node.guard.spawned == [_HOOK, 0, 1]
-    assert f"{line}; the workers start all the same" in node.terminal.text
+    assert f"{line}; the workers start anyway" in node.terminal.text
 
 
 def test_a_command_that_takes_too_long_is_killed(node, monkeypatch):

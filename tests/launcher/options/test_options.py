@@ -63,7 +63,7 @@ def test_a_module_and_a_program_need_no_file():
         (["--nproc-per-node", "2"], "no SCRIPT given"),
         (["-r", "10:4", "x.py"], "'4' is not 0 (none), 1 (stdout)"),
         (["--rdzv-conf", "join_timout=3", "x.py"], "no setting 'join_timout'"),
-        (["--rdzv-conf", "is_host=perhaps", "x.py"], "is_host=perhaps: say true or false"),
+        (["--rdzv-conf", "is_host=perhaps", "x.py"], "is_host=perhaps: must be true or false"),
         (["--rdzv-conf", "lost_after=0.1", "x.py"], "must be at least 1 s"),
         (["--signals-to-handle", "SIGTERM,SIGFOO", "x.py"], "'SIGFOO' is not the name of a signal"),
         (["--signals-to-handle", "SIGKILL", "x.py"], "SIGKILL cannot be handled"),
